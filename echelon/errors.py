@@ -1,0 +1,69 @@
+"""Every error that echelon raises on purpose.
+
+    EchelonError                 what, where, what instead; never a traceback on the command line
+    ├── DocumentError            a plan, profile, cluster or certificate file that cannot be read as one
+    ├── PlanError                a plan that this job or these devices cannot execute (.problems lists why)
+    ├── JobError                 a job file or a Job that does not describe a training
+    ├── DataError                a data set that cannot give the samples it promised
+    ├── WorldError               ranks that are started wrongly or do not agree with each other
+    ├── LaunchError              ranks that could not be started, or one that died
+    ├── CheckpointError          a checkpoint that is missing, damaged, foreign or cannot be written
+    ├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
+    └── VerificationError        the answer of a proof is no
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class EchelonError(Exception):
+    """Root of the tree. `exit_code`: 1 the answer is no, 2 wrong use."""
+
+    exit_code = 2
+
+
+class DocumentError(EchelonError):
+    """A plan, profile, cluster or certificate that cannot be read as one."""
+
+
+class PlanError(EchelonError):
+    """A plan that cannot be executed. `problems` holds each reason."""
+
+    def __init__(self, message: str, problems: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class JobError(EchelonError):
+    """A job file or a Job that does not describe a training."""
+
+
+class DataError(EchelonError):
+    """A data set that cannot give the samples it promised."""
+
+
+class WorldError(EchelonError):
+    """Ranks that are started wrongly or do not agree with each other."""
+
+
+class LaunchError(EchelonError):
+    """Ranks that could not be started, or one that died."""
+
+    exit_code = 1
+
+
+class CheckpointError(EchelonError):
+    """A checkpoint that is missing, damaged, foreign or cannot be written."""
+
+
+class TrainingError(EchelonError):
+    """A training that cannot go on."""
+
+    exit_code = 1
+
+
+class VerificationError(EchelonError):
+    """The answer of a proof is no."""
+
+    exit_code = 1

@@ -1,0 +1,58 @@
+"""What happened, one line each. The engine emits, the observer listens; neither knows the other.
+
+Kinds and their `data`:
+
+    start       job, plan (text), ranks, batch, steps (total), steps_per_epoch, epochs, samples (data set), parameters,
+                resumed_from (step or 0), device, run (folder)
+    step        epoch, loss, rate (learning rate of the first group), norm (gradient norm before clipping, or None),
+                samples (in this step), seconds (of this step), waited (of it, for data), skipped (fp16 overflow)
+    evaluation  epoch, metrics: {"loss": ..., "accuracy": ...}, samples, seconds
+    checkpoint  path, seconds, bytes, best (whether it is the best so far)
+    memory      peak (bytes, of the largest rank), held (parameters, gradients, optimizer of the largest rank)
+    warning     message
+    end         reason: "finished" | "interrupted" | "failed", seconds, message
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened at a step, on a rank."""
+
+    kind: str
+    step: int = 0
+    rank: int = 0
+    time: float = field(default_factory=time.time)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_line(self) -> str:
+        """As one line of JSON. A value that is not a number is written as null (JSON has no NaN)."""
+        line = {"kind": self.kind, "step": self.step, "rank": self.rank, "time": round(self.time, 3), **self.data}
+        return json.dumps(_finite(line))
+
+    @classmethod
+    def from_line(cls, line: str) -> Event:
+        """The event that `to_line` wrote."""
+        plain = json.loads(line)
+        head = {name: plain.pop(name) for name in ("kind", "step", "rank", "time")}
+        return cls(**head, data=plain)
+
+
+Listener = Callable[[Event], None]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

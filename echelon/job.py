@@ -1,0 +1,111 @@
+"""What to train: a model, a loss, an optimizer, data and a global batch. It says nothing of devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from echelon.errors import JobError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | int | float]"]
+    Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to train.
+
+    `loss(output, batch)` gives the mean over the batch's samples, or `(sum, count)` where samples weigh differently (tokens).
+    `loss=None` takes the model's own `output.loss`. `batch` is the global batch: micro-batches and accumulation are the plan's.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    optimizer: Callable[[Iterable[Any]], Optimizers]
+    data: Any
+    batch: int
+    loss: Loss | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    #: `batch -> (args, kwargs)`; None: all but a tuple's last element, or a dict's keys that `forward` accepts.
+    inputs: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    #: `(optimizer) or (optimizer, total_steps) -> LRScheduler`, stepped once per optimizer step.
+    schedule: Callable[..., Any] | None = None
+    #: Largest gradient norm; None: no clipping.
+    clip: float | None = None
+    evaluation: Any = None
+    #: name -> `(output, batch) -> mean or (sum, count)`, aggregated over every sample of the evaluation.
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    seed: int = 0
+    name: str = "job"
+    #: A safetensors file (or its index, or a torch state dict) that the parameters start from.
+    weights: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.batch) is not int or self.batch < 1:
+            raise JobError(f"batch={self.batch!r}: the global batch is a whole number of samples, at least 1")
+        if (self.epochs is None) == (self.steps is None):
+            raise JobError("give one of epochs= and steps=: how long to train")
+        for name in ("epochs", "steps"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise JobError(f"{name}={value!r}: a whole number of at least 1")
+        if self.clip is not None and not self.clip > 0:
+            raise JobError(f"clip={self.clip!r}: a gradient norm above 0, or None for no clipping")
+        if self.precision not in ("fp32", "tf32", "bf16", "fp16"):
+            raise JobError(f"precision={self.precision!r} is not one of fp32, tf32, bf16, fp16")
+        if not callable(self.model) and not hasattr(self.model, "forward"):
+            raise JobError(f"model={self.model!r}: give an nn.Module or a function that returns one")
+        if not callable(self.optimizer):
+            raise JobError("optimizer= is a function of the parameters: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)")
+        for name in ("loss", "inputs", "collate", "schedule"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise JobError(f"{name}={value!r} is not a function")
+
+
+def load_job(spec: str) -> Job:
+    """The job that `file.py` or `file.py:name` describes. `name` is a function that returns a Job, or a Job."""
+    file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
+    path = Path(file)
+    if not path.is_file():
+        raise JobError(f"{file}: no such file")
+    module = _import_file(path)
+    made = getattr(module, name, None)
+    if made is None:
+        found = [key for key, value in vars(module).items() if isinstance(value, Job) or _returns_job(value)]
+        hint = f"; it has {', '.join(f'{file}:{key}' for key in found)}" if found else ""
+        raise JobError(f"{file}: no `{name}` in it: write `def {name}(): return echelon.Job(...)`{hint}")
+    if callable(made):
+        made = made()
+    if not isinstance(made, Job):
+        raise JobError(f"{file}:{name} gives {type(made).__name__}, not an echelon.Job")
+    return made
+
+
+def _returns_job(value: Any) -> bool:
+    return inspect.isfunction(value) and "Job" in str(inspect.signature(value).return_annotation)
+
+
+def _import_file(path: Path) -> Any:
+    """Run the file as a module (not as __main__) with its folder importable, as `python file.py` would have it."""
+    path = path.resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # so that classes defined there can be found again by name
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,179 @@
+"""Documents to JSON and back: versioned, strict, hashed.
+
+A document is a frozen dataclass of plain values, tuples and other such dataclasses. Its annotations are its
+schema, so there is no second description to keep in step. What does not fit is an error that names the path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar, Union
+
+from echelon.errors import DocumentError
+
+T = TypeVar("T")
+
+
+class Document:
+    """Mixin of the top-level nouns: a kind and a version, text form and content hash."""
+
+    __slots__ = ()
+    KIND: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """This document as JSON text."""
+        head = {"kind": self.KIND, "version": self.VERSION, "hash": self.digest}
+        return json.dumps(head | to_plain(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "document") -> Self:
+        """The document that `text` holds; `source` names it in errors."""
+        try:
+            plain = json.loads(text)
+        except ValueError as error:
+            raise DocumentError(f"{source}: not JSON ({error}); was the file cut short?") from error
+        if not isinstance(plain, dict):
+            raise DocumentError(f"{source}: expected an object of kind {cls.KIND!r}, found {type(plain).__name__}")
+        kind, version, digest = plain.pop("kind", None), plain.pop("version", None), plain.pop("hash", None)
+        if kind != cls.KIND:
+            raise DocumentError(f"{source}: expected kind {cls.KIND!r}, found {kind!r}")
+        if version != cls.VERSION:
+            raise DocumentError(
+                f"{source}: {cls.KIND} of version {version!r}, this echelon reads version {cls.VERSION}; make it again"
+            )
+        document = from_plain(cls, plain, source)
+        if digest is not None and digest != document.digest:
+            raise DocumentError(
+                f"{source}: content hashes to {document.digest[:12]} but the file says {str(digest)[:12]}: it was "
+                "edited by hand or damaged; delete the \"hash\" line to accept the edit"
+            )
+        return document
+
+    def save(self, path: str | Path) -> None:
+        """Write to `path`, whole or not at all."""
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The document in the file `path`."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DocumentError(f"{path}: cannot be read as a {cls.KIND} ({error})") from error
+        return cls.from_json(text, source=str(path))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content: equal documents have equal digests on every machine."""
+        plain = json.dumps([self.KIND, self.VERSION, to_plain(self)], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as JSON's own types. Fields that stand at their default are written too: files are read by people."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list | frozenset):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DocumentError(f"{value} has no place in a document")
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise TypeError(f"{type(value).__name__} has no place in a document")
+
+
+@cache
+def _schema(cls: type) -> dict[str, tuple[Any, bool]]:
+    """Field name -> (annotation, required)."""
+    hints = typing.get_type_hints(cls)
+    return {
+        field.name: (
+            hints[field.name],
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(cls)
+    }
+
+
+def from_plain(kind: type[T], plain: Any, path: str) -> T:
+    """The `kind` that `plain` describes; `path` is where we are, for errors."""
+    value: T = _read(kind, plain, path)
+    return value
+
+
+def _read(kind: Any, plain: Any, path: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return plain
+    if origin in (Union, types.UnionType):
+        if plain is None and type(None) in arguments:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        if len(options) == 1:
+            return _read(options[0], plain, path)
+        for option in options:
+            try:
+                return _read(option, plain, path)
+            except DocumentError:
+                continue
+        raise DocumentError(f"{path}: {plain!r} is none of {', '.join(_name(option) for option in options)}")
+    if origin is typing.Literal:
+        if plain in arguments and type(plain) in {type(argument) for argument in arguments}:
+            return plain
+        raise DocumentError(f"{path}: {plain!r} is not one of {', '.join(map(repr, arguments))}")
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(kind, plain, path)
+    if origin is tuple:
+        if not isinstance(plain, list):
+            raise DocumentError(f"{path}: expected a list, found {plain!r}")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_read(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(plain))
+        if len(plain) != len(arguments):
+            raise DocumentError(f"{path}: expected {len(arguments)} items, found {len(plain)}")
+        return tuple(_read(a, item, f"{path}[{i}]") for i, (a, item) in enumerate(zip(arguments, plain, strict=True)))
+    if origin in (dict, Mapping):
+        if not isinstance(plain, dict):
+            raise DocumentError(f"{path}: expected an object, found {plain!r}")
+        return {key: _read(arguments[1], item, f"{path}.{key}") for key, item in plain.items()}
+    if kind is float and type(plain) is int:
+        return float(plain)
+    if type(plain) is not kind or (kind is float and not math.isfinite(plain)):
+        raise DocumentError(f"{path}: expected {_name(kind)}, found {plain!r}")
+    return plain
+
+
+def _read_dataclass(kind: Any, plain: Any, path: str) -> Any:
+    if not isinstance(plain, dict):
+        raise DocumentError(f"{path}: expected an object, found {plain!r}")
+    schema = _schema(kind)
+    unknown = sorted(set(plain) - set(schema))
+    if unknown:
+        raise DocumentError(f"{path}: unknown field {', '.join(unknown)}; {_name(kind)} has {', '.join(schema)}")
+    missing = [name for name, (_, required) in schema.items() if required and name not in plain]
+    if missing:
+        raise DocumentError(f"{path}: missing field {', '.join(missing)}")
+    values = {name: _read(schema[name][0], item, f"{path}.{name}") for name, item in plain.items()}
+    try:
+        return kind(**values)
+    except DocumentError:
+        raise
+    except ValueError as error:
+        raise DocumentError(f"{path}: {error}") from error
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__name__", str(kind))

@@ -1,0 +1,72 @@
+"""How ranks stand in a grid: axis vocabulary, rank <-> coordinate, groups.
+
+    dp  data: each rank has its own samples
+    cp  context: each rank has a part of every sequence
+    tp  tensor: each rank has a part of every matrix
+    pp  pipeline: each rank has some of the layers
+    ep  expert: each rank has some of the experts (cut out of dp x cp)
+
+The last axis varies fastest, so that tp, which talks most, lies on neighbouring devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Sizes of the axes. `ep` regroups dp x cp ranks and adds none of its own."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "ep"):
+            size = getattr(self, axis)
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{axis}={size!r}: an axis has a whole size of at least 1")
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; experts are spread over those ranks")
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not in a mesh of {self.ranks}")
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+    def rank(self, **place: int) -> int:
+        """The rank at a coordinate; axes left out are at 0."""
+        unknown = set(place) - set(AXES)
+        if unknown:
+            raise ValueError(f"{', '.join(sorted(unknown))}: no such axis; the axes are {', '.join(AXES)}")
+        rank = 0
+        for axis in AXES:
+            at, size = place.get(axis, 0), getattr(self, axis)
+            if not 0 <= at < size:
+                raise ValueError(f"{axis}={at} is outside 0..{size - 1}")
+            rank = rank * size + at
+        return rank
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ only on `axis`: each rank is in exactly one."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            place = self.coordinate(rank)
+            place.pop(axis)
+            rows.setdefault(tuple(place.values()), []).append(rank)
+        return tuple(tuple(row) for row in rows.values())

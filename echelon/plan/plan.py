@@ -1,0 +1,59 @@
+"""The plan: how a job is computed on devices. It holds no tensor, no process group and no callable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from echelon.plan.codec import Document
+from echelon.plan.mesh import Mesh
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+BatchNorm = Literal["local", "sync"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Document):
+    """How to compute a job. Every field is a decision that the engine executes as written."""
+
+    KIND: ClassVar[str] = "plan"
+
+    mesh: Mesh = field(default_factory=Mesh)
+    #: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too.
+    zero: int = 0
+    #: Samples per micro-batch per data rank; None: the rank's whole share at once.
+    micro: int | None = None
+    #: zero 2-3: keep full gradients between micro-batches and exchange once a step.
+    keep_gradients: bool = False
+    precision: Precision = "fp32"
+    #: Batch statistics: each micro-batch its own ("local"), or over the data ranks ("sync").
+    batchnorm: BatchNorm = "local"
+    compile: bool = False
+    #: Fused optimizer kernels where torch has them.
+    fused: bool = True
+    #: CPU threads per rank; None: cores / ranks on the node.
+    threads: int | None = None
+    #: Megabytes of gradient that one exchange carries (zero=0).
+    bucket: int = 25
+    #: Fingerprint of the model this plan was made for; None: any.
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero={self.zero!r}: a ZeRO stage is 0, 1, 2 or 3")
+        for name in ("micro", "threads"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: a whole number of at least 1")
+        if type(self.bucket) is not int or self.bucket < 1:
+            raise ValueError(f"bucket={self.bucket!r}: a whole number of megabytes, at least 1")
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.mesh.ranks
+
+    def __str__(self) -> str:
+        from echelon.plan.text import to_text
+
+        return to_text(self)
