@@ -1,0 +1,51 @@
+# Every target makes .venv for itself: a Python of 3.11 to 3.13 and a network (or a pip that knows where its wheels are)
+# are all it needs. Versions are those of constraints.txt, so that pip never chooses another torch.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+BENCHES := overhead startup memory parity forecast
+
+.PHONY: help demo test check format clean $(BENCHES:%=bench-%)
+
+help:
+	@echo "make demo        train examples/digits.py on this machine, then write its report"
+	@echo "make test        run the tests"
+	@echo "make check       formatting, lint, types, import contracts"
+	@echo "make bench-NAME  measure: $(BENCHES)"
+	@echo "make clean       remove .venv and caches"
+
+demo: $(VENV)/.examples
+	@$(BIN)/echelon train examples/digits.py
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/mypy --strict $(wildcard echelon/plan echelon/simulator echelon/planner)
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+$(BENCHES:%=bench-%): bench-%: $(VENV)/.bench
+	@$(BIN)/python -m bench.$* $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# python3 if it is one that we support, else the newest that is. A shim that answers with an error does not count.
+$(BIN)/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; then \
+	    echo "making $(VENV) with $$($$python -V)"; exec $$python -m venv $(VENV); fi; \
+	done; echo "no Python of 3.11 to 3.13 found; install one or say make PYTHON=/path/to/python" >&2; exit 1
+
+$(VENV)/.examples $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing echelon[$*] into $(VENV)"
+	@$(PIP) -e '.[$*]'
+	@touch $@
