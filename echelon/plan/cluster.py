@@ -1,0 +1,169 @@
+"""The cluster: nodes, their devices and links, with rates as functions of what is asked of them.
+
+A rate is never one number: a small or skinny product, two ranks that share the memory bus and a short message are all
+slower than the data sheet. A `Curve` holds measured points and answers for shapes between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from echelon.plan.codec import Document
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A rate (FLOP/s or bytes/s) at one shape."""
+
+    dims: tuple[float, ...]
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The rate of one operation on one device while `ranks` processes of `threads` threads each do the same."""
+
+    operation: str
+    dtype: str = "float32"
+    ranks: int = 1
+    threads: int = 1
+    points: tuple[Point, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError(f"{self.operation}: a curve has at least one point")
+        if any(not point.rate > 0 for point in self.points):
+            raise ValueError(f"{self.operation}: rates are above 0")
+
+    def rate(self, dims: Sequence[float]) -> float:
+        """The rate at `dims`: points weighed by closeness in log space, so that factors of two count alike."""
+        if len(self.points) == 1:
+            return self.points[0].rate
+        total = weight = 0.0
+        for point in self.points:
+            distance = sum(math.log2(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(dims, point.dims, strict=False))
+            if distance < 1e-9:
+                return point.rate
+            # Fourth power of the distance: the nearest few decide, and far ones do not drag a corner to the mean.
+            share = 1.0 / distance**2
+            total += share / point.rate
+            weight += share
+        return weight / total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A collective between `ranks` processes of one node: seconds by message bytes (of the full tensor)."""
+
+    operation: Literal["all_reduce", "reduce_scatter", "all_gather"]
+    backend: str
+    ranks: int
+    points: tuple[tuple[float, float], ...]  #: (bytes, seconds), ascending
+
+    def __post_init__(self) -> None:
+        if not self.points or list(self.points) != sorted(self.points):
+            raise ValueError(f"{self.operation}: points ascend by bytes and there is at least one")
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the smallest message."""
+        return self.points[0][1]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the largest message."""
+        return self.points[-1][0] / self.points[-1][1]
+
+    def seconds(self, size: float) -> float:
+        """Time of a message of `size` bytes: straight lines between points, the last bandwidth beyond them."""
+        if size <= self.points[0][0]:
+            return self.points[0][1]
+        for (a, s), (b, t) in zip(self.points, self.points[1:], strict=False):
+            if size <= b:
+                return s + (t - s) * (size - a) / (b - a)
+        return self.points[-1][1] * size / self.points[-1][0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One GPU, or all CPU cores of a node together (`cores` of them)."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory: int  #: bytes
+    cores: int = 1
+    instructions: tuple[str, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    overhead: float = 0.0  #: seconds that one operator costs however small
+    fault: float = 0.0  #: seconds per byte of memory that the system hands out anew (a CPU's page faults)
+    framework: int = 0  #: bytes that a process holds before it has a model
+
+    def curve(self, operation: str, dtype: str, *, ranks: int = 1, threads: int = 1) -> Curve | None:
+        """The curve measured under the load nearest to `ranks` x `threads`; None: this operation was not measured."""
+        found = [curve for curve in self.curves if curve.operation == operation and curve.dtype == dtype]
+        if not found:
+            return None
+
+        def distance(curve: Curve) -> tuple[float, float]:
+            return abs(math.log2(curve.threads / threads)), abs(math.log2(curve.ranks / ranks))
+
+        return min(found, key=distance)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types whose matrix products were measured, fastest first."""
+        best = {curve.dtype: max(p.rate for p in curve.points) for curve in self.curves if curve.operation == "matmul"}
+        return tuple(sorted(best, key=lambda dtype: -best[dtype]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine: devices of one kind and the links between its ranks."""
+
+    name: str
+    cores: int
+    memory: int  #: bytes of the machine
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError(f"node {self.name}: a node has at least one device")
+
+    def link(self, operation: str, ranks: int) -> Link | None:
+        """The link measured with the number of ranks nearest to `ranks`."""
+        found = [link for link in self.links if link.operation == operation]
+        return min(found, key=lambda link: abs(math.log2(link.ranks / max(ranks, 1))), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster(Document):
+    """The machines that a plan is for."""
+
+    KIND: ClassVar[str] = "cluster"
+
+    name: str
+    nodes: tuple[Node, ...]
+    versions: dict[str, str]  #: of what it was measured with
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ValueError("a cluster has at least one node")
+
+    @property
+    def kind(self) -> str:
+        """cpu or cuda."""
+        return self.nodes[0].devices[0].kind
+
+    @property
+    def ranks(self) -> int:
+        """The most ranks it takes: one per GPU, one per core."""
+        return sum(node.cores if self.kind == "cpu" else len(node.devices) for node in self.nodes)
+
+    @property
+    def cores(self) -> int:
+        """CPU cores of all nodes."""
+        return sum(node.cores for node in self.nodes)

@@ -1,0 +1,80 @@
+"""The forecast: what a step of a plan takes and holds, by cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.plan.codec import Document
+from echelon.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on the largest rank, by component, at the moment of the peak. `low` and `high` bound the peak."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float  #: kept for backward
+    temporary: float  #: alive for the moment only: an operator's inputs, outputs and workspace, gathered parameters
+    buckets: float  #: for the exchange
+    framework: float  #: what the process holds before it has a model; apart from the peak
+    low: float
+    high: float
+
+    @property
+    def peak(self) -> float:
+        """Bytes that the training adds to a process: RSS growth on a CPU, the allocator's peak on a GPU."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary + self.buckets
+
+    @property
+    def total(self) -> float:
+        """Peak and framework together."""
+        return self.peak + self.framework
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """Seconds of one step, by cause. `low` and `high` bound the step."""
+
+    forward: float
+    backward: float
+    exchange: float  #: exposed: nothing else runs meanwhile
+    hidden: float  #: exchange behind backward, not part of the step
+    optimizer: float
+    input: float
+    overhead: float
+    low: float
+    high: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of one step."""
+        return self.forward + self.backward + self.exchange + self.optimizer + self.input + self.overhead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast(Document):
+    """What one plan of one model costs on one cluster."""
+
+    KIND: ClassVar[str] = "forecast"
+
+    plan: Plan
+    batch: int
+    time: Time
+    memory: Memory
+    capacity: float  #: bytes that one rank may use
+    #: Where the memory peaks.
+    peak_at: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether even the upper end fits."""
+        return self.memory.high + self.memory.framework <= self.capacity
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.batch / self.time.step

@@ -1,0 +1,221 @@
+"""The profile: what one training step of a model computes, moves and keeps, for any number of samples.
+
+Every figure that depends on how many samples are computed together is an `Amount`: a fixed part and a part per
+sample, so that one profile prices every micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from echelon.plan.codec import Document
+from echelon.plan.plan import Precision
+
+Phase = Literal["forward", "backward"]
+
+#: Bytes of one element; names as torch prints them without `torch.`.
+WIDTH = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "bool": 1, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A figure at a micro-batch of n samples: `fixed + per_sample * n`."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: float) -> float:
+        """The figure for `samples` samples, never below zero."""
+        return max(self.fixed + self.per_sample * samples, 0.0)
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+    def __mul__(self, times: float) -> Amount:
+        return Amount(self.fixed * times, self.per_sample * times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One tensor that is trained or held fixed; `aliases` are the other names that share it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.elements * WIDTH.get(self.dtype, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """One module path; `blocks.*.up` stands for `count` modules that are alike. Figures are of one of them, children
+    included, for one forward (and `kept`: what its forward leaves for backward)."""
+
+    path: str
+    kind: str
+    count: int = 1
+    parameters: int = 0  #: bytes
+    flops: Amount = Amount()
+    moved: Amount = Amount()
+    kept: Amount = Amount()
+    output: Amount = Amount()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One kind of call with one kind of shape, and how often a step makes it.
+
+    `dims` by `kind`: matmul (batch, m, n, k); convolution (samples, channels in, channels out, kernel elements, output elements,
+    groups); attention (samples x heads, queries, keys, head dim); stream: none, it is priced by `moved`.
+    """
+
+    name: str  #: as torch names it: "addmm", "convolution_backward"
+    kind: Literal["matmul", "convolution", "attention", "stream"]
+    phase: Phase
+    module: str  #: folded path of the module that calls it
+    dtype: str = "float32"
+    count: int = 1
+    dims: tuple[Amount, ...] = ()
+    flops: Amount = Amount()
+    moved: Amount = Amount()  #: bytes read and written
+    made: Amount = Amount()  #: bytes of new storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A moment of the step at which the memory may peak: what is alive besides parameters, gradients and optimizer state,
+    and how many bytes of gradients are done by then. Only moments that are the peak for some micro-batch are kept."""
+
+    where: str
+    phase: Phase
+    alive: Amount
+    kept: Amount  #: the part of `alive` that waits for backward
+    gradients: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What the optimizer costs: its state and what a step makes on the side."""
+
+    name: str
+    state: int  #: bytes, over all trainable parameters
+    temporary: int  #: bytes that one unfused step makes besides
+    elements: int  #: trainable elements
+    fused: bool = False  #: whether torch has a fused kernel for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(Document):
+    """What a job computes, moves and keeps, and how it can be cut."""
+
+    KIND: ClassVar[str] = "profile"
+
+    model: str  #: fingerprint: see `fingerprint`
+    name: str
+    batch: int
+    precision: Precision
+    device: str  #: kind of device that the operators were traced for: cpu or cuda
+    parameters: tuple[Parameter, ...]
+    modules: tuple[Module, ...]
+    operators: tuple[Operator, ...]
+    moments: tuple[Moment, ...]
+    optimizers: tuple[Rule, ...]
+    buffers: int = 0  #: bytes
+    units: tuple[str, ...] = ()
+    unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
+    #: Whether the output of one sample depends on the others (batch norm, contrastive losses).
+    coupled: bool = False
+    #: Paths of batch norms, whose statistics are the coupling that `batchnorm=` decides on.
+    norms: tuple[str, ...] = ()
+    input_bytes: int = 0  #: per sample
+    samples: int = 0  #: in the data set; 0: unknown
+    clip: bool = False  #: whether gradients are clipped
+    #: fake: nothing was run; real: the model cannot be traced and one small step was run; see `notes`.
+    traced: Literal["fake", "real"] = "fake"
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch}: the global batch holds at least one sample")
+        if len(self.units) != len(self.unit_bytes):
+            raise ValueError(f"{len(self.units)} units but {len(self.unit_bytes)} unit_bytes")
+        if not self.moments:
+            raise ValueError("moments: a step has at least one")
+
+    @property
+    def elements(self) -> int:
+        """Number of parameter elements, shared ones counted once."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters, shared ones counted once."""
+        return sum(parameter.bytes for parameter in self.parameters)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one full set of gradients."""
+        return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizers' state."""
+        return sum(rule.state for rule in self.optimizers)
+
+    def flops(self, samples: float, phase: Phase | None = None) -> float:
+        """FLOPs of one micro-batch of `samples`: forward, backward, or both."""
+        return sum(o.count * o.flops.at(samples) for o in self.operators if phase in (None, o.phase))
+
+    def kept(self, samples: float) -> float:
+        """Bytes that a micro-batch of `samples` keeps for backward."""
+        return max(moment.kept.at(samples) for moment in self.moments)
+
+
+def fingerprint(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Hash of parameter names and shapes, in order: equal for models that can hold each other's weights."""
+    return hashlib.sha256(json.dumps([[name, list(shape)] for name, shape in shapes]).encode()).hexdigest()
+
+
+def units(tree: Sequence[tuple[str, str, int]]) -> tuple[str, ...]:
+    """The module paths that ZeRO shards as one: the repeated blocks of the outermost lists, root aside (it holds the rest).
+
+    `tree` is (path, class name, bytes of its own parameters) for every module, as `named_modules()` walks it. A block is a child with a
+    number for a name (ModuleList and Sequential name them so) that has a sibling of its class. One that holds less than a
+    thousandth of the model is left to the root: a collective of its own would cost more than it saves.
+    """
+    weight: dict[str, int] = {}
+    kinds: dict[tuple[str, str], int] = {}
+    for path, kind, own in tree:
+        parts = path.split(".") if path else []
+        for depth in range(len(parts) + 1):
+            prefix = ".".join(parts[:depth])
+            weight[prefix] = weight.get(prefix, 0) + own
+        if parts and parts[-1].isdigit():
+            family = (".".join(parts[:-1]), kind)
+            kinds[family] = kinds.get(family, 0) + 1
+    chosen: list[str] = []
+    for path, kind, _ in tree:
+        parent, _, last = path.rpartition(".")
+        if not last.isdigit() or kinds[(parent, kind)] < 2 or weight[path] * 1000 < max(weight.get("", 0), 1):
+            continue
+        if not any(path.startswith(outer + ".") for outer in chosen):
+            chosen.append(path)
+    return tuple(chosen)
