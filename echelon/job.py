@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,3 +110,78 @@ def _import_file(path: Path) -> Any:
         sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
     return module
+
+
+def call_model(job: Job, model: nn.Module, batch: Any) -> Any:
+    """The model's output for a collated batch: how a batch reaches the model is decided here and nowhere else."""
+    if job.inputs is not None:
+        arguments, keywords = job.inputs(batch)
+        return model(*arguments, **keywords)
+    if isinstance(batch, Mapping):
+        accepted = _accepted(getattr(model.forward, "__func__", model.forward))
+        if accepted is None:
+            return model(**batch)
+        keywords = {key: value for key, value in batch.items() if key in accepted}
+        if not keywords:
+            raise JobError(
+                f"the batch has the keys {', '.join(map(str, batch))} and {type(model).__name__}.forward takes "
+                f"{', '.join(sorted(accepted))}: none match; give inputs=lambda batch: (args, kwargs)"
+            )
+        return model(**keywords)
+    if isinstance(batch, tuple | list):
+        if len(batch) < 2:
+            raise JobError(
+                f"the batch is a {type(batch).__name__} of {len(batch)}: the last element is the target, which leaves nothing for "
+                "the model; give inputs=lambda batch: (args, kwargs)"
+            )
+        return model(*batch[:-1])
+    return model(batch)
+
+
+def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None) -> Tensor | tuple[Tensor, Any]:
+    """The batch's loss: a scalar mean, or `(sum, count)`. `model` tells how a model's own loss counts its labels."""
+    if job.loss is not None:
+        loss = job.loss(output, batch)
+    else:
+        loss = _own_loss(output, batch, model)
+    if isinstance(loss, tuple):
+        if len(loss) != 2 or getattr(loss[0], "numel", lambda: 0)() != 1:
+            raise JobError(f"loss= gave a tuple of {len(loss)}: give a scalar mean, or (sum, count) with a scalar sum")
+        total, count = loss
+        return total.reshape(()), count
+    shape = getattr(loss, "shape", None)
+    if shape is None:
+        raise JobError(f"loss= gave {type(loss).__name__}, not a tensor; give a scalar mean, or (sum, count)")
+    if loss.numel() != 1:
+        raise JobError(
+            f"loss= gave a tensor of shape {tuple(shape)}, not a scalar; average it (.mean()), or give (sum, count): "
+            "(losses.sum(), losses.numel())"
+        )
+    return loss.reshape(())
+
+
+def _own_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
+    """`output.loss`, weighed by the labels that count where there are such labels: ragged batches then average rightly."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise JobError(
+            f"loss=None takes the model's own, but its output ({type(output).__name__}) has no .loss; give loss=lambda "
+            "output, batch: ..., or put the labels into the batch under the name that the model knows"
+        )
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None or loss.numel() != 1 or labels.is_floating_point():
+        return loss
+    kind = f"{getattr(model, 'loss_type', '')} {type(model).__name__}"
+    if labels.dim() > 1 and ("CausalLM" in kind or "LMHead" in kind):
+        labels = labels[..., 1:]  # token t predicts token t + 1: the first label is never counted
+    count = (labels != -100).sum().clamp(min=1)
+    return loss * count, count
+
+
+@lru_cache(maxsize=64)
+def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """Names that a forward takes by keyword; None: any."""
+    parameters = inspect.signature(forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)) - {"self"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from echelon.errors import WorldError
 
@@ -35,7 +36,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    #: Where ranks meet: "file:///...", "tcp://host:port"; empty for a world of one.
+    #: Where ranks meet: "file:///...", "env://", "tcp://host:port"; empty for a world of one.
     address: str = ""
     launched: bool = False
 
@@ -66,6 +67,15 @@ def read_world(environment: Mapping[str, str] | None = None) -> World:
     return World()
 
 
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Where profiles, clusters and plans are kept between runs: ECHELON_CACHE, else the user's cache folder."""
+    env = os.environ if environment is None else environment
+    if env.get("ECHELON_CACHE"):
+        return Path(env["ECHELON_CACHE"])
+    home = env.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "echelon"
+
+
 def _read(env: Mapping[str, str], source: str, names: Mapping[str, str]) -> World:
     missing = [names[part] for part in ("rank", "size") if names[part] not in env]
     if missing:
@@ -82,13 +92,11 @@ def _read(env: Mapping[str, str], source: str, names: Mapping[str, str]) -> Worl
             numbers[part] = int(text)
         except ValueError:
             raise WorldError(f"{name}={text!r} is not a whole number") from None
-    address = ""
-    if numbers["size"] > 1:
-        address = _address(env)
+    address = _address(env, source) if numbers["size"] > 1 else ""
     return World(**numbers, address=address, launched=True)
 
 
-def _address(env: Mapping[str, str]) -> str:
+def _address(env: Mapping[str, str], source: str) -> str:
     if STORE in env:
         return f"file://{env[STORE]}"
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
@@ -97,4 +105,5 @@ def _address(env: Mapping[str, str]) -> str:
         raise WorldError(f"several ranks but {missing} is not set: they cannot find each other; torchrun sets it, under Slurm or MPI export it")
     if not port.isdigit():
         raise WorldError(f"MASTER_PORT={port!r} is not a port number")
-    return f"tcp://{host}:{port}"
+    # torchrun's agent already listens on that port: torch's own env:// knows how to join it, tcp:// would bind it again.
+    return "env://" if source == "torchrun" else f"tcp://{host}:{port}"
