@@ -1,0 +1,105 @@
+"""Faults on a schedule: stop a training at a step, as a crash or a person at the keyboard would."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from echelon.errors import LaunchError
+from echelon.events import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """How a command that was to be stopped ended. `step` is the last that its event log held when the signal went out."""
+
+    step: int
+    code: int
+    output: str
+
+
+def stop_at(
+    command: Sequence[str],
+    *,
+    events: Path,
+    step: int,
+    with_signal: signal.Signals = signal.SIGKILL,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+) -> Stopped:
+    """Run `command` until the event log says that it has done step number `step`, send the signal, wait for its end.
+
+    SIGKILL goes to every process that the command started, so that nobody can save anything. Any other signal goes to its
+    process group, as Ctrl-C in a terminal does.
+    """
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            seen = _await_step(process, events, step, deadline)
+            if seen is not None:
+                _send(process, with_signal)
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{command[0]} did not end within {timeout:g} s\n{_text(log)}") from None
+        finally:
+            if process.poll() is None:
+                _send(process, signal.SIGKILL)
+                process.wait()
+        if seen is None:
+            raise LaunchError(f"the command ended with {process.returncode} before step {step}\n{_text(log)}")
+        return Stopped(step=seen, code=process.returncode, output=_text(log))
+
+
+def steps_done(events: Path) -> int:
+    """The largest step number in an event log; 0 while there is none. A line that is being written is not counted."""
+    last = 0
+    with contextlib.suppress(FileNotFoundError), events.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                event = Event.from_line(line)
+                if event.kind == "step":
+                    last = max(last, event.step)
+    return last
+
+
+def _await_step(process: subprocess.Popen[bytes], events: Path, step: int, deadline: float) -> int | None:
+    while process.poll() is None:
+        seen = steps_done(events)
+        if seen >= step:
+            return seen
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired(process.args, 0)
+        time.sleep(0.002)
+    return None
+
+
+def _send(process: subprocess.Popen[bytes], with_signal: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if with_signal is not signal.SIGKILL:
+            os.killpg(process.pid, with_signal)
+            return
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def _text(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")
