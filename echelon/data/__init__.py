@@ -1,0 +1,25 @@
+"""Data: which sample goes where (`Order`), reading it (`open_source`), and what each rank gets of it (`Loader`)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Loader": "loader",
+    "Micro": "loader",
+    "Order": "order",
+    "Source": "source",
+    "StepBatch": "loader",
+    "evaluation_batches": "loader",
+    "open_source": "source",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # On demand, so that the order, which is pure, can be had without torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,178 @@
+"""The batches of each step as one data rank needs them: its share of the global batch, cut into micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from echelon.data.order import Order
+from echelon.data.source import Source
+from echelon.data.workers import Request, from_workers
+from echelon.errors import DataError
+from echelon.plan.split import Slice, cut, split
+
+#: Shares that are gathered ahead while the device computes: one ready, one being made.
+_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Micro:
+    """One micro-batch: the collated `batch` and how many `samples` of it count (0: a filler that only keeps step)."""
+
+    batch: Any
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """What one rank computes in one step. `samples` is the global batch's size, `waited` the seconds that getting it took."""
+
+    step: int
+    epoch: int
+    samples: int
+    micros: tuple[Micro, ...]
+    waited: float
+
+
+class Loader:
+    """Reads, for data rank `rank` of `ranks`, its part of each global batch of `order` in micro-batches of `micro` samples.
+
+    `workers`: processes that read ahead; for data sets whose samples are made in Python. `pin`: into page-locked memory.
+    """
+
+    def __init__(
+        self, source: Source, order: Order, *, rank: int, ranks: int, micro: int | None,
+        pin: bool = False, workers: int = 0,
+    ) -> None:  # fmt: skip
+        if order.samples != len(source):
+            raise DataError(f"the order is over {order.samples} samples but the data set has {len(source)}")
+        if order.samples < ranks:
+            raise DataError(
+                f"{order.samples} samples cannot feed {ranks} data ranks: each needs at least one; "
+                f"use dp={order.samples} or less, or more data"
+            )
+        if order.batch < ranks:
+            raise DataError(
+                f"a batch of {order.batch} cannot feed {ranks} data ranks: use batch={ranks} or more, or fewer ranks"
+            )
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is not one of {ranks} data ranks")
+        self.source, self.order = source, order
+        self._rank, self._ranks, self._micro = rank, ranks, micro
+        self._pin, self._workers = pin, workers
+        self._shares: dict[int, list[Slice]] = {}  # by the batch's size, of which there are two at most
+
+    def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
+        """The batches of steps `start` to `stop` (exclusive); a run that begins at `start` sees what an unbroken one would."""
+        self._check_short_batch(start, stop)
+        return self._steps(start, stop)
+
+    def _check_short_batch(self, start: int, stop: int) -> None:
+        """Refuse now, not at the end of the first epoch, a last batch that is too short for the ranks."""
+        order, per_epoch = self.order, self.order.steps_per_epoch
+        short = order.size(per_epoch - 1)
+        first = start + (per_epoch - 1 - start) % per_epoch  # the first step from `start` on that ends an epoch
+        if short >= self._ranks or first >= stop:
+            return
+        raise DataError(
+            f"step {first} is the last of epoch {order.epoch_of(first)} and has {short} of {order.samples} samples left for "
+            f"{self._ranks} data ranks: each needs at least one; leave out {short} samples, use dp={short} or less, "
+            f"or a batch that does not leave so few (batch={_fitting_batch(order, self._ranks)})"
+        )
+
+    def _steps(self, start: int, stop: int) -> Iterator[StepBatch]:
+        order = self.order
+        with closing(self._fetched(start, stop)) as fetched:
+            for step in range(start, stop):
+                begin = time.perf_counter()
+                batches = next(fetched)
+                size = order.size(step)
+                micros = tuple(
+                    Micro(batch=batch, samples=part.size)
+                    for batch, part in zip(batches, self._share(size), strict=True)
+                )
+                waited = time.perf_counter() - begin
+                yield StepBatch(step=step, epoch=order.epoch_of(step), samples=size, micros=micros, waited=waited)
+
+    def _fetched(self, start: int, stop: int) -> Iterator[list[Any]]:
+        """The collated micro-batches, step by step, by the way that suits the source."""
+        requests = (self._request(step) for step in range(start, stop))
+        return _fetch(self.source, requests, pin=self._pin, workers=self._workers)
+
+    def _request(self, step: int) -> Request:
+        share = self._share(self.order.size(step))
+        ids = self.order.ids(step, share[0].start, share[-1].stop)
+        return Request(ids=ids, sizes=[part.size for part in share], epoch=self.order.epoch_of(step))
+
+    def _share(self, size: int) -> list[Slice]:
+        share = self._shares.get(size)
+        if share is None:
+            share = self._shares[size] = split(size, self._ranks, self._micro)[self._rank]
+        return share
+
+
+def evaluation_batches(
+    source: Source, *, rank: int, ranks: int, size: int, pin: bool = False, workers: int = 0
+) -> Iterator[Micro]:
+    """Every sample of `source` exactly once over all ranks: rank after rank a consecutive share, `size` samples at a time.
+
+    All ranks give the same number of micro-batches, because the forward of a sharded model needs every rank: one that has
+    run out gives a single sample that counts as none (`samples=0`).
+    """
+    if size < 1:
+        raise ValueError(f"size={size}: an evaluation batch has at least one sample")
+    share = cut(0, len(source), ranks)[rank]
+    turns = -(-len(source) // ranks) // size + bool(-(-len(source) // ranks) % size)
+    parts = [
+        (min(share.start + turn * size, share.stop), min(share.start + (turn + 1) * size, share.stop))
+        for turn in range(turns)
+    ]
+    requests = (_evaluation_request(start, stop) for start, stop in parts)
+    with closing(_fetch(source, requests, pin=pin, workers=workers)) as fetched:
+        for (start, stop), batches in zip(parts, fetched, strict=True):
+            yield Micro(batch=batches[0], samples=stop - start)
+
+
+def _evaluation_request(start: int, stop: int) -> Request:
+    ids = np.arange(start, stop, dtype=np.int64) if stop > start else np.zeros(1, np.int64)
+    return Request(ids=ids, sizes=[len(ids)], epoch=0)
+
+
+def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: int) -> Iterator[list[Any]]:
+    if source.gathers:
+        # A gather is one memory copy: a worker process would only add two more.
+        return _from_thread(source, requests) if pin else _inline(source, requests, pin)
+    return from_workers(source, requests, pin=pin, workers=workers) if workers else _inline(source, requests, pin)
+
+
+def _inline(source: Source, requests: Iterator[Request], pin: bool) -> Iterator[list[Any]]:
+    for request in requests:
+        yield source.parts(request.ids, request.sizes, request.epoch, pin=pin)
+
+
+def _from_thread(source: Source, requests: Iterator[Request]) -> Iterator[list[Any]]:
+    """Gathered ahead by a thread, for a device that computes meanwhile (on a CPU it would take a core from the computation).
+
+    Only for sources that draw no random numbers: another thread's draws would land in the training's.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="echelon-data") as thread:
+        waiting: deque[Any] = deque()
+        for request in requests:
+            waiting.append(thread.submit(source.parts, request.ids, request.sizes, request.epoch, pin=True))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _fitting_batch(order: Order, ranks: int) -> int:
+    """The batch next to the wanted one whose last step feeds all ranks."""
+    sizes = sorted(range(ranks, order.samples + 1), key=lambda batch: abs(batch - order.batch))
+    return next(batch for batch in sizes if not 0 < order.samples % batch < ranks)

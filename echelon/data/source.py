@@ -1,0 +1,266 @@
+"""Samples by number, put together into batches: the one way in which the rest reads any map-style data set."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+
+from echelon.data import draws
+from echelon.data.describe import collation_error, kind_of
+from echelon.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Source(ABC):
+    """A data set of known length. `gathers`: a batch is one copy by index that draws no random numbers and needs no worker."""
+
+    gathers: bool
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+        """The samples `ids` as consecutive collated batches of `sizes`."""
+
+    def take(self, ids: np.ndarray, epoch: int, *, pin: bool = False) -> Any:
+        """The samples `ids` as one collated batch."""
+        return self.parts(ids, (len(ids),), epoch, pin=pin)[0]
+
+
+def is_stream(data: Any) -> bool:
+    """Whether `data` can only be read from its start (stream.py), not by number."""
+    return isinstance(data, IterableDataset)
+
+
+def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> Source:
+    """`data` as a Source: a map-style Dataset, a list of samples, a tensor, or whatever has `__len__` and `__getitem__`."""
+    _refuse_what_is_no_data_set(data)
+    try:
+        samples = len(data)
+    except TypeError as error:
+        raise DataError(
+            f"{kind_of(data)} has no length: give it `__len__` (a data set is read by number, in an order that is known "
+            "beforehand), or make it a torch IterableDataset and the job's length steps="
+        ) from error
+    if samples < 1:
+        raise DataError(f"{kind_of(data)} is empty: a training needs at least one sample")
+    columns = None if collate else _columns(data)
+    if columns is not None:
+        return Tensors(*columns)
+    if not hasattr(data, "__getitem__") and not hasattr(data, "__getitems__"):
+        raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
+    return Samples(data, collate=collate, seed=seed)
+
+
+def _refuse_what_is_no_data_set(data: Any) -> None:
+    """Things that have a length and can be indexed, yet are not samples: each was once given as data by somebody."""
+    if isinstance(data, DataLoader):
+        raise DataError(
+            "data is a DataLoader: give its data set, data=loader.dataset; batches and shuffling are the job's"
+        )
+    if isinstance(data, str | bytes | Path):
+        raise DataError(f"data={data!r} is text: give a torch Dataset, or a list of samples")
+    if is_stream(data):
+        raise DataError(
+            f"{kind_of(data)} is a stream (IterableDataset): it has no samples by number; give a map-style data set here"
+        )
+    if isinstance(data, Mapping):
+        keys = ", ".join(repr(key) for key in list(data)[:5])
+        raise DataError(
+            f"data is a {type(data).__name__} with the keys {keys}: give one of its data sets, or, if these are columns, "
+            "TensorDataset(*data.values())"
+        )
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        raise DataError(
+            f"data is a tuple of {len(data)} {kind_of(data[0])}s, which is columns, not samples: "
+            "give torch.utils.data.TensorDataset(*data), or list(data) if each is one sample"
+        )
+
+
+Columns = tuple[tuple[Tensor, ...], Tensor | None, bool]
+
+
+def _columns(data: Any) -> Columns | None:
+    """What `Tensors` needs where one gather gives what collating single samples would; None where it would not."""
+    if type(data) is Subset:
+        inner = _columns(data.dataset)
+        if inner is None:
+            return None
+        tensors, rows, single = inner
+        chosen = torch.as_tensor(np.asarray(data.indices, dtype=np.int64))
+        return tensors, chosen if rows is None else rows[chosen], single
+    if isinstance(data, np.ndarray) and data.dtype.kind in "biuf" and data.ndim:
+        return (torch.from_numpy(data),), None, True
+    if isinstance(data, Tensor):
+        tensors, single = (data,), True
+    elif type(data) is TensorDataset:  # a subclass may do anything in its __getitem__
+        tensors, single = data.tensors, False
+    else:
+        return None
+    plain = all(
+        type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad for tensor in tensors
+    )
+    return (tensors, None, single) if plain else None
+
+
+class Tensors(Source):
+    """Columns in memory: a share of a batch is one `index_select` per column, its micro-batches are views of that."""
+
+    gathers = True
+
+    def __init__(self, tensors: Sequence[Tensor], rows: Tensor | None = None, single: bool = False) -> None:
+        self._tensors, self._rows, self._single = tuple(tensors), rows, single
+
+    def __len__(self) -> int:
+        return len(self._tensors[0] if self._rows is None else self._rows)
+
+    def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+        index = torch.from_numpy(ids.copy())  # a view of a shared permutation is read-only, which torch warns about
+        if self._rows is not None:
+            index = self._rows[index]
+        columns = [_gather(tensor, index, pin) for tensor in self._tensors]
+        if len(sizes) == 1:
+            return columns if self._single else [columns]
+        cuts = [column.split(list(sizes)) for column in columns]
+        return list(cuts[0]) if self._single else [list(part) for part in zip(*cuts, strict=True)]
+
+
+def _gather(tensor: Tensor, index: Tensor, pin: bool) -> Tensor:
+    if tensor.device.type != "cpu":
+        return tensor.index_select(0, index.to(tensor.device))
+    if not pin:
+        return tensor.index_select(0, index)
+    # Straight into page-locked memory: the copy to the device then needs no second copy here.
+    out = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, index, out=out)
+
+
+class Samples(Source):
+    """Any data set in Python, sample by sample.
+
+    A data set that draws random numbers (augmentation) gets its generators seeded for each sample. Whether it does is found
+    out on the first batch; afterwards one that does not is read without the cost of seeding, and watched in case it starts to.
+    """
+
+    gathers = False
+
+    def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
+        self._data, self._seed, self._length = data, seed, len(data)
+        self._collate = default_collate if collate is None else collate
+        self._many = getattr(data, "__getitems__", None)
+        # None: not known yet. A data set that reads many at once is first taken at its word.
+        self._random: bool | None = None if self._many is None else False
+
+    def __len__(self) -> int:
+        return self._length
+
+    def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+        batches = None if self._random in (None, True) else self._plain(ids, sizes)
+        if batches is None:
+            before = draws.save()
+            try:
+                batches = self._seeded(ids, sizes, epoch)
+            finally:
+                draws.restore(before)
+        return [pinned(batch) for batch in batches] if pin else batches
+
+    def _plain(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any] | None:
+        """The batches, or None where making them drew random numbers after all."""
+        mark = draws.Mark()
+        try:
+            numbers = ids.tolist()
+            samples = [self._one(number) for number in numbers] if self._many is None else self._read_many(numbers)
+            batches, start = [], 0
+            for size in sizes:
+                batches.append(self._batch(samples[start : start + size], numbers[start : start + size]))
+                start += size
+        finally:
+            self._random = mark.moved()
+            if self._random:
+                mark.restore()
+        return None if self._random else batches
+
+    def _seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
+        """The batches, the generators seeded before each sample and before each collating."""
+        watching, drew = self._random is None, False
+        numbers, seeds = ids.tolist(), draws.seeds(self._seed, epoch, ids)
+        batches, start = [], 0
+        for size in sizes:
+            samples = []
+            for number, seed in zip(numbers[start : start + size], seeds[start : start + size], strict=True):
+                draws.seed_all(seed)
+                mark = draws.Mark() if watching and not drew else None
+                samples.append(self._one(number))
+                drew = drew or (mark is not None and mark.moved())
+            draws.seed_all(seeds[start] + 1)
+            mark = draws.Mark() if watching and not drew else None
+            batches.append(self._batch(samples, numbers[start : start + size]))
+            drew = drew or (mark is not None and mark.moved())
+            start += size
+        if watching:
+            self._random = drew
+        return batches
+
+    def _one(self, number: int) -> Any:
+        try:
+            return self._data[number] if self._many is None else self._many([number])[0]
+        except Exception as error:
+            raise self._failure(f"sample {number}", error) from error
+
+    def _read_many(self, numbers: list[int]) -> list[Any]:
+        assert self._many is not None
+        try:
+            samples = self._many(numbers)
+        except Exception as error:
+            for number in numbers:  # names the one that fails, where it also fails alone
+                self._one(number)
+            raise self._failure(f"samples {numbers}, read together with `__getitems__`,", error) from error
+        if len(samples) != len(numbers):
+            raise DataError(
+                f"{kind_of(self._data)}: `__getitems__` gave {len(samples)} samples for the {len(numbers)} numbers "
+                f"{numbers[:8]}...: return one sample per number, in their order"
+            )
+        return list(samples)
+
+    def _failure(self, what: str, error: Exception) -> DataError:
+        return DataError(
+            f"{kind_of(self._data)}: {what} of {self._length} could not be read: {type(error).__name__}: {error}; "
+            "repair it or leave it out of the data set (torch.utils.data.Subset)"
+        )
+
+    def _batch(self, samples: list[Any], numbers: list[int]) -> Any:
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            raise collation_error(samples, numbers, error, self._collate is not default_collate) from error
+
+
+def pinned(batch: Any) -> Any:
+    """The batch in page-locked memory, from which copies to a device run beside the computation."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        moved = {key: pinned(value) for key, value in batch.items()}
+        return moved if type(batch) is dict else _like(batch, moved)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(pinned(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)([pinned(value) for value in batch])
+    return batch.pin_memory() if hasattr(batch, "pin_memory") else batch
+
+
+def _like(batch: Any, moved: dict[Any, Any]) -> Any:
+    """`moved` as the same kind of mapping (HF's BatchEncoding and its relatives have more arguments than a dict)."""
+    try:
+        return type(batch)(moved)
+    except TypeError:
+        return moved

@@ -1,0 +1,95 @@
+"""Reading by torch's DataLoader worker processes, micro-batch by micro-batch, the same at any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from echelon.data.source import Source
+from echelon.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The samples of one rank's share of a step, and the micro-batches to cut them into."""
+
+    ids: np.ndarray
+    sizes: list[int]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A worker's DataError on its way home: torch would wrap the message in a traceback."""
+
+    message: str
+
+
+class _ByRequest(Dataset[Any]):
+    """A source whose "samples" are whole micro-batches: what a worker is asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, request: tuple[np.ndarray, int]) -> Any:
+        try:
+            return self._source.take(*request)
+        except DataError as error:
+            return _Failed(str(error))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, workers: int) -> Iterator[list[Any]]:
+    """The micro-batches of each request in turn, made by `workers` processes that read ahead."""
+    counts: list[int] = []  # micro-batches per request, in order; the sampler runs ahead of what is handed out
+
+    def micros() -> Iterator[tuple[np.ndarray, int]]:
+        for request in requests:
+            counts.append(len(request.sizes))
+            for ids in np.split(request.ids, np.cumsum(request.sizes)[:-1]):
+                yield ids, request.epoch
+
+    loader = DataLoader(
+        _ByRequest(source),
+        batch_size=None,
+        sampler=_Once(micros()),
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        pin_memory=pin,
+        generator=torch.Generator(),  # else it draws its workers' seeds from the training's generator
+    )
+    made = iter(loader)
+    while True:
+        batches = []
+        while not batches or len(batches) < counts[0]:
+            try:
+                batch = next(made)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise DataError(
+                    f"a data worker process died: {error}; workers=0 reads in the training's own process and shows why"
+                ) from error
+            if isinstance(batch, _Failed):
+                raise DataError(batch.message)
+            batches.append(batch)
+        counts.pop(0)
+        yield batches
+
+
+class _Once:
+    """An iterator as the sampler that DataLoader asks for."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
