@@ -40,8 +40,9 @@ def rounds(batch: int, dp: int, micro: int | None) -> int:
         raise ValueError(f"{batch} samples cannot feed {dp} data ranks: each needs at least one")
     if micro is None:
         return 1
-    # The largest share decides, but the smallest one must not run dry before it: then a micro-batch holds one more.
-    return min(-(-batch // dp) // micro + bool(-(-batch // dp) % micro), batch // dp)
+    largest, smallest = -(-batch // dp), batch // dp
+    # The largest share decides, but the smallest must not run dry before it: then a micro-batch holds one sample more.
+    return min(-(-largest // micro), smallest)
 
 
 def split(batch: int, dp: int, micro: int | None = None) -> list[list[Slice]]:

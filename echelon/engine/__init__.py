@@ -1,0 +1,1 @@
+"""The plan made live: it executes exactly what the plan says."""

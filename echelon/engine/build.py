@@ -1,0 +1,145 @@
+"""The job's model with the values that one process would give it, equal on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from echelon.engine.ranks import Ranks
+from echelon.errors import JobError, WorldError
+from echelon.job import Job
+
+
+def build(job: Job, ranks: Ranks, *, sharded: bool, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model on this rank's host memory.
+
+    When it will be sharded only rank 0 holds real values (`realise` deals them out); the others build on the meta device,
+    so that a model larger than N hosts' memory over N can start.
+    """
+    torch.manual_seed(job.seed)
+    empty = sharded and ranks.world.rank > 0
+    with ranks.together():
+        model = _made(job, empty)
+        if not empty:
+            materialise(model, job)
+        if dtype is not None:
+            model.to(dtype)
+    _require_same(model, ranks)
+    return model
+
+
+def _made(job: Job, empty: bool) -> nn.Module:
+    if isinstance(job.model, nn.Module):
+        return job.model
+    if empty:
+        with torch.device("meta"):
+            model = _called(job)
+        if not _stray_tensors(model):
+            return model
+        torch.manual_seed(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
+    return _called(job)
+
+
+def _called(job: Job) -> nn.Module:
+    model = job.model()  # type: ignore[operator]
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _stray_tensors(model: nn.Module) -> bool:
+    return any(
+        isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values()
+    )
+
+
+def materialise(model: nn.Module, job: Job) -> None:
+    """Give real, initial values to what the user's factory left on the meta device."""
+    for path, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None and job.weights is None:
+            raise JobError(
+                f"{path or 'model'} ({type(module).__name__}) is on the meta device and has no reset_parameters() to give it "
+                "values; add one, build it on the CPU, or give weights="
+            )
+        module.to_empty(device="cpu", recurse=False)
+        if reset is not None:
+            reset()
+
+
+def tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Every parameter and buffer by name, each once."""
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash of the parameters' names, shapes and dtypes."""
+    lines = "\n".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters())
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _require_same(model: nn.Module, ranks: Ranks) -> None:
+    if ranks.world.size == 1:
+        return
+    mine = [(name, tuple(value.shape), str(value.dtype)) for name, value in tensors(model)]
+    digests = ranks.gather(hashlib.sha256(repr(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    lists = ranks.gather(mine)  # only now: the whole list of a large model is megabytes
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    here, there = dict((n, s) for n, s, _ in lists[0]), dict((n, s) for n, s, _ in lists[other])
+    name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
+    raise WorldError(
+        f"model= returns different models per rank: {name} is {here.get(name, 'absent')} on rank 0 and "
+        f"{there.get(name, 'absent')} on rank {other}; build it from the job alone, not from the rank or the host"
+    )
+
+
+@torch.no_grad()
+def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor]) -> None:
+    """Put the parameters and buffers of `part` on the device with rank 0's values. Shared tensors stay shared (`done`)."""
+    for module in part.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, old in slots.items():
+                if old is None or isinstance(old, DTensor):
+                    continue
+                if id(old) not in done:
+                    value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
+                    dist.broadcast(value, 0)
+                    done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                slots[name] = done[id(old)]  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def equalise(model: nn.Module, ranks: Ranks, megabytes: int = 25) -> None:
+    """Rank 0's values on every rank, many tensors to a message."""
+    if ranks.world.size == 1:
+        return
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for _, value in tensors(model):
+        kinds.setdefault(value.dtype, []).append(value)
+    for values in kinds.values():
+        group: list[Tensor] = []
+        for value in values:
+            group.append(value)
+            if sum(each.numel() * each.element_size() for each in group) >= megabytes * 2**20:
+                _broadcast(group)
+                group = []
+        if group:
+            _broadcast(group)
+
+
+def _broadcast(group: list[Tensor]) -> None:
+    flat = torch.cat([value.reshape(-1) for value in group])
+    dist.broadcast(flat, 0)
+    for value, part in zip(group, flat.split([value.numel() for value in group]), strict=True):
+        value.copy_(part.view_as(value))

@@ -1,0 +1,54 @@
+"""The one true value of the loss and the metrics over a data set: each sample counts once, on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from echelon.data.loader import evaluation_batches
+from echelon.data.source import open_source
+from echelon.engine.precision import autocast
+from echelon.errors import JobError
+from echelon.job import call_loss, call_model
+
+if TYPE_CHECKING:
+    from echelon.engine.run import Run
+
+
+@torch.no_grad()
+def evaluate(run: Run, data: Any = None) -> dict[str, float]:
+    """Loss and the job's metrics over `data` (default: the job's evaluation set). Every rank must call it."""
+    job = run.job
+    data = job.evaluation if data is None else data
+    if data is None:
+        raise JobError("nothing to evaluate on: give the job evaluation=, or pass a data set")
+    with run.ranks.together():
+        source = open_source(data, collate=job.collate, seed=job.seed)
+    names = ["loss", *job.metrics]
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=run.device)
+    run.model.eval()
+    try:
+        size = run.plan.micro or -(-job.batch // run.world.size)
+        for micro in evaluation_batches(source, rank=run.world.rank, ranks=run.world.size, size=size):
+            batch = run.move(micro.batch)
+            with autocast(run.precision, run.device):
+                output = call_model(job, run.model, batch)
+                values = [call_loss(job, output, batch, run.model), *(metric(output, batch) for metric in job.metrics.values())]
+            if micro.samples:  # a filler only keeps the ranks in step
+                for row, value in zip(sums, values, strict=True):
+                    row += _pair(value, micro.samples)
+    finally:
+        run.model.train()
+        run.rest()
+    run.ranks.sum(sums)
+    return {name: float(total / count) if count else float("nan") for name, (total, count) in zip(names, sums, strict=True)}
+
+
+def _pair(value: Any, samples: int) -> Tensor:
+    """(sum, count) of a metric that gave either that or a mean."""
+    total, count = value if isinstance(value, tuple) else (value * samples, samples)
+    return torch.stack([torch.as_tensor(part).detach().double().cpu() for part in (total, count)]).to(
+        total.device if isinstance(total, Tensor) else "cpu"
+    )

@@ -1,0 +1,132 @@
+"""Gradients summed over the data ranks, in buckets, while backward still runs (zero=0).
+
+Written by hand because DDP rebuilds its buckets after the first step: a resumed run then sums in another order and is not
+bit-equal at three ranks or more. Here the layout follows from the parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class _Bucket:
+    """Consecutive gradients in one flat tensor, with one number behind each parameter's: how many ranks used it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        sizes = [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        self.views = [
+            view.view_as(parameter) for view, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
+        ]
+        self.used = self.flat[-len(sizes) :]
+        self.filled: list[bool] = []
+        self.missing = 0
+        self.work: dist.Work | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.filled = [False] * len(self.parameters)
+        self.missing = len(self.parameters)
+        self.work = None
+
+    def fill(self, index: int) -> None:
+        """Take a parameter's finished gradient in; from now on its `.grad` is the bucket's view."""
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self.filled[index] = True
+        self.missing -= 1
+
+    def launch(self) -> None:
+        if self.missing:
+            for view, filled in zip(self.views, self.filled, strict=True):
+                if not filled:
+                    view.zero_()
+            self.used.copy_(torch.tensor(self.filled, dtype=self.flat.dtype))
+        else:
+            self.used.fill_(1)
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def finish(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        if self.missing:
+            # Another rank may have used what this one did not: its gradient counts here too. Unused everywhere stays None.
+            for index, ranks in enumerate(self.used.tolist()):
+                if not self.filled[index]:
+                    self.parameters[index].grad = self.views[index] if ranks else None
+        self.reset()
+
+
+class Exchange:
+    """Sums gradients over all ranks. `arm` before the backward whose gradients are final, `finish` after it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], megabytes: int) -> None:
+        self._buckets = [_Bucket(group) for group in _layout(parameters, megabytes * 2**20)]
+        self._armed = False
+        self._next = 0
+        self._hooks = []
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket, index)))
+
+    def _hook(self, bucket: _Bucket, index: int):  # type: ignore[no-untyped-def]
+        def ready(_: Tensor) -> None:
+            if self._armed:
+                bucket.fill(index)
+                if not bucket.missing:
+                    self._launch_ready()
+
+        return ready
+
+    def _launch_ready(self) -> None:
+        """Launch full buckets in their fixed order: every rank must issue its collectives in the same one."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._buckets[self._next].launch()
+            self._next += 1
+
+    def arm(self) -> None:
+        """The next backward completes the gradients: exchange each as soon as it is ready."""
+        self._armed, self._next = True, 0
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over ranks."""
+        self._armed = False
+        for bucket in self._buckets[self._next :]:
+            for index, parameter in enumerate(bucket.parameters):
+                if not bucket.filled[index] and parameter.grad is not None:
+                    bucket.fill(index)  # used in an earlier micro-batch but not in the last
+            bucket.launch()
+        for bucket in self._buckets:
+            bucket.finish()
+
+    def close(self) -> None:
+        """Detach from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _layout(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Buckets of about `size` bytes, last parameter first, since backward reaches it first; one dtype and device each."""
+    buckets: list[list[nn.Parameter]] = []
+    filled, kind = 0, None
+    # The first bucket is small, so that the exchange starts early.
+    limit = min(size, 2**20)
+    for parameter in reversed(parameters):
+        this = (parameter.dtype, parameter.device)
+        if not buckets or kind != this or filled >= limit:
+            if buckets:
+                limit = size
+            buckets.append([])
+            filled, kind = 0, this
+        buckets[-1].append(parameter)
+        filled += parameter.numel() * parameter.element_size()
+    return buckets

@@ -1,0 +1,71 @@
+"""The job's optimizers over live parameters: called as the user likes, fused where torch can, with their schedules."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.errors import JobError
+from echelon.job import Job
+
+#: Those that take fused=True in their constructor; the same switch in a group turns the kernel on later.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
+    """Call the job's factory with (name, parameter) pairs, or with parameters if it does not take pairs."""
+    trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    if not trainable:
+        raise JobError("no parameter requires a gradient: nothing would be trained")
+    try:
+        made = job.optimizer(iter(trainable))
+    except (TypeError, AttributeError, ValueError):
+        # A factory that looks at each parameter (`p.ndim > 1`) fails on a pair; if it fails on parameters too, that is the error.
+        made = job.optimizer(value for _, value in trainable)
+    optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
+        _require_live(optimizer, model)
+        if fused:
+            _fuse(optimizer)
+    return optimizers
+
+
+def _require_live(optimizer: Optimizer, model: nn.Module) -> None:
+    live = {id(value) for value in model.parameters()}
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            if id(value) not in live:
+                raise JobError(
+                    "optimizer= holds a parameter that is not the running model's (a sharded model has its own): use the "
+                    "parameters that the function is given, not those of a model outside"
+                )
+
+
+def _fuse(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        # A user who chose an implementation keeps it.
+        chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+        floating = all(value.is_floating_point() and not value.is_sparse for value in group["params"])
+        if type(optimizer) in _FUSED and not chosen and floating and not isinstance(group.get("lr"), torch.Tensor):
+            group["fused"] = True
+
+
+def make_schedules(job: Job, optimizers: list[Optimizer], steps: int) -> list[Any]:
+    """One schedule per optimizer, from `schedule(optimizer)` or `schedule(optimizer, total_steps)`."""
+    if job.schedule is None:
+        return []
+    places = [
+        p for p in inspect.signature(job.schedule).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]  # fmt: skip
+    made = [job.schedule(optimizer, steps) if len(places) > 1 else job.schedule(optimizer) for optimizer in optimizers]
+    for schedule in made:
+        if not hasattr(schedule, "step"):
+            raise JobError(f"schedule= gives {type(schedule).__name__}, which has no step(); return a torch LRScheduler")
+    return made

@@ -1,0 +1,317 @@
+"""A job under a plan, live on this rank: batches in, optimizer steps out.
+
+    run = Run(job, plan, world)
+    for batch in run.batches():
+        step = run.step(batch)
+
+Every rank executes the same calls in the same order; what `step` returns is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from echelon.data.loader import Loader, StepBatch
+from echelon.data.order import Order
+from echelon.data.source import open_source
+from echelon.engine import checkpoint, norm, state
+from echelon.engine.build import build, equalise
+from echelon.engine.evaluate import evaluate
+from echelon.engine.exchange import Exchange
+from echelon.engine.optimizers import make_optimizers, make_schedules
+from echelon.engine.precision import LossScale, autocast
+from echelon.engine.ranks import Ranks
+from echelon.engine.shard import Sharding, unit_modules
+from echelon.engine.state import State
+from echelon.engine.statistics import StepStatistics
+from echelon.engine.weights import load_weights
+from echelon.errors import TrainingError
+from echelon.job import Job, call_loss, call_model
+from echelon.nn.batchnorm import synchronise
+from echelon.plan.plan import Plan
+from echelon.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step came to, the same on every rank."""
+
+    loss: Tensor  #: of the whole global batch
+    norm: Tensor | None  #: gradient norm before clipping, where it was needed
+    samples: int
+    skipped: bool = False  #: fp16 overflow: no update was made
+
+
+class Run:
+    """A job under a plan on this rank."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        world: World,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        workers: int = 0,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`dtype` recasts the model and its floating inputs, for proofs in float64; the user's own module is then copied."""
+        if dtype is not None and isinstance(job.model, nn.Module):
+            job = dataclasses.replace(job, model=copy.deepcopy(job.model))
+        self.job, self.plan, self.world = job, plan, world
+        self.ranks = Ranks(world, device)
+        self.device, self._dtype = self.ranks.device, dtype
+        self.precision = "fp32" if dtype is not None else plan.precision
+        if plan.threads and self.device.type == "cpu":
+            torch.set_num_threads(plan.threads)
+        if self.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        self.loader = self._open_data(workers)
+        self._sharding: Sharding | None = None
+        self._exchange: Exchange | None = None
+        self.model = self._build(warn)
+        self._parameters = [value for value in self.model.parameters() if value.requires_grad]
+        if world.size > 1 and self._sharding is None:
+            self._exchange = Exchange(self._parameters, plan.bucket)
+        self.optimizers = make_optimizers(job, self.model, fused=plan.fused)
+        self.schedules = make_schedules(job, self.optimizers, self.total_steps)
+        self._statistics = StepStatistics(self.model, self.ranks)
+        self.loss_scale = LossScale() if self.precision == "fp16" else None
+        #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
+        self.nominal: float | None = None
+        self.step_number = 0
+        self._unchecked: tuple[int, Tensor] | None = None
+        self._one = torch.ones((), device=self.device)
+
+    # What it is made of
+
+    def _open_data(self, workers: int) -> Loader:
+        job, world = self.job, self.world
+        with self.ranks.together():
+            source = open_source(job.data, collate=job.collate, seed=job.seed)
+            self.order = Order(samples=len(source), batch=job.batch, seed=job.seed)
+        self._require_data(len(source))
+        self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * self.order.steps_per_epoch
+        pin = self.device.type == "cuda"
+        return Loader(
+            source, self.order, rank=world.rank, ranks=world.size, micro=self.plan.micro, pin=pin, workers=workers
+        )
+
+    def _require_data(self, samples: int) -> None:
+        from echelon.errors import DataError
+
+        lengths = self.ranks.gather(samples)
+        if len(set(lengths)) > 1:
+            other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+            raise DataError(
+                f"data= has {lengths[0]:,} samples on rank 0 and {lengths[other]:,} on rank {other}: every rank must see the same "
+                "data set (it reads only its own part of it)"
+            )
+        ranks, tail = self.world.size, samples % self.job.batch
+        smallest = min(self.job.batch, samples, tail or self.job.batch)
+        if smallest < ranks:
+            which = "the last batch of an epoch" if smallest == tail else "a batch"
+            raise DataError(
+                f"{which} has {smallest} samples for {ranks} data ranks ({samples:,} samples, batch={self.job.batch}): each rank "
+                f"needs at least one; use dp={smallest} or less, or another batch"
+            )
+
+    def _build(self, warn: Callable[[str], None]) -> nn.Module:
+        plan, ranks = self.plan, self.ranks
+        sharded = plan.zero > 0 and self.world.size > 1
+        model = build(self.job, ranks, sharded=sharded, dtype=self._dtype)
+        if plan.batchnorm == "sync" and self.world.size > 1:
+            model = synchronise(model)
+        if sharded:
+            self._compile(model, unit_modules(model))
+            self._sharding = Sharding(model, plan, ranks)
+        else:
+            model.to(self.device)
+            equalise(model, ranks)
+            self._compile(model, [model] if self.world.size == 1 else unit_modules(model) or [model])
+        if self.job.weights is not None:
+            load_weights(model, self.job.weights, warn=warn)
+        return model.train()
+
+    def _compile(self, model: nn.Module, parts: list[nn.Module]) -> None:
+        # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.
+        if self.plan.compile:
+            for part in parts or [model]:
+                part.compile()
+
+    # The step
+
+    def batches(self, stop: int | None = None) -> Iterator[StepBatch]:
+        """This rank's batches from where the run stands to `stop` (default: the end of the training)."""
+        return self.loader.steps(self.step_number, self.total_steps if stop is None else stop)
+
+    def step(self, batch: StepBatch) -> Step:
+        """One optimizer step: every micro-batch, one averaged gradient, one update."""
+        loss = self.backward(batch)
+        self._check(loss)
+        return self.update(loss, batch.samples)
+
+    def backward(self, batch: StepBatch) -> Tensor:
+        """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
+        self._seed(batch.step)
+        self._statistics.begin()
+        total: Tensor | None = None
+        items: Tensor | None = None
+        last = len(batch.micros) - 1
+        for index, micro in enumerate(batch.micros):
+            if self._sharding is not None:
+                self._sharding.prepare(last=index == last)
+            data = self.move(micro.batch)
+            with autocast(self.precision, self.device):
+                value = call_loss(self.job, call_model(self.job, self.model, data), data, self.model)
+            if isinstance(value, tuple):
+                part, count = value[0], torch.as_tensor(value[1], device=self.device)
+                items = count if items is None else items + count
+                factor = self._scale() / self._nominal(count * len(batch.micros))
+            else:
+                share = micro.samples / batch.samples
+                part, factor = (value if share == 1 else value * share), self._scale()
+            if not part.requires_grad:
+                raise TrainingError("the loss does not depend on any trainable parameter: was it detached, or made under no_grad?")
+            total = part.detach() if total is None else total + part.detach()
+            if index == last:
+                self._statistics.send(total, self._one if items is None else items)
+                if self._exchange is not None:
+                    self._exchange.arm()
+            (part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor).backward()
+        if self._exchange is not None:
+            self._exchange.finish()
+        return self._finish(counted=items is not None)
+
+    def _finish(self, *, counted: bool) -> Tensor:
+        """Turn sums over items into the mean, and take the loss scale out again."""
+        loss, count = self._statistics.receive()
+        factor: float | Tensor = 1 / self._scale()
+        if counted:
+            if self.device.type == "cpu" and not count > 0:
+                raise TrainingError("the loss counted no item in the whole batch: (sum, count) came back with count 0 on every rank")
+            assert self.nominal is not None
+            factor = factor * self.nominal / count
+            loss = loss / count
+        if isinstance(factor, Tensor) or factor != 1:
+            norm.scale(norm.gradients(self._parameters), factor)
+        return loss
+
+    def update(self, loss: Tensor, samples: int) -> Step:
+        """Clip, step the optimizers and schedules, forget the gradients."""
+        size: Tensor | None = None
+        skipped = False
+        if self.job.clip is not None or self.loss_scale is not None:
+            grads = norm.gradients(self._parameters)
+            size = norm.total_norm(grads, self.ranks)
+            skipped = self.loss_scale is not None and not math.isfinite(size.item())
+            if self.job.clip is not None and not skipped:
+                norm.clip(grads, size, self.job.clip)
+        if not skipped:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for schedule in self.schedules:
+                schedule.step()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=skipped)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.step_number += 1
+        return Step(loss, size, samples, skipped)
+
+    def _scale(self) -> float:
+        return self.loss_scale.scale if self.loss_scale is not None else 1.0
+
+    def _nominal(self, count: Tensor) -> float:
+        """The divisor of sums before backward. Asked of the ranks once; a power of two, so that it leaves no trace."""
+        if self.nominal is None:
+            items = max(float(self.ranks.sum(count.detach().double().clone())), 1.0)
+            self.nominal = 2.0 ** round(math.log2(items))
+        return self.nominal
+
+    def _check(self, loss: Tensor) -> None:
+        """Stop at a loss that is not a number. On an accelerator the previous step's is read: this one is still under way."""
+        due = (self.step_number, loss)
+        if self.device.type != "cpu":
+            due, self._unchecked = self._unchecked, due  # type: ignore[assignment]
+        if due is not None and self.loss_scale is None and not math.isfinite(due[1].item()):
+            raise TrainingError(
+                f"the loss is {due[1].item()} at step {due[0]}: training stopped before it could be saved; lower the learning rate, "
+                "clip gradients (clip=1.0), or look at that batch: run.loader.steps(step, step + 1)"
+            )
+
+    def settle(self) -> None:
+        """Check what is still unchecked, before anything is saved or reported."""
+        if self._unchecked is not None:
+            (step, loss), self._unchecked = self._unchecked, None
+            if self.loss_scale is None and not math.isfinite(loss.item()):
+                raise TrainingError(f"the loss is {loss.item()} at step {step}: nothing was saved since; lower the learning rate or clip")
+
+    def move(self, value: Any) -> Any:
+        """To the device, and to the proof's dtype where there is one. Containers keep their kind."""
+        if isinstance(value, Tensor):
+            dtype = self._dtype if self._dtype is not None and value.is_floating_point() else None
+            return value.to(self.device, dtype, non_blocking=True)
+        if isinstance(value, dict):
+            return {key: self.move(item) for key, item in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.move, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.move, value))
+        return value.to(self.device) if hasattr(value, "to") else value
+
+    def _seed(self, step: int) -> None:
+        """Randomness of a step follows from (seed, step, rank): a resumed run needs no stored state to draw the same."""
+        text = f"{self.job.seed} {step} {self.world.rank}".encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+    # What it holds
+
+    def rest(self) -> None:
+        """Give back what a forward without backward gathered."""
+        if self._sharding is not None:
+            self._sharding.rest()
+
+    def gather(self) -> State | None:
+        """The whole state on rank 0, None elsewhere."""
+        return state.gather(self)
+
+    def held(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state that this rank keeps."""
+        return state.held(self)
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Loss and metrics over the job's evaluation set, or `data`."""
+        return evaluate(self, data)
+
+    def save(self, folder: str | Path) -> int:
+        """Write a checkpoint; returns its bytes."""
+        return checkpoint.save(self, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint, whatever plan wrote it."""
+        checkpoint.load(self, Path(folder))
+
+    def close(self) -> None:
+        """Give back what the run holds: hooks on the parameters, the process group if it was joined here."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self.ranks.close()

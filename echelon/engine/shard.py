@@ -1,0 +1,70 @@
+"""ZeRO stages 1 to 3 on torch's fully_shard.
+
+All three shard parameters at rest. They differ in how long the gathered copies live:
+
+    stage  parameters gathered        gradients between micro-batches
+    1      for the whole step         full, exchanged once
+    2      for the whole step         sharded, exchanged every micro-batch
+    3      for one unit at a time     sharded, exchanged every micro-batch (full with keep_gradients)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from echelon.engine.build import realise
+from echelon.engine.ranks import Ranks
+from echelon.plan.plan import Plan
+from echelon.plan.profile import units
+
+
+def unit_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered as one, inner ones first; the model itself, which takes the rest, is not among them."""
+    tree = [
+        (path, type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
+        for path, module in model.named_modules()
+    ]
+    found = [model.get_submodule(path) for path in units(tree)]
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return [unit for unit in found if not _shares(unit, uses)]
+
+
+def _shares(unit: nn.Module, uses: Counter[int]) -> bool:
+    """Whether a parameter of `unit` is also used outside it: gathered in two places it would come apart."""
+    inside = Counter(id(p) for module in unit.modules() for p in module._parameters.values() if p is not None)
+    return any(uses[key] > count for key, count in inside.items())
+
+
+class Sharding:
+    """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; parameters are DTensors between steps."""
+
+    def __init__(self, model: nn.Module, plan: Plan, ranks: Ranks) -> None:
+        mesh = ranks.mesh()
+        self._plan = plan
+        done: dict[int, Tensor] = {}
+        for part in [*unit_modules(model), model]:
+            # Values arrive and are cut unit by unit: the whole model is never on one device.
+            realise(part, ranks, done)
+            fully_shard(part, mesh=mesh, reshard_after_forward=plan.zero == 3)
+            done.clear()
+        assert isinstance(model, FSDPModule)
+        self._root = model
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
+            # Losses are weighted by samples before backward, so that gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def prepare(self, *, last: bool) -> None:
+        """Before the forward of a micro-batch; `last` of the step."""
+        keep = self._plan.zero == 1 or self._plan.keep_gradients
+        self._root.set_requires_gradient_sync(last or not keep)
+        self._root.set_reshard_after_backward(last or self._plan.zero == 3)
+
+    def rest(self) -> None:
+        """Back to sharded parameters, after a forward without a backward."""
+        for module in self._modules:
+            module.reshard()

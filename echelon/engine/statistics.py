@@ -1,0 +1,137 @@
+"""What the ranks add up once a step, in one small message that travels while backward runs: the loss, the number of items
+it counts, and the batch-norm statistics.
+
+Running statistics after a step are exactly those of one device that runs all ranks' micro-batches one after another. A
+running mean r after micro-batches 1..G is (1-m)^G r0 plus a sum over them, so each rank's part of that sum, decayed by the
+micro-batches that come after it, adds up to the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from echelon.engine.ranks import Ranks
+from echelon.nn.batchnorm import SynchronisedBatchNorm
+
+
+class StepStatistics:
+    """One step's sums over the ranks: `begin` before its first forward, `send` after its last, `receive` after backward."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._buffers: list[_Running | _Unknown] = []
+        self._sums = torch.empty(0)
+        self._work: dist.Work | None = None
+        if ranks.world.size == 1:
+            return
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+        known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        others = [buffer for buffer in model.buffers() if id(buffer) not in known and buffer.is_floating_point()]
+        # A synchronised batch norm has the same statistics on every rank already.
+        local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
+        if local:
+            self._buffers.append(_Running(local, ranks))
+        if others:
+            self._buffers.append(_Unknown(others, ranks))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before the step's first forward."""
+        for buffers in self._buffers:
+            buffers.begin()
+
+    @torch.no_grad()
+    def send(self, loss: Tensor, count: Tensor) -> None:
+        """After the step's last forward: this rank's share of the loss and of the items it counts."""
+        head = torch.stack([loss.detach().double(), count.detach().double()])
+        self._sums = torch.cat([head, *(buffers.share() for buffers in self._buffers)])
+        if self._ranks.world.size > 1:
+            self._work = dist.all_reduce(self._sums, async_op=True)
+
+    @torch.no_grad()
+    def receive(self) -> tuple[Tensor, Tensor]:
+        """Loss and count summed over the ranks; buffers now hold their common values."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            rest = self._sums[2:]
+            for buffers in self._buffers:
+                buffers.set(rest[: buffers.size])
+                rest = rest[buffers.size :]
+        return self._sums[0], self._sums[1]
+
+
+class _Running:
+    """The running means and variances of local batch norms, all in one flat tensor; no value visits the host."""
+
+    def __init__(self, norms: list[_BatchNorm], ranks: Ranks) -> None:
+        self._ranks, device = ranks, ranks.device
+        self._tensors = [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
+        self._counters = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+        widths = torch.tensor([2 * norm.num_features for norm in norms], device=device)
+        self._norm = torch.repeat_interleave(torch.arange(len(norms), device=device), widths)
+        self._keep = torch.tensor([1.0 - (norm.momentum or 0.0) for norm in norms], dtype=torch.float64, device=device)
+        #: momentum=None: a plain average over all batches so far.
+        self._average = torch.tensor([norm.momentum is None for norm in norms], device=device)
+        self.size = self._norm.numel()
+
+    def begin(self) -> None:
+        self._start, self._before = self._flat(), self._calls()
+
+    def share(self) -> Tensor:
+        self._mine = self._calls() - self._before
+        later = self._mine * (self._ranks.world.size - 1 - self._ranks.world.rank)
+        decayed = (self._flat() - self._start * self._each(self._keep**self._mine)) * self._each(self._keep**later)
+        summed = self._flat() * self._each(self._before + self._mine) - self._start * self._each(self._before)
+        return torch.where(self._each(self._average), summed, decayed)
+
+    def set(self, sums: Tensor) -> None:
+        total = self._mine * self._ranks.world.size
+        decayed = self._start * self._each(self._keep**total) + sums
+        averaged = (self._start * self._each(self._before) + sums) / self._each(self._before + total).clamp(min=1)
+        value = torch.where(self._each(self._average), averaged, decayed)
+        _write(self._tensors, value)
+        _write(self._counters, self._before + total)
+
+    def _flat(self) -> Tensor:
+        return torch.cat(self._tensors).double()
+
+    def _calls(self) -> Tensor:
+        return torch.stack(self._counters).double()
+
+    def _each(self, per_norm: Tensor) -> Tensor:
+        return per_norm[self._norm]
+
+
+class _Unknown:
+    """Buffers whose rule of change nobody declared: where a step changes one, all ranks take the mean over ranks."""
+
+    def __init__(self, buffers: list[Tensor], ranks: Ranks) -> None:
+        self._ranks, self._all = ranks, buffers
+        self._changing: list[Tensor] | None = None
+        self.size = 0
+
+    def begin(self) -> None:
+        if self._changing is None:
+            self._versions = [buffer._version for buffer in self._all]
+
+    def share(self) -> Tensor:
+        if self._changing is None:
+            # Asked once: a constant table must not travel every step. Any rank's yes counts, so that messages agree.
+            mine = [buffer._version != before for buffer, before in zip(self._all, self._versions, strict=True)]
+            changed = [any(answers) for answers in zip(*self._ranks.gather(mine), strict=True)]
+            self._changing = [buffer for buffer, yes in zip(self._all, changed, strict=True) if yes]
+            self.size = sum(buffer.numel() for buffer in self._changing)
+        parts = [buffer.reshape(-1).double() for buffer in self._changing]
+        return torch.cat(parts) / self._ranks.world.size if parts else torch.empty(0, device=self._ranks.device)
+
+    def set(self, sums: Tensor) -> None:
+        _write(self._changing or [], sums)
+
+
+def _write(tensors: list[Tensor], flat: Tensor) -> None:
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
