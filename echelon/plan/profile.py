@@ -7,7 +7,6 @@ sample, so that one profile prices every micro-batch.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -189,9 +188,10 @@ class Profile(Document):
         return max(moment.kept.at(samples) for moment in self.moments)
 
 
-def fingerprint(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Hash of parameter names and shapes, in order: equal for models that can hold each other's weights."""
-    return hashlib.sha256(json.dumps([[name, list(shape)] for name, shape in shapes]).encode()).hexdigest()
+def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
+    """Hash of (name, shape, dtype) in the model's order: equal for models that can hold each other's weights."""
+    lines = "\n".join(f"{name} {tuple(shape)} torch.{dtype}" for name, shape, dtype in parameters)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def units(tree: Sequence[tuple[str, str, int]]) -> tuple[str, ...]:

@@ -1,0 +1,5 @@
+"""Model -> Profile by tracing; machine -> Cluster by measuring."""
+
+from echelon.profiler.model import profile
+
+__all__ = ["profile"]

@@ -1,0 +1,50 @@
+"""A small batch of a job's own data, for tracing: a few samples, repeated to the size that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset, default_collate
+
+from echelon.errors import DataError
+from echelon.job import Job
+
+#: Samples that are read, spread over the data set: enough to see that lengths differ, few enough to be read at once.
+SPREAD = 8
+
+
+class Example:
+    """Batches of any size out of a few real samples."""
+
+    def __init__(self, job: Job) -> None:
+        self._collate = job.collate or default_collate
+        self.samples, self.length = _take(job.data)
+        self.bytes = _bytes(self.batch(1))
+
+    def batch(self, size: int) -> Any:
+        """A collated batch of `size` samples."""
+        return self._collate([self.samples[i % len(self.samples)] for i in range(size)])
+
+
+def _take(data: Any) -> tuple[list[Any], int]:
+    """A few samples, and how many there are (0: unknown)."""
+    if isinstance(data, IterableDataset):
+        found = [sample for sample, _ in zip(data, range(SPREAD), strict=False)]
+        length = 0
+    else:
+        try:
+            length = len(data)
+        except TypeError as error:
+            raise DataError(
+                f"data={type(data).__name__} has no length; give a data set with __len__ and __getitem__"
+            ) from error
+        found = [data[i * length // min(SPREAD, length)] for i in range(min(SPREAD, length))]
+    if not found:
+        raise DataError("data= is empty: there is no sample to profile with")
+    return found, length
+
+
+def _bytes(batch: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,257 @@
+"""A job's model as a Profile: one step at two batch sizes on fake tensors, so that nothing is computed or allocated."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from echelon.errors import EchelonError, JobError
+from echelon.job import Job, call_loss, call_model
+from echelon.plan.profile import Parameter, Profile, fingerprint, units
+from echelon.profiler.example import Example
+from echelon.profiler.fold import fold_modules, fold_operators, peaks
+from echelon.profiler.optimizer import rules
+from echelon.profiler.trace import Trace, recording
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: Bytes of example data that a trace may hold: a fake step costs nothing, but its inputs are collated for real.
+_INPUTS = 64 * 2**20
+#: Samples of a real run, where tracing fails: few, because the memory is real.
+_REAL = (2, 4)
+
+
+def profile(job: Job, *, device: str | None = None) -> Profile:
+    """What a step of `job` computes, moves and keeps. `device`: trace for "cpu" or "cuda" (default: what is here)."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    example = Example(job)
+    notes: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model, first, second = _traced(job, example, device)
+            how = "fake"
+        except EchelonError:
+            raise
+        except Exception as error:  # whatever a user's forward does with values it does not have
+            notes.append(
+                f"the model cannot be traced without running it ({type(error).__name__}: {_first_line(error)}): two small "
+                f"steps of {_REAL[0]} and {_REAL[1]} samples were run on the CPU instead"
+            )
+            model, first, second = _ran(job, example)
+            how, device = "real", "cpu"
+    return _assemble(job, example, model, first, second, device=device, how=how, notes=notes)
+
+
+def _assemble(
+    job: Job,
+    example: Example,
+    model: nn.Module,
+    first: Trace,
+    second: Trace,
+    *,
+    device: str,
+    how: Any,
+    notes: list[str],
+) -> Profile:
+    parameters = _parameters(model)
+    optimizers, guesses = rules(job, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    blocks = _units(model)
+    if len(first.calls) != len(second.calls):
+        notes.append("the operators differ between batch sizes: figures are taken in proportion to the samples")
+    return Profile(
+        model=fingerprint((p.name, p.shape, p.dtype) for p in parameters),
+        name=type(model).__name__,
+        batch=job.batch,
+        precision=job.precision,
+        device=device,
+        parameters=parameters,
+        modules=fold_modules(first, second, _tree(model)),
+        operators=fold_operators(first, second),
+        moments=peaks(first, second),
+        optimizers=optimizers,
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        units=blocks,
+        unit_bytes=tuple(
+            sum(p.numel() * p.element_size() for p in model.get_submodule(path).parameters()) for path in blocks
+        ),
+        coupled=any(isinstance(module, _BatchNorm) for module in model.modules()),
+        norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
+        input_bytes=example.bytes,
+        samples=example.length,
+        clip=job.clip is not None,
+        traced=how,
+        notes=(*notes, *guesses),
+    )
+
+
+def _traced(job: Job, example: Example, device: str) -> tuple[nn.Module, Trace, Trace]:
+    """Two fake steps. The smaller has two samples: code and batch norm treat a single one apart."""
+    large = max(min(job.batch, _INPUTS // max(example.bytes, 1)), 4)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model = _made(job)
+        tensors = {
+            name: _faked(mode, value, device)
+            for name, value in (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            )
+        }
+        _share(model, tensors)
+        traces = []
+        for samples in (2, large):
+            with _unfaked():
+                batch = example.batch(samples)
+            batch = tree_map(lambda value: _faked(mode, value, device) if isinstance(value, Tensor) else value, batch)
+            traces.append(_step(job, model, tensors, batch, samples, device))
+    return model, traces[0], traces[1]
+
+
+def _ran(job: Job, example: Example) -> tuple[nn.Module, Trace, Trace]:
+    """Two real steps on the CPU, on a copy of the model where the job gives a module."""
+    torch_state = torch.random.get_rng_state()
+    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else _made(job)
+    if any(p.is_meta for p in model.parameters()):
+        raise JobError(
+            "the model is on the meta device and cannot be traced on fake tensors; build it on the CPU to profile it"
+        )
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    traces = [_step(job, model, tensors, example.batch(samples), samples, "cpu") for samples in _REAL]
+    torch.random.set_rng_state(torch_state)
+    return model, traces[0], traces[1]
+
+
+def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, samples: int, device: str) -> Trace:
+    """Forward, loss and backward of one batch, recorded."""
+    model.train()
+    half = _HALF.get(job.precision)
+    autocast = torch.autocast(device, dtype=half) if half else contextlib.nullcontext()
+    # One thread for backward too, so that the recorder sees it on every device.
+    with recording(model, samples) as recorder, torch.autograd.set_multithreading_enabled(False):
+        for tensor in tensors.values():
+            recorder.ignore(tensor)
+        hooks = [
+            tensor.register_post_accumulate_grad_hook(_counting(recorder))
+            for tensor in _unique(tensors)
+            if tensor.requires_grad
+        ]
+        tree_map(lambda value: recorder.hold(value) if isinstance(value, Tensor) else None, batch)
+        with autocast:
+            output = call_model(job, _Bound(model, tensors), batch)
+            loss = call_loss(job, output, batch, model)
+        del output
+        total = loss[0] if isinstance(loss, tuple) else loss
+        recorder.phase = "backward"
+        total.backward()
+        for hook in hooks:
+            hook.remove()
+    return recorder.trace
+
+
+class _Bound(nn.Module):
+    """`model` called with other tensors in place of its own; looks like it to whoever asks for its forward."""
+
+    def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._call = lambda *args, **kwargs: functional_call(model, tensors, args, kwargs, tie_weights=False)
+        self._model = [model]  # in a list: not a submodule, whose paths would change
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    @property
+    def forward(self) -> Any:  # type: ignore[override]
+        return self._model[0].forward
+
+
+def _counting(recorder: Any) -> Any:
+    def done(parameter: Tensor) -> None:
+        recorder.gradients += parameter.numel() * parameter.element_size()
+        parameter.grad = None
+
+    return done
+
+
+def _faked(mode: FakeTensorMode, value: Tensor, device: str) -> Tensor:
+    """A fake of `value` on `device`, a leaf if it was one."""
+    if isinstance(value, FakeTensor):
+        fake = value.detach()
+    elif value.is_meta:
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    else:
+        fake = mode.from_tensor(value.detach())
+    if fake.device.type != device:
+        fake = fake.to(device)
+    return fake.requires_grad_(value.requires_grad)
+
+
+def _share(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give names that share a parameter the same fake."""
+    first: dict[int, str] = {}
+    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        tensors[name] = tensors[first.setdefault(id(value), name)]
+
+
+def _made(job: Job) -> nn.Module:
+    model = job.model if isinstance(job.model, nn.Module) else job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
+    return model
+
+
+@contextlib.contextmanager
+def _unfaked() -> Iterator[None]:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield
+
+
+def _unique(tensors: dict[str, Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors.values()}.values())
+
+
+def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+    names: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(value), []).append(name)
+    return tuple(
+        Parameter(
+            name=name,
+            shape=tuple(value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            trainable=value.requires_grad,
+            aliases=tuple(names[id(value)][1:]),
+        )
+        for name, value in model.named_parameters()
+    )
+
+
+def _tree(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Path -> (class name, parameter bytes, children included)."""
+    return {
+        path: (type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters()))
+        for path, module in model.named_modules()
+    }
+
+
+def _units(model: nn.Module) -> tuple[str, ...]:
+    return units(
+        [
+            (path, type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
+            for path, module in model.named_modules()
+        ]
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]

@@ -1,0 +1,254 @@
+"""One step, operator by operator: what is called with which shapes, what stays alive, where it happens.
+
+The recorder sits under autograd, so it sees the operators that really run, backward ones too. On fake tensors nothing is
+computed; on real ones (the fallback) it sees the same.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from echelon.plan.profile import Phase
+
+
+@dataclass(slots=True)
+class Call:
+    """One operator call of one traced step."""
+
+    name: str
+    kind: str
+    phase: Phase
+    path: str
+    dtype: str
+    dims: tuple[float, ...]
+    flops: float
+    moved: float
+    made: float
+    alive: float = 0.0  #: bytes alive right after it, parameters and gradients aside
+    kept: float = 0.0
+    gradients: float = 0.0
+
+
+@dataclass(slots=True)
+class Figures:
+    """What one module's forward adds up to, children included."""
+
+    calls: int = 0
+    flops: float = 0.0
+    moved: float = 0.0
+    kept: float = 0.0
+    output: float = 0.0
+
+
+@dataclass(slots=True)
+class Trace:
+    """One step of one batch size."""
+
+    samples: int
+    calls: list[Call] = field(default_factory=list)
+    modules: dict[str, Figures] = field(default_factory=dict)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator call. Use `recording(...)`, which also sets the hooks that tell where a call comes from."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.trace = Trace(samples)
+        self.phase: Phase = "forward"
+        self.stack: list[str] = [""]
+        self.path = ""
+        self.gradients = 0.0
+        self._sizes: dict[int, float] = {}
+        self._references: dict[int, Any] = {}
+        self._kept: set[int] = set()
+        self._ignored: set[int] = set()
+        self._alive = self._kept_bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        outputs = _tensors(out)
+        known = {_identity(tensor) for tensor in inputs}
+        made = sum(self.hold(tensor) for tensor in outputs if _identity(tensor) not in known)
+        if _is_view(func, known, outputs) or func._overloadpacket._qualified_op_name.startswith("prim"):
+            return out
+        self._note(func, args, kwargs, out, inputs, outputs, made)
+        return out
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Leave a tensor (a parameter, a buffer) out of what is alive."""
+        self._ignored.add(_identity(tensor))
+
+    def hold(self, tensor: Tensor) -> float:
+        """Count a tensor's storage as alive until it is freed; the bytes if it was not known yet."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes or key in self._ignored:
+            return 0.0
+        size = float(storage.nbytes())
+        self._sizes[key] = size
+        self._alive += size
+
+        def freed(_: Any, key: int = key) -> None:
+            gone = self._sizes.pop(key, 0.0)
+            self._references.pop(key, None)
+            self._alive -= gone
+            if key in self._kept:
+                self._kept.discard(key)
+                self._kept_bytes -= gone
+
+        self._references[key] = weakref.ref(storage, freed)
+        return size
+
+    def pack(self, tensor: Tensor) -> tuple[str, Tensor]:
+        """Autograd keeps a tensor for backward: note it, once per storage."""
+        key = _identity(tensor)
+        if key not in self._ignored:
+            self.hold(tensor)
+            if key not in self._kept:
+                self._kept.add(key)
+                self._kept_bytes += self._sizes[key]
+                for path in self.stack:
+                    self.trace.modules.setdefault(path, Figures()).kept += self._sizes[key]
+        return self.stack[-1], tensor
+
+    def unpack(self, packed: tuple[str, Tensor]) -> Tensor:
+        """Backward takes a kept tensor: the operators that follow belong to the module that kept it."""
+        self.path, tensor = packed
+        return tensor
+
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor], made: float
+    ) -> None:
+        name = func._overloadpacket.__name__
+        kind, dims, flops = _shape(name, func, args, kwargs, out)
+        if not kind:
+            kind = "stream"
+        forward = self.phase == "forward"
+        moved = float(sum(t.numel() * t.element_size() for t in (*inputs, *outputs)))
+        lead = next((t for t in (*inputs, *outputs) if t.is_floating_point()), (inputs or outputs or [None])[0])
+        call = Call(
+            name=name,
+            kind=kind,
+            phase=self.phase,
+            path=self.stack[-1] if forward else self.path,
+            dtype=str(lead.dtype).removeprefix("torch.") if lead is not None else "float32",
+            dims=dims,
+            flops=flops,
+            moved=moved,
+            made=made,
+            alive=self._alive,
+            kept=self._kept_bytes,
+            gradients=self.gradients,
+        )
+        self.trace.calls.append(call)
+        if forward:
+            for path in self.stack:
+                figures = self.trace.modules.setdefault(path, Figures())
+                figures.flops += flops
+                figures.moved += moved
+
+
+@contextmanager
+def recording(model: nn.Module, samples: int) -> Iterator[Recorder]:
+    """Record what happens inside; the recorder knows the module paths of `model` and leaves its parameters out."""
+    recorder = Recorder(samples)
+    hooks: list[Any] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            recorder.stack.append(path)
+
+        return hook
+
+    def leave(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            recorder.stack.pop()
+            figures = recorder.trace.modules.setdefault(path, Figures())
+            figures.calls += 1
+            figures.output += sum(t.numel() * t.element_size() for t in _tensors(output))
+
+        return hook
+
+    for path, module in model.named_modules():
+        if path:
+            hooks.append(module.register_forward_pre_hook(enter(path)))
+            hooks.append(module.register_forward_hook(leave(path)))
+    try:
+        with recorder, saved_tensors_hooks(recorder.pack, recorder.unpack):
+            yield recorder
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_view(func: Any, known: set[int], outputs: list[Tensor]) -> bool:
+    """Whether a call computed nothing: it made no tensor, or only aliases of its inputs that it did not write to."""
+    if not outputs:
+        return True
+    if func._schema.is_mutable:
+        return False
+    return all(_identity(tensor) in known for tensor in outputs)
+
+
+def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, tuple[float, ...], float]:
+    """(kind, dims, FLOPs) of a call; an empty kind for operators that are priced by the bytes they move."""
+    if name in ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_grouped_mm"):
+        a, b = args[-2:] if name in ("mm", "bmm", "_int_mm") else args[1:3]
+        lots = a.shape[0] if a.dim() == 3 else 1
+        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+        return "matmul", (float(lots), float(m), float(n), float(k)), 2.0 * lots * m * n * k
+    if name == "convolution":
+        return "convolution", _convolution(args[0], args[1], out, args[8]), _counted(func, args, kwargs, out)
+    if name == "convolution_backward":
+        dims = _convolution(args[1], args[2], args[0], args[9])
+        return "convolution", dims, _counted(func, args, kwargs, out)
+    if "scaled_dot_product" in name and "attention" in name:
+        q, k = (args[1], args[2]) if "backward" in name else (args[0], args[1])
+        lots, queries, keys, width = float(q.shape[0] * q.shape[1]), q.shape[-2], k.shape[-2], q.shape[-1]
+        products = 5 if "backward" in name else 2  # backward computes the scores again, then four products
+        return (
+            "attention",
+            (lots, float(queries), float(keys), float(width)),
+            2.0 * products * lots * queries * keys * width,
+        )
+    return "", (), _counted(func, args, kwargs, out)
+
+
+def _convolution(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> tuple[float, ...]:
+    spatial = math.prod(out.shape[2:])
+    return (
+        float(x.shape[0]), float(x.shape[1]), float(out.shape[1]), float(math.prod(weight.shape[2:])), float(spatial), float(groups),
+    )  # fmt: skip
+
+
+def _counted(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return 0.0
+    try:
+        return float(formula(*args, **kwargs, out_val=out))
+    except (TypeError, ValueError, AssertionError):
+        return 0.0
