@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from echelon.engine.ranks import Ranks
 from echelon.errors import JobError, WorldError
 from echelon.job import Job
+from echelon.plan import profile
 
 
 def build(job: Job, ranks: Ranks, *, sharded: bool, dtype: torch.dtype | None = None) -> nn.Module:
@@ -82,9 +83,9 @@ def tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Hash of the parameters' names, shapes and dtypes."""
-    lines = "\n".join(f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters())
-    return hashlib.sha256(lines.encode()).hexdigest()
+    """Hash of the parameters' names, shapes and dtypes, as profiles have it."""
+    named = model.named_parameters()
+    return profile.fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
 
 
 def _require_same(model: nn.Module, ranks: Ranks) -> None:

@@ -1,0 +1,1 @@
+"""The nouns: frozen documents that every stage consumes. Standard library only."""

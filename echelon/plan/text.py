@@ -1,0 +1,113 @@
+"""The plan's short form, for people and the command line: `dp=2 zero=3 micro=8`. Both ways, exactly.
+
+What stands at its default is left out, except dp. The model that a plan was made for does not fit a short form; the file has it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, get_args
+
+from echelon.errors import PlanError
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import BatchNorm, Plan, Precision
+
+_AXES = tuple(field.name for field in fields(Mesh))
+_NUMBERS = ("zero", "micro", "threads", "bucket")
+_WORDS = {"precision": get_args(Precision), "batchnorm": get_args(BatchNorm)}
+#: word in the text -> (field, value): a switch away from the default.
+_SWITCHES = {"keep": ("keep_gradients", True), "compile": ("compile", True), "unfused": ("fused", False)}
+
+
+def to_text(plan: Plan) -> str:
+    """`plan` in short form."""
+    plain = Plan()
+    words = [f"{axis}={getattr(plan.mesh, axis)}" for axis in _AXES if axis == "dp" or getattr(plan.mesh, axis) != 1]
+    for name in (*_NUMBERS, *_WORDS):
+        if getattr(plan, name) != getattr(plain, name):
+            words.append(f"{name}={getattr(plan, name)}")
+    words += [word for word, (name, value) in _SWITCHES.items() if getattr(plan, name) == value]
+    return " ".join(words)
+
+
+def from_text(text: str) -> Plan:
+    """The plan that a short form describes; words are separated by spaces or commas."""
+    given: dict[str, Any] = {}
+    axes: dict[str, int] = {}
+    for word in re.split(r"[,\s]+", text.strip()):
+        name, equals, value = word.partition("=")
+        if not name:
+            continue
+        if name in axes or name in given:
+            raise PlanError(f"plan {text!r}: {name} is given twice")
+        if name in _SWITCHES and not equals:
+            field, setting = _SWITCHES[name]
+            given[field] = setting
+        elif name in _AXES and equals:
+            axes[name] = _number(text, name, value)
+        elif name in _NUMBERS and equals:
+            given[name] = _number(text, name, value)
+        elif name in _WORDS and equals:
+            if value not in _WORDS[name]:
+                raise PlanError(f"plan {text!r}: {name}={value!r} is not one of {', '.join(_WORDS[name])}")
+            given[name] = value
+        else:
+            raise PlanError(f"plan {text!r}: {word!r} is not part of a plan{_meant(name)}")
+    try:
+        return Plan(mesh=Mesh(**axes), **given)
+    except ValueError as error:
+        raise PlanError(f"plan {text!r}: {error}") from error
+
+
+def _number(text: str, name: str, value: str) -> int:
+    if not value.isdigit():
+        raise PlanError(f"plan {text!r}: {name}={value!r} is not a whole number")
+    return int(value)
+
+
+def _meant(name: str) -> str:
+    known = [*(f"{axis}=2" for axis in _AXES), *(f"{number}=1" for number in _NUMBERS), *_WORDS, *_SWITCHES]
+    near = difflib.get_close_matches(name, [*_AXES, *_NUMBERS, *_WORDS, *_SWITCHES], 1)
+    return f"; did you mean {near[0]}?" if near else f"; a plan is made of {' '.join(known)}"
+
+
+def explain(plan: Plan, batch: int | None = None) -> str:
+    """The plan in words, one decision a line."""
+    from echelon.plan.split import rounds
+
+    ranks = plan.ranks
+    lines = [f"{ranks} rank{'s' * (ranks > 1)}, each with its own samples" if ranks > 1 else "one process"]
+    lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in _AXES if axis != "dp" and getattr(plan.mesh, axis) > 1]
+    if ranks > 1:
+        lines.append(_ZERO[plan.zero])
+    if plan.keep_gradients:
+        lines.append("full gradients are kept between micro-batches: one exchange per step")
+    if batch is not None:
+        turns = rounds(batch, plan.mesh.dp, plan.micro)
+        lines.append(f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {plan.micro or -(-batch // plan.mesh.dp)} samples per rank")
+    elif plan.micro:
+        lines.append(f"micro-batches of {plan.micro} samples per rank")
+    lines.append(f"computes in {plan.precision}" + (", compiled" if plan.compile else "") + ("" if plan.fused else ", optimizer kernels not fused"))
+    if plan.batchnorm == "sync":
+        lines.append("batch-norm statistics are taken over all ranks")
+    if plan.threads:
+        lines.append(f"{plan.threads} CPU thread{'s' * (plan.threads > 1)} per rank")
+    return "\n".join(lines)
+
+
+_ZERO = (
+    "every rank holds the whole model; gradients are all-reduced in buckets while backward runs",
+    "optimizer state is sharded; gradients are reduced once and parameters gathered once a step",
+    "optimizer state and gradients are sharded; gradients are reduced every micro-batch",
+    "parameters, gradients and optimizer state are sharded; each block is gathered when it is needed",
+)
+
+
+def diff(left: Plan, right: Plan) -> list[str]:
+    """What differs between two plans, field by field, both sides named; empty when they are equal."""
+    rows: list[tuple[str, Callable[[Plan], Any]]] = [(axis, lambda plan, axis=axis: getattr(plan.mesh, axis)) for axis in _AXES]  # type: ignore[misc]
+    rows += [(field.name, lambda plan, name=field.name: getattr(plan, name)) for field in fields(Plan) if field.name != "mesh"]  # type: ignore[misc]
+    return [f"{name}: {get(left)} -> {get(right)}" for name, get in rows if get(left) != get(right)]
