@@ -11,7 +11,11 @@ _HOMES = {
     "Order": "order",
     "Source": "source",
     "StepBatch": "loader",
+    "Stream": "stream",
+    "StreamLoader": "stream",
     "evaluation_batches": "loader",
+    "evaluation_stream": "stream",
+    "is_stream": "source",
     "open_source": "source",
 }
 

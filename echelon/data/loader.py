@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class Loader:
                 waited = time.perf_counter() - begin
                 yield StepBatch(step=step, epoch=order.epoch_of(step), samples=size, micros=micros, waited=waited)
 
-    def _fetched(self, start: int, stop: int) -> Iterator[list[Any]]:
+    def _fetched(self, start: int, stop: int) -> Generator[list[Any]]:
         """The collated micro-batches, step by step, by the way that suits the source."""
         requests = (self._request(step) for step in range(start, stop))
         return _fetch(self.source, requests, pin=self._pin, workers=self._workers)
@@ -145,19 +145,19 @@ def _evaluation_request(start: int, stop: int) -> Request:
     return Request(ids=ids, sizes=[len(ids)], epoch=0)
 
 
-def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: int) -> Iterator[list[Any]]:
+def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: int) -> Generator[list[Any]]:
     if source.gathers:
         # A gather is one memory copy: a worker process would only add two more.
         return _from_thread(source, requests) if pin else _inline(source, requests, pin)
     return from_workers(source, requests, pin=pin, workers=workers) if workers else _inline(source, requests, pin)
 
 
-def _inline(source: Source, requests: Iterator[Request], pin: bool) -> Iterator[list[Any]]:
+def _inline(source: Source, requests: Iterator[Request], pin: bool) -> Generator[list[Any]]:
     for request in requests:
         yield source.parts(request.ids, request.sizes, request.epoch, pin=pin)
 
 
-def _from_thread(source: Source, requests: Iterator[Request]) -> Iterator[list[Any]]:
+def _from_thread(source: Source, requests: Iterator[Request]) -> Generator[list[Any]]:
     """Gathered ahead by a thread, for a device that computes meanwhile (on a CPU it would take a core from the computation).
 
     Only for sources that draw no random numbers: another thread's draws would land in the training's.

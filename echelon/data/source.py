@@ -157,6 +157,7 @@ class Samples(Source):
         self._data, self._seed, self._length = data, seed, len(data)
         self._collate = default_collate if collate is None else collate
         self._many = getattr(data, "__getitems__", None)
+        self._generators = draws.Apart()
         # None: not known yet. A data set that reads many at once is first taken at its word.
         self._random: bool | None = None if self._many is None else False
 
@@ -166,11 +167,8 @@ class Samples(Source):
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
         batches = None if self._random in (None, True) else self._plain(ids, sizes)
         if batches is None:
-            before = draws.save()
-            try:
+            with self._generators.inside():
                 batches = self._seeded(ids, sizes, epoch)
-            finally:
-                draws.restore(before)
         return [pinned(batch) for batch in batches] if pin else batches
 
     def _plain(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, workers: int) -> Iterator[list[Any]]:
+def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, workers: int) -> Generator[list[Any]]:
     """The micro-batches of each request in turn, made by `workers` processes that read ahead."""
     counts: list[int] = []  # micro-batches per request, in order; the sampler runs ahead of what is handed out
 
@@ -68,7 +68,7 @@ def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, work
     )
     made = iter(loader)
     while True:
-        batches = []
+        batches: list[Any] = []
         while not batches or len(batches) < counts[0]:
             try:
                 batch = next(made)

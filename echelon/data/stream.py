@@ -1,0 +1,225 @@
+"""Data that can only be read from its start (IterableDataset): every rank reads the whole stream and keeps its own part.
+
+That is right at any number of ranks, also where nobody knows how long the stream is. The ranks tell each other how much they
+read before they compute with it: where one stream ends before the others, all of them stop with a message instead of waiting
+for each other for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from echelon.data import draws
+from echelon.data.describe import collation_error, kind_of
+from echelon.data.loader import Micro, StepBatch
+from echelon.data.source import Collate, is_stream, pinned
+from echelon.errors import DataError
+from echelon.plan.split import Slice, cut, split
+
+#: Gathers one number from each rank, in rank order, on every rank.
+Agree = Callable[[int], list[int]]
+
+_FAILED = -1  # instead of a place: this rank could not read or collate
+_EPOCH = 40  # a place is one number: the epoch above this many bits of samples
+
+_T = TypeVar("_T")
+
+
+class Stream:
+    """An IterableDataset and how its samples become batches; `reader` begins to read it."""
+
+    def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
+        if not is_stream(data):
+            raise DataError(
+                f"{kind_of(data)} is not a stream (torch IterableDataset): read it by number, with open_source"
+            )
+        self._data, self._seed = data, seed
+        self._collate = default_collate if collate is None else collate
+
+    def reader(self) -> Reader:
+        """A new way through the stream, from its first sample."""
+        return Reader(self._data, self._collate, self._seed)
+
+
+class Reader:
+    """Reads a stream in pieces, epoch after epoch, with random generators of its own (the same on every rank)."""
+
+    def __init__(self, data: Any, collate: Collate, seed: int) -> None:
+        self.name = kind_of(data)
+        self._data, self._collate, self._seed = data, collate, seed
+        # Two sets: what the stream draws must not depend on how this rank cuts and collates its batches.
+        self._reading, self._collating = draws.Apart(), draws.Apart()
+        self._samples: Iterator[Any] = iter(())
+        self.epoch = -1
+        #: Samples read in this epoch.
+        self.count = 0
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch (the first, at first) at its first sample."""
+        self.epoch, self.count = self.epoch + 1, 0
+        with self._reading.inside():
+            draws.seed_all(self._number(0))
+            try:
+                if hasattr(self._data, "set_epoch"):  # as HF's streams have it, for their shuffle
+                    self._data.set_epoch(self.epoch)
+                self._samples = iter(self._data)
+            except Exception as error:
+                raise DataError(
+                    f"{self.name}: epoch {self.epoch} could not begin: {type(error).__name__}: {error}; repair its `__iter__`"
+                ) from error
+
+    def read(self, count: int) -> list[Any]:
+        """The next `count` samples; fewer only at the epoch's end."""
+        samples: list[Any] = []
+        with self._reading.inside():
+            try:
+                samples.extend(islice(self._samples, count))
+            except Exception as error:
+                # A sample that was read before the failing one is in the list already: extend adds one by one.
+                raise DataError(
+                    f"{self.name}: sample {self.count + len(samples)} of epoch {self.epoch} could not be read: "
+                    f"{type(error).__name__}: {error}; repair the stream or let it pass over such a sample"
+                ) from error
+        self.count += len(samples)
+        return samples
+
+    def batch(self, samples: list[Any], first: int, *, pin: bool) -> Any:
+        """Collated. `first` is the number of the first sample in the epoch."""
+        with self._collating.inside():
+            draws.seed_all(self._number(1 + first))
+            try:
+                batch = self._collate(samples)
+            except Exception as error:
+                numbers = list(range(first, first + len(samples)))
+                raise collation_error(samples, numbers, error, self._collate is not default_collate) from error
+        return pinned(batch) if pin else batch
+
+    def _number(self, what: int) -> int:
+        return draws.seeds(self._seed, self.epoch, np.array([what]))[0]
+
+
+class StreamLoader:
+    """Like Loader, for a stream: the steps of data rank `rank` of `ranks`. `agree` is collective: all ranks step together."""
+
+    def __init__(
+        self, stream: Stream, *, batch: int, rank: int, ranks: int, micro: int | None, agree: Agree,
+        drop_last: bool = False, pin: bool = False,
+    ) -> None:  # fmt: skip
+        if batch < ranks:
+            raise DataError(
+                f"a batch of {batch} cannot feed {ranks} data ranks: use batch={ranks} or more, or fewer ranks"
+            )
+        self._stream, self._batch, self._micro = stream, batch, micro
+        self._rank, self._ranks = rank, ranks
+        self._agree, self._drop_last, self._pin = agree, drop_last, pin
+
+    def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
+        """The batches of steps `start` to `stop` (exclusive); what lies before is read and skipped."""
+        reader = self._stream.reader()
+        own = self._own(reader, start)
+        for step in range(start, stop):
+            begin = time.perf_counter()
+            item = _together(own, reader, self._agree, f"step {step}")
+            if isinstance(item, DataError):
+                raise item
+            size, micros = item
+            waited = time.perf_counter() - begin
+            yield StepBatch(step=step, epoch=reader.epoch, samples=size, micros=micros, waited=waited)
+
+    def _own(self, reader: Reader, start: int) -> Iterator[tuple[int, tuple[Micro, ...]] | DataError]:
+        """For each step from `start` on the global batch's size and this rank's micro-batches of it. Not collective.
+
+        A batch that feeds no training is given as the error to raise once the ranks agree: where they do not, that comes first.
+        """
+        step = 0
+        reader.next_epoch()
+        while True:
+            first = reader.count
+            samples = reader.read(self._batch)
+            size = len(samples)
+            if not first and (not size or (size < self._batch and self._drop_last)):
+                yield DataError(
+                    f"{reader.name}: epoch {reader.epoch} ends after {size} samples, before the first batch of {self._batch}; "
+                    "give a stream that has more, from its start each time it is iterated"
+                )
+            if size == self._batch or (size and not self._drop_last):
+                if step >= start:
+                    yield self._step(reader, samples, first, step)
+                step += 1
+            if size < self._batch:
+                reader.next_epoch()
+
+    def _step(
+        self, reader: Reader, samples: list[Any], first: int, step: int
+    ) -> tuple[int, tuple[Micro, ...]] | DataError:
+        size = len(samples)
+        if size < self._ranks:
+            return DataError(
+                f"{reader.name}: epoch {reader.epoch} ends at step {step} with {size} samples for {self._ranks} data ranks: "
+                "each needs at least one; use fewer ranks, another batch, or let the stream leave these out"
+            )
+        parts = split(size, self._ranks, self._micro)[self._rank]
+        batches = [reader.batch(samples[part.start : part.stop], first + part.start, pin=self._pin) for part in parts]
+        return size, tuple(Micro(batch=batch, samples=part.size) for batch, part in zip(batches, parts, strict=True))
+
+
+def evaluation_stream(
+    stream: Stream, *, rank: int, ranks: int, size: int, agree: Agree, pin: bool = False
+) -> Iterator[Micro]:
+    """Like evaluation_batches, for a stream: each sample once over all ranks, as many micro-batches on each."""
+    reader = stream.reader()
+    own = _evaluation(reader, rank, ranks, size, pin)
+    while True:
+        micro = _together(own, reader, agree, "evaluation")
+        if micro is None:
+            return
+        yield micro
+
+
+def _evaluation(reader: Reader, rank: int, ranks: int, size: int, pin: bool) -> Iterator[Micro | None]:
+    reader.next_epoch()
+    while samples := reader.read(ranks * size):
+        first = reader.count - len(samples)
+        part = cut(0, len(samples), ranks)[rank]
+        filled = part if part.size else Slice(0, 1)
+        batch = reader.batch(samples[filled.start : filled.stop], first + filled.start, pin=pin)
+        yield Micro(batch=batch, samples=part.size)
+    if not reader.count:
+        raise DataError(f"{reader.name}: the stream is empty: an evaluation needs at least one sample")
+    yield None
+
+
+def _together(own: Iterator[_T], reader: Reader, agree: Agree, where: str) -> _T:
+    """The next of `own`, once every rank has it and stands at the same sample of the same epoch."""
+    try:
+        item = next(own)
+    except DataError:
+        agree(_FAILED)  # so that the others, who wait for this rank, stop too
+        raise
+    places = agree(reader.epoch << _EPOCH | reader.count)
+    failed = [rank for rank, place in enumerate(places) if place == _FAILED]
+    if failed:
+        raise DataError(
+            f"{reader.name}: rank {_words(failed)} could not read its part of {where}; its own message says why"
+        )
+    if len(set(places)) > 1:
+        epoch = min(place >> _EPOCH for place in places)
+        counts = [place & ((1 << _EPOCH) - 1) for place in places]
+        further = [rank for rank, place in enumerate(places) if place >> _EPOCH > epoch]
+        early = further or [rank for rank, count in enumerate(counts) if count < max(counts)]
+        stands = ", ".join(f"{count} of epoch {place >> _EPOCH}" for place, count in zip(places, counts, strict=True))
+        raise DataError(
+            f"{reader.name}: the stream ended early on rank {_words(early)}: at {where} the ranks 0 to {len(places) - 1} have read "
+            f"{stands}; give every rank the same whole stream (one that deals its samples out to the ranks itself must not)"
+        )
+    return item
+
+
+def _words(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
