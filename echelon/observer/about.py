@@ -1,0 +1,219 @@
+"""The parts of the report that tell what ran: plan, machine, checkpoints, warnings, how to repeat it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+
+from echelon.observer import units
+from echelon.observer.parts import card, facts, fold, notes, section, table
+from echelon.observer.record import Record, figure
+from echelon.plan.certificate import Certificate
+from echelon.plan.cluster import Cluster, Node
+from echelon.plan.plan import Plan
+
+#: Warnings of the same words are counted, and no more than this many kinds are shown.
+_MOST = 30
+
+
+def header(record: Record) -> str:
+    """What this is, how it ended, when."""
+    start = record.start
+    name = str(start.get("job") or record.folder.name)
+    word, tone = outcome(record)
+    ranks = start.get("ranks")
+    bits = [f"<code>{escape(str(start['plan']))}</code>"] if start.get("plan") else []
+    if isinstance(ranks, int):
+        bits.append(
+            f"{ranks} rank{'s' * (ranks != 1)}" + (f" on {escape(str(start['device']))}" if start.get("device") else "")
+        )
+    for field, word_of in (("parameters", "parameters"), ("samples", "samples")):
+        value = start.get(field)
+        if isinstance(value, int | float):
+            bits.append(f"{units.count(value)} {word_of}")
+    if isinstance(start.get("batch"), int):
+        bits.append(f"batch {start['batch']:,}")
+    if record.events:
+        bits.append(moment(record.events[0].time))
+    line = "".join(f"<span>{bit}</span>" for bit in bits)
+    return (
+        f'<header><p class="over">Training run</p><h1>{escape(name)}</h1>'
+        f'<p class="facts"><span class="pill {tone}">{escape(word)}</span>{line}</p>{_ending(record)}</header>'
+    )
+
+
+def outcome(record: Record) -> tuple[str, str]:
+    """How the run ended, as a word and its tone."""
+    if not record.events:
+        return "nothing happened", "care"
+    if record.end is None:
+        return "no end recorded", "care"
+    reason = str(record.end.data.get("reason", "ended"))
+    return reason, {"finished": "good", "failed": "bad"}.get(reason, "care")
+
+
+def plan(record: Record) -> str:
+    """The plan in words and as JSON."""
+    if not isinstance(record.plan, Plan):
+        return section("Plan", f"<p>{escape(record.plan)}</p>")
+    proof = record.certificate
+    if isinstance(proof, Certificate):
+        worst = max((finding.worst for finding in proof.findings), default=0.0)
+        said = (
+            f"Proved in float64 against one device over {proof.steps} steps: largest relative difference {worst:.1e}."
+            if proof.verified
+            else f"The proof failed: {proof.divergent or 'a tensor'} differs from what one device computes."
+        )
+    else:
+        said = proof
+    words = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan_words(record.plan))
+    body = f'<ul class="plain">{words}</ul>{notes([escape(said)])}{fold("plan.json", record.plan.to_json())}'
+    return section("Plan", card(str(record.start.get("plan") or _short(record.plan)), "", body))
+
+
+def plan_words(plan: Plan) -> list[str]:
+    """What the plan decides, a sentence each."""
+    ranks = plan.ranks
+    threads = "its share of the cores" if plan.threads is None else f"{plan.threads} thread{'s' * (plan.threads != 1)}"
+    words = [f"{ranks} processes share each batch." if ranks > 1 else "One process computes each batch."]
+    words.append(f"On a CPU a process uses {threads}.")
+    words.append(
+        {
+            0: "Every rank holds the whole model and optimizer.",
+            1: "Each rank holds the whole model and its part of the optimizer's state.",
+            2: "Each rank holds the whole model and its part of gradients and optimizer state.",
+            3: "Each rank holds only its part of parameters, gradients and optimizer state.",
+        }[plan.zero]
+    )
+    micro = "its whole share at once" if plan.micro is None else f"micro-batches of {plan.micro:,}, accumulated"
+    words.append(f"A rank computes {micro}, in {plan.precision}{', compiled' if plan.compile else ''}.")
+    if plan.batchnorm == "sync":
+        words.append("Batch norm takes its statistics over all data ranks.")
+    return words
+
+
+def machine(record: Record) -> str:
+    """The machine as it was measured."""
+    cluster = record.cluster
+    if not isinstance(cluster, Cluster):
+        return section("Machine", f"<p>{escape(cluster)}</p>")
+    cards = "".join(_node(node) for node in cluster.nodes[:8])
+    more = [f"And {len(cluster.nodes) - 8} more nodes."] if len(cluster.nodes) > 8 else []
+    return section("Machine", f'<div class="cards">{cards}</div>{notes(more)}')
+
+
+def checkpoints(record: Record) -> str:
+    """What was saved and whether it is still there."""
+    events = record.of("checkpoint")
+    if not events:
+        return section("Checkpoints", "<p>None was saved.</p>")
+    rows, gone = [], 0
+    for event in events:
+        path = str(event.data.get("path", ""))
+        if not _exists(record.folder, path):
+            gone += 1
+            continue
+        saved, spent = figure(event, "bytes"), figure(event, "seconds")
+        rows.append(
+            [
+                f'<span class="n">{event.step:,}</span>',
+                escape(path) + (' <b class="good">best</b>' if event.data.get("best") else ""),
+                f'<span class="n">{units.size(saved) if saved is not None else "–"}</span>',
+                f'<span class="n">{units.seconds(spent) if spent is not None else "–"}</span>',
+            ]
+        )
+    kept = table(("step", "path", "size", "took"), rows) if rows else ""
+    remark = (
+        f"{gone} more {'were' if gone > 1 else 'was'} saved and later removed to make room." if rows and gone else ""
+    )
+    remark = remark or (f"{gone} saved; none is there any more." if gone else "")
+    return section("Checkpoints", card("", "", kept + notes([remark] if remark else [])))
+
+
+def warnings(record: Record) -> str:
+    """What any rank complained of, the same words counted once."""
+    seen: dict[tuple[int, str], list[int]] = {}
+    for event in record.of("warning"):
+        seen.setdefault((event.rank, str(event.data.get("message", ""))), []).append(event.step)
+    if not seen:
+        return section("Warnings", "<p>None.</p>")
+    rows = [
+        [str(rank), escape(message), f'<span class="n">{_steps(steps)}</span>']
+        for (rank, message), steps in list(seen.items())[:_MOST]
+    ]
+    more = [f"And {len(seen) - _MOST} more; they are in events.jsonl."] if len(seen) > _MOST else []
+    return section("Warnings", card("", "", table(("rank", "warning", "at"), rows) + notes(more)))
+
+
+def repeat(record: Record) -> str:
+    """What another person needs to get the same run."""
+    start = record.start
+    pairs = []
+    if start.get("command"):
+        pairs.append(("command", f"<code>{escape(str(start['command']))}</code>"))
+    if start.get("plan"):
+        pairs.append(("plan", f"<code>{escape(str(start['plan']))}</code>"))
+    for name in ("seed", "batch", "epochs", "steps"):
+        if start.get(name) is not None:
+            pairs.append((name, escape(str(start[name]))))
+    versions = start.get("versions") or (record.cluster.versions if isinstance(record.cluster, Cluster) else {})
+    if isinstance(versions, Mapping) and versions:
+        pairs.append(("versions", escape(", ".join(f"{name} {value}" for name, value in versions.items()))))
+    pairs.append(("folder", f"<code>{escape(str(record.folder))}</code>"))
+    missing = [] if start.get("command") else ["The command was not recorded."]
+    return section("How to repeat it", card("", "", facts(pairs) + notes(missing)))
+
+
+def moment(seconds: float) -> str:
+    """A date and time of day, here."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _ending(record: Record) -> str:
+    end = record.end
+    if not record.events:
+        return "<p class='note' style='margin-top:12px'>The event log is empty: the run stopped before it began.</p>"
+    if end is None:
+        last = record.events[-1]
+        said = f"The log stops at step {last.step:,} ({moment(last.time)}): the run is still going, or it was killed."
+        return f'<p class="note" style="margin-top:12px">{said}</p>'
+    where = f"Rank {end.rank}: " if end.rank else ""
+    message = str(end.data.get("message") or "")
+    return f'<p style="margin-top:12px">{escape(where + message)}</p>' if message else ""
+
+
+def _node(node: Node) -> str:
+    device = node.devices[0]
+    many = f"{len(node.devices)} × " if len(node.devices) > 1 else ""
+    pairs = [
+        ("device", escape(f"{many}{device.name}")),
+        ("memory", units.size(device.memory) if device.kind == "cuda" else units.size(node.memory)),
+        ("cores", f"{node.cores:,}"),
+    ]
+    if device.instructions:
+        pairs.append(("instructions", escape(", ".join(device.instructions))))
+    rates = [
+        f"{dtype} {units.count(max(point.rate for c in device.curves if c.operation == 'matmul' and c.dtype == dtype for point in c.points) / 1e9)} GFLOP/s"
+        for dtype in device.dtypes
+    ]
+    if rates:
+        pairs.append(("matrix products", escape(", ".join(rates))))
+    for link in {(link.operation, link.backend): link for link in node.links}.values():
+        words = f"{units.size(link.bandwidth)}/s, {units.seconds(link.latency)} at least ({link.backend}, {link.ranks} ranks)"
+        pairs.append((link.operation.replace("_", "-"), escape(words)))
+    return card(node.name, "", facts(pairs))
+
+
+def _exists(folder: Path, path: str) -> bool:
+    """Whether a checkpoint is there: as it was written, or, where the run folder has moved, beside its log."""
+    return bool(path) and (Path(path).exists() or (folder / "checkpoints" / Path(path).name).exists())
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps)} times, first at step {steps[0]:,}"
+
+
+def _short(plan: Plan) -> str:
+    return f"{plan.ranks} ranks, zero={plan.zero}"

@@ -1,0 +1,204 @@
+"""Line charts and histograms as HTML with inline SVG.
+
+The picture stretches to its place (the SVG has no fixed aspect, strokes do not scale) while labels are HTML laid over it, so that
+text has one size on a phone and on a wide screen. Colours are CSS variables of the page, so dark mode needs no second picture.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate
+
+Points = Sequence[tuple[float, float]]
+
+#: A raw curve is drawn as the extremes of this many columns: spikes stay, the page stays small.
+_COLUMNS = 400
+_SMOOTHED = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve. `role` is a CSS class: raw, main, second."""
+
+    label: str
+    points: Points
+    role: str = "main"
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values to the unit interval and back to tick labels."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Where `value` lies, 0 to 1, clipped."""
+        if self.log:
+            part = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            part = (value - self.low) / (self.high - self.low)
+        return min(max(part, 0.0), 1.0)
+
+    def ticks(self, about: int = 4) -> list[float]:
+        """Round values inside the interval."""
+        if self.log:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            steps: tuple[int, ...] = (1,) if len(decades) > about + 1 else (1, 3) if len(decades) > 2 else (1, 2, 5)
+            every = max(len(decades) // (about + 2), 1)
+            values = [m * 10.0**d for d in decades if d % every == 0 for m in steps]
+        else:
+            step = _round_step((self.high - self.low) / about)
+            first = math.ceil(self.low / step - 1e-9)
+            values = [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        return [value for value in values if self.low <= value * (1 + 1e-12) and value <= self.high * (1 + 1e-12)]
+
+
+def scale(values: Sequence[float], *, zero: bool = False, log: bool = False) -> Scale:
+    """A scale that shows all of `values` with a little room; logarithmic where asked and the values span enough."""
+    low, high = min(values), max(values)
+    if log and low > 0 and high / low > 30:
+        return Scale(low / 1.15, high * 1.15, log=True)
+    if zero:
+        low = min(low, 0.0)
+    if high == low:
+        room = abs(high) * 0.5 or 1.0
+        return Scale(0.0 if low >= 0 else low - room, high + room)
+    room = 0.06 * (high - low)
+    return Scale(low if low == 0 else max(low - room, 0.0) if low > 0 else low - room, high + room)
+
+
+def chart(
+    lines: Sequence[Line],
+    show: Callable[[float], str],
+    *,
+    zero: bool = False,
+    log: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Curves over steps. `show` writes a value with its unit; `marks` are vertical lines with a word each."""
+    lines = [line for line in lines if line.points]
+    steps = [x for line in lines for x, _ in line.points]
+    across = Scale(min(steps), max(steps)) if max(steps) > min(steps) else Scale(min(steps) - 1, min(steps) + 1)
+    up = scale([y for line in lines for _, y in line.points], zero=zero, log=log)
+    drawn = "".join(_draw(line, across, up) for line in lines)
+    grid = "".join(f'<path class="grid" d="M0 {_y(up, tick)}H1000"/>' for tick in up.ticks())
+    grid += "".join(f'<path class="mark" d="M{1000 * across.at(x):.1f} 0V1000"/>' for x, _ in marks)
+    labels = "".join(
+        f'<span class="tick y" style="top:{_y(up, tick) / 10:.2f}%">{escape(show(tick))}</span>' for tick in up.ticks()
+    )
+    labels += _steps_axis(across)
+    labels += "".join(
+        f'<span class="tick word" style="left:{100 * across.at(x):.2f}%">{escape(word)}</span>' for x, word in marks
+    )
+    read = [line for line in lines if line.role != "raw"] or lines
+    hover = {
+        "low": across.low,
+        "high": across.high,
+        "lines": [
+            {
+                "label": line.label,
+                "points": [[x, show(y)] for x, y in thin(line.points, _SMOOTHED)],
+            }
+            for line in read
+        ],
+    }
+    return (
+        f'<div class="plot" data-hover="{escape(json.dumps(hover, separators=(",", ":")))}">'
+        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(", ".join(line.label for line in lines))} over steps">{grid}{drawn}</svg>{labels}</div>'
+    )
+
+
+def histogram(values: Sequence[float], show: Callable[[float], str], *, bins: int = 40) -> str:
+    """How often each size occurs. The slowest half percent is cut off, so that one hiccup does not flatten the rest."""
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[min(int(len(ordered) * 0.995), len(ordered) - 1)]
+    if high <= low:
+        low, high = low * 0.9, low * 1.1 or 1.0
+    bins = min(bins, max(len(ordered) // 4, 5))
+    counts = [0] * bins
+    for value in ordered:
+        if value <= high:
+            counts[min(int((value - low) / (high - low) * bins), bins - 1)] += 1
+    tallest = max(counts)
+    width = 1000 / bins
+    bars = "".join(
+        f'<rect x="{i * width + width * 0.06:.1f}" y="{1000 - 960 * n / tallest:.1f}" width="{width * 0.88:.1f}" '
+        f'height="{960 * n / tallest:.1f}"/>'
+        for i, n in enumerate(counts)
+        if n
+    )
+    across = Scale(low, high)
+    labels = "".join(
+        f'<span class="tick x" style="left:{100 * across.at(tick):.2f}%">{escape(show(tick))}</span>'
+        for tick in across.ticks(5)
+    )
+    return (
+        '<div class="plot bars"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
+        f'aria-label="distribution">{bars}</svg>{labels}</div>'
+    )
+
+
+def smooth(points: Points, window: int | None = None) -> list[tuple[float, float]]:
+    """Each point as the mean of its surroundings. The window narrows towards the start, where curves are steep, and not
+    towards the end, where one odd step would look like the result."""
+    values = [y for _, y in points]
+    half = (len(values) // 20 if window is None else window) // 2 or 1
+    sums = [0.0, *accumulate(values)]
+    smoothed = []
+    for i, (x, _) in enumerate(points):
+        begin, stop = i - min(half, i), min(i + min(half, i) + 1, len(values))
+        smoothed.append((x, (sums[stop] - sums[begin]) / (stop - begin)))
+    return smoothed
+
+
+def thin(points: Points, most: int) -> list[tuple[float, float]]:
+    """At most `most` of the points, evenly chosen, both ends among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+
+
+def envelope(points: Points, columns: int = _COLUMNS) -> list[tuple[float, float]]:
+    """The lowest and highest point of each of `columns` stretches, in order: what the eye would see of all of them."""
+    if len(points) <= 2 * columns:
+        return list(points)
+    kept: list[tuple[float, float]] = []
+    for i in range(columns):
+        stretch = points[i * len(points) // columns : (i + 1) * len(points) // columns]
+        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return kept
+
+
+def _draw(line: Line, across: Scale, up: Scale) -> str:
+    points = envelope(line.points) if line.role == "raw" else thin(line.points, _SMOOTHED)
+    places = [(round(1000 * across.at(x), 1), _y(up, y)) for x, y in points]
+    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
+    drawn = f'<path class="line {line.role}" d="{path}"/>'
+    if line.dots or len(places) == 1:
+        drawn += "".join(f'<path class="dot {line.role}" d="M{x:g} {y:g}h.01"/>' for x, y in places)
+    return drawn
+
+
+def _steps_axis(across: Scale) -> str:
+    ticks = [tick for tick in across.ticks() if tick == int(tick)]
+    return "".join(
+        f'<span class="tick x" style="left:{100 * across.at(tick):.2f}%">{"step " if i == 0 else ""}{tick:,.0f}</span>'
+        for i, tick in enumerate(ticks)
+    )
+
+
+def _y(up: Scale, value: float) -> float:
+    return round(1000 * (1 - up.at(value)), 1)
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= step * 0.999)

@@ -1,0 +1,77 @@
+"""How fast a training goes and when it will be done. Pure arithmetic over step events; the clock is theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.plan.forecast import Forecast
+
+#: Seconds over which the rate is averaged: long enough to be calm, short enough to show a change.
+_WINDOW = 10.0
+#: Steps over which the loss is averaged.
+_STEPS = 50
+
+
+class Pace:
+    """Running averages of a run. The first step, which warms everything up, counts only until there is a second."""
+
+    __slots__ = ("_loss", "_samples", "_seconds", "_steps", "_weight", "seen", "single", "step", "total")
+
+    def __init__(self, *, total: int | None = None, step: int = 0, single: float | None = None) -> None:
+        self.total = total
+        #: Steps of the training that are done.
+        self.step = step
+        #: Samples per second that all ranks would make if none waited for another; None: not known.
+        self.single = single
+        self.seen = 0
+        self._samples = self._seconds = self._steps = 0.0
+        self._loss = self._weight = 0.0
+
+    def add(self, step: int, data: Mapping[str, Any]) -> None:
+        """Take in one step event."""
+        self.step = step
+        spent = data["seconds"]
+        if self.seen == 1:
+            self._samples = self._seconds = self._steps = 0.0
+        fade = math.exp(-spent / _WINDOW) if spent > 0 else 1.0
+        self._samples = self._samples * fade + data["samples"]
+        self._seconds = self._seconds * fade + spent
+        self._steps = self._steps * fade + 1.0
+        loss = data["loss"]
+        if loss is not None and loss == loss:
+            self._loss = self._loss * (1 - 1 / _STEPS) + loss
+            self._weight = self._weight * (1 - 1 / _STEPS) + 1.0
+        self.seen += 1
+
+    @property
+    def loss(self) -> float | None:
+        """Average of the last losses, the newest weighing most; None before the first."""
+        return self._loss / self._weight if self._weight else None
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second, now."""
+        return self._samples / self._seconds if self._seconds > 0 else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step, at the present pace; None where there is no end or no pace yet."""
+        if self.total is None or not self._steps:
+            return None
+        return max(self.total - self.step, 0) * self._seconds / self._steps
+
+    @property
+    def efficiency(self) -> float | None:
+        """Samples per second as a part of what the ranks would make without each other; None: nothing to hold it against."""
+        return self.rate / self.single if self.rate is not None and self.single else None
+
+
+def unhindered_rate(forecast: Forecast | None) -> float | None:
+    """Ranks x the rate of one rank alone on its share of the batch, by the forecast. None for one rank: it waits for nobody."""
+    if forecast is None or forecast.plan.ranks == 1:
+        return None
+    alone = forecast.time.step - forecast.time.exchange
+    return forecast.batch / alone if alone > 0 else None

@@ -1,0 +1,202 @@
+"""What a person sees while a training runs: a bar on a terminal, a line now and then elsewhere, every warning at once."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from echelon.events import Event
+from echelon.observer import units
+from echelon.observer.pace import Pace, unhindered_rate
+
+if TYPE_CHECKING:
+    from echelon.plan.forecast import Forecast
+
+#: Drawing takes at most this part of the time: a bar that costs more than it tells is switched to a slower beat.
+_DRAWING = 1 / 500
+_FASTEST, _SLOWEST = 0.2, 2.0
+#: Seconds between lines where there is no terminal.
+_LINE = 10.0
+
+
+class Progress:
+    """The voice of rank 0."""
+
+    def __init__(self, *, forecast: Forecast | None = None, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._forecast = forecast
+        self._pace = Pace()
+        self._epochs: int | None = None
+        self._bar: Bar | None = None
+        self._next = 0.0
+        self._latest: Event | None = None
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "step":
+            self._pace.add(event.step, event.data)
+            self._latest = event
+            if time.perf_counter() >= self._next:
+                self._draw()
+            return
+        speak = getattr(self, f"_on_{event.kind}", None)
+        if speak is not None:
+            speak(event)
+
+    def _on_start(self, event: Event) -> None:
+        data = event.data
+        resumed = data.get("resumed_from") or 0
+        self._epochs = data.get("epochs")
+        self._pace = Pace(total=data.get("steps"), step=resumed, single=unhindered_rate(self._forecast))
+        self._latest = None
+        self._say(start_line(data), style="bold")
+        self._next = 0.0 if self._console.is_terminal else time.perf_counter() + _LINE
+        if self._console.is_terminal:
+            self._open(resumed)
+
+    def _on_evaluation(self, event: Event) -> None:
+        self._say(evaluation_line(event), style="green")
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self._say(checkpoint_line(event), style="dim")
+
+    def _on_warning(self, event: Event) -> None:
+        self._say(warning_line(event), style="yellow")
+
+    def _on_end(self, event: Event) -> None:
+        if self._latest is not None:
+            self._draw()
+        self._close()
+        good = event.data.get("reason") == "finished"
+        self._say(end_line(event, self._pace), style="bold green" if good else "bold yellow")
+
+    def _draw(self) -> None:
+        began = time.perf_counter()
+        assert self._latest is not None
+        if self._bar is None:
+            self._say(status_line(self._latest, self._pace, self._epochs))
+            self._next = began + _LINE
+            return
+        task = self._bar.task_ids[0]
+        epoch, status = _words(self._latest, self._pace, self._epochs)
+        self._bar.update(task, completed=self._pace.step, epoch=epoch, status=status)
+        self._bar.refresh()
+        ended = time.perf_counter()
+        self._next = ended + min(max((ended - began) / _DRAWING, _FASTEST), _SLOWEST)
+
+    def _open(self, step: int) -> None:
+        self._bar = Bar(
+            TextColumn("{task.fields[epoch]}", style="bold", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=self._console,
+            expand=True,
+            auto_refresh=False,  # a drawing thread would take its time from the training whenever it likes
+            # Standard output that goes to a file must stay there: only a terminal's is drawn above the bar.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._bar.add_task("", total=self._pace.total, completed=step, epoch="", status="first step ...")
+        self._bar.start()
+        atexit.register(self._close)  # an end that nobody told of must not leave the cursor hidden
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            atexit.unregister(self._close)
+
+    def _say(self, line: str, style: str = "") -> None:
+        self._console.print(Text(line, style=style), soft_wrap=True)
+
+
+class Warnings:
+    """Warnings only: the voice of the other ranks, and of rank 0 where a person asked for quiet."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "warning":
+            self._console.print(Text(warning_line(event), style="yellow"), soft_wrap=True)
+
+
+def start_line(data: Mapping[str, Any]) -> str:
+    """What is about to be trained, and how."""
+    ranks = data.get("ranks", 1)
+    parts = [f"{data.get('job', 'job')}: {data.get('plan', '')}".rstrip(": "), f"{ranks} rank{'s' * (ranks != 1)}"]
+    if data.get("device"):
+        parts[-1] += f" on {data['device']}"
+    if data.get("parameters"):
+        parts.append(f"{units.count(data['parameters'])} parameters")
+    if data.get("samples"):
+        parts.append(f"{units.count(data['samples'])} samples")
+    if data.get("batch"):
+        parts.append(f"batch {data['batch']:,}")
+    if data.get("steps"):
+        parts.append(f"{data['steps']:,} steps")
+    if data.get("resumed_from"):
+        parts.append(f"resumed after step {data['resumed_from']:,}")
+    return ", ".join(parts)
+
+
+def status_line(event: Event, pace: Pace, epochs: int | None) -> str:
+    """Where the training stands, in one line."""
+    return "  ".join(_words(event, pace, epochs))
+
+
+def evaluation_line(event: Event) -> str:
+    """What an evaluation found."""
+    data = event.data
+    metrics = ", ".join(f"{name} {units.number(value)}" for name, value in data.get("metrics", {}).items())
+    extent = (
+        f" ({units.count(data['samples'])} samples in {units.seconds(data['seconds'])})" if "samples" in data else ""
+    )
+    return f"evaluation at step {event.step:,}: {metrics or 'no metrics'}{extent}"
+
+
+def checkpoint_line(event: Event) -> str:
+    """What was saved, and where."""
+    data = event.data
+    facts = [units.size(data["bytes"])] if data.get("bytes") else []
+    facts += [units.seconds(data["seconds"])] if data.get("seconds") is not None else []
+    facts += ["best so far"] if data.get("best") else []
+    return f"checkpoint {data.get('path', '')}" + (f" ({', '.join(facts)})" if facts else "")
+
+
+def warning_line(event: Event) -> str:
+    """A warning and the rank that gave it."""
+    return f"warning (rank {event.rank}): {event.data.get('message', '')}"
+
+
+def end_line(event: Event, pace: Pace) -> str:
+    """How it ended."""
+    data = event.data
+    line = f"{data.get('reason', 'ended')} after step {pace.step:,}"
+    if data.get("seconds") is not None:
+        line += f", {units.seconds(data['seconds'])}"
+    if pace.loss is not None:
+        line += f", loss {units.number(pace.loss)}"
+    if pace.rate is not None:
+        line += f", {units.rate(pace.rate)}"
+    return f"{line}: {data['message']}" if data.get("message") else line
+
+
+def _words(event: Event, pace: Pace, epochs: int | None) -> tuple[str, str]:
+    epoch = event.data.get("epoch", 0) + 1
+    parts = [f"{pace.step:,}/{pace.total:,}" if pace.total else f"{pace.step:,}"]
+    if pace.loss is not None:
+        parts.append(f"loss {units.number(pace.loss)}")
+    if pace.rate is not None:
+        parts.append(units.rate(pace.rate))
+    if pace.efficiency is not None:
+        parts.append(f"efficiency {units.share(pace.efficiency)}")
+    if pace.left is not None:
+        parts.append(f"{units.clock(pace.left)} left")
+    return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}", "  ".join(parts)

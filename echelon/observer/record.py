@@ -1,0 +1,128 @@
+"""A run folder, read back: what the report and other readers of a finished run ask of it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError
+from echelon.events import Event
+from echelon.observer.log import read_events
+from echelon.plan.certificate import Certificate
+from echelon.plan.cluster import Cluster
+from echelon.plan.codec import Document
+from echelon.plan.forecast import Forecast
+from echelon.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What happened in a run, and the documents beside it. A document that cannot be read is the sentence that says why."""
+
+    folder: Path
+    events: tuple[Event, ...]
+    plan: Plan | str
+    forecast: Forecast | str
+    cluster: Cluster | str
+    certificate: Certificate | str
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event.kind == kind]
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """What the newest `start` said; empty before there is one."""
+        starts = self.of("start")
+        return starts[-1].data if starts else {}
+
+    @property
+    def end(self) -> Event | None:
+        """How the newest part of the run ended; None: it runs, or was killed."""
+        for event in reversed(self.events):
+            if event.kind == "start":
+                return None
+            if event.kind == "end":
+                return event
+        return None
+
+    @property
+    def duration(self) -> float:
+        """Seconds from each start to the last sign of life before the next, added up."""
+        marks = [index for index, event in enumerate(self.events) if event.kind == "start"]
+        parts = itertools.pairwise([*marks, len(self.events)])
+        return sum(max(self.events[stop - 1].time - self.events[begin].time, 0.0) for begin, stop in parts)
+
+    @property
+    def warm(self) -> list[Event]:
+        """The steps that tell how fast the run is: all but the first of each part, which warms everything up."""
+        warm, previous = [], ""
+        for event in self.events:
+            if event.kind == "step" and previous == "step" and figure(event, "seconds"):
+                warm.append(event)
+            if event.kind in ("start", "step"):
+                previous = event.kind
+        return warm
+
+    @property
+    def step_time(self) -> float | None:
+        """Median seconds of a step."""
+        times = [event.data["seconds"] for event in self.warm]
+        return statistics.median(times) if times else None
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second of training, evaluations and checkpoints apart."""
+        spent = sum(event.data["seconds"] for event in self.warm)
+        return sum(figure(event, "samples") or 0 for event in self.warm) / spent if spent else None
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """What the newest memory event said; empty where there is none."""
+        events = self.of("memory")
+        return events[-1].data if events else {}
+
+    def series(self, kind: str, *path: str) -> list[tuple[float, float]]:
+        """(step, value) of one figure of the events of one kind; steps without that figure are left out."""
+        points = []
+        for event in self.of(kind):
+            value = figure(event, *path)
+            if value is not None:
+                points.append((float(event.step), value))
+        return points
+
+
+def read_record(folder: str | Path) -> Record:
+    """The record in a run folder. What is missing beside the event log is noted, not refused."""
+    folder = Path(folder)
+    return Record(
+        folder=folder,
+        events=tuple(read_events(folder)),
+        plan=_document(Plan, folder, "the plan was not kept"),
+        forecast=_document(Forecast, folder, "this run was not forecast"),
+        cluster=_document(Cluster, folder, "the machine was not measured"),
+        certificate=_document(Certificate, folder, "this run carries no proof; echelon verify makes one"),
+    )
+
+
+def figure(event: Event, *path: str) -> float | None:
+    """The number at `path` in the event's data; None where there is none (a NaN is written as null)."""
+    value: Any = event.data
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _document(kind: type[Any], folder: Path, absent: str) -> Any:
+    assert issubclass(kind, Document)
+    path = folder / f"{kind.KIND}.json"
+    if not path.exists():
+        return f"No {path.name} in the folder: {absent}."
+    try:
+        return kind.load(path)
+    except EchelonError as error:
+        return f"{path.name} cannot be read: {error}."

@@ -1,0 +1,35 @@
+"""The report: one page per run that needs nothing but a browser."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from echelon.observer import about, sections
+from echelon.observer.page import page
+from echelon.observer.record import read_record
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write `report.html` into a run folder and return its path. A run that still goes on, or was killed, has a report too."""
+    record = read_record(folder)
+    body = "\n".join(
+        (
+            about.header(record),
+            sections.summary(record),
+            sections.curves(record),
+            sections.against_forecast(record),
+            sections.times(record),
+            about.plan(record),
+            about.machine(record),
+            about.checkpoints(record),
+            about.warnings(record),
+            about.repeat(record),
+            f"<footer>Written by echelon, {about.moment(time.time())}. This page needs no network.</footer>",
+        )
+    )
+    path = record.folder / "report.html"
+    partial = path.with_name("report.html.partial")
+    partial.write_text(page(f"{record.start.get('job') or record.folder.name}: training run", body), encoding="utf-8")
+    partial.replace(path)
+    return path

@@ -1,0 +1,149 @@
+"""What a person sees: rate, time left and efficiency are right, and the line says them."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from echelon.events import Event
+from echelon.observer import observers, units
+from echelon.observer.pace import Pace, unhindered_rate
+from echelon.observer.progress import Progress, Warnings
+from echelon.plan.mesh import Mesh
+from echelon.world import World
+
+from .runs import forecast, plan, start, step, training
+
+
+def paced(
+    *, steps: int, total: int = 100, seconds: float = 0.5, samples: int = 64, single: float | None = None
+) -> Pace:
+    pace = Pace(total=total, single=single)
+    for number in range(1, steps + 1):
+        pace.add(number, {"seconds": 9.0 if number == 1 else seconds, "samples": samples, "loss": 2.0})
+    return pace
+
+
+def test_rate_and_time_left_leave_the_first_step_out() -> None:
+    pace = paced(steps=20)
+    assert pace.rate == pytest.approx(128.0)
+    assert pace.left == pytest.approx(80 * 0.5)
+    assert paced(steps=1).rate == pytest.approx(64 / 9)
+
+
+def test_the_rate_follows_a_change_of_pace() -> None:
+    pace = paced(steps=20)
+    for number in range(21, 121):
+        pace.add(number, {"seconds": 1.0, "samples": 64, "loss": 2.0})
+    assert pace.rate == pytest.approx(64.0, rel=0.01)
+    assert pace.left == 0
+
+
+def test_an_uneven_last_batch_counts_as_what_it_is() -> None:
+    pace = Pace(total=3)
+    for number, samples in enumerate((64, 64, 16), start=1):
+        pace.add(number, {"seconds": 1e-9, "samples": samples, "loss": 1.0})
+    assert pace.rate == pytest.approx(80 / 2e-9)
+
+
+def test_the_loss_is_a_running_mean_that_leaves_out_what_is_no_number() -> None:
+    pace = Pace()
+    for number, loss in enumerate((1.0, 3.0, float("nan"), None), start=1):
+        pace.add(number, {"seconds": 0.1, "samples": 1, "loss": loss})
+    assert pace.loss == pytest.approx((0.98 * 1 + 3) / 1.98)
+
+
+def test_efficiency_is_held_against_ranks_that_do_not_wait() -> None:
+    alone = unhindered_rate(forecast())
+    assert alone == pytest.approx(256 / 0.027)  # 31 ms less 4 ms of exchange
+    assert paced(steps=9, seconds=0.030, samples=256, single=alone).efficiency == pytest.approx(0.9)
+    assert paced(steps=9).efficiency is None
+    assert unhindered_rate(None) is None
+    assert unhindered_rate(replace(forecast(), plan=replace(plan(), mesh=Mesh()))) is None
+
+
+def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(10_000))  # one second passes between two looks at the clock
+    monkeypatch.setattr("echelon.observer.progress.time.perf_counter", lambda: float(next(now)))
+    file = io.StringIO()
+    progress = Progress(forecast=forecast(), console=Console(file=file, width=60))
+    for event in training(last=100, total=100):
+        progress(event)
+    progress(Event(kind="warning", rank=3, data={"message": "late [red]again[/red]"}))
+    lines = file.getvalue().splitlines()
+    assert lines[0] == (
+        "digits: dp=2 zero=1 micro=64, 2 ranks on cpu, 421,642 parameters, 12,800 samples, batch 256, 100 steps"
+    )
+    status = [line for line in lines if line.startswith("epoch")]
+    assert 8 <= len(status) <= 11  # every tenth second, and the last
+    pattern = r"epoch 2/2  100/100  loss 1\.\d+  \d,\d{3} samples/s  efficiency \d\d %  0:00 left"
+    assert re.fullmatch(pattern, status[-1])
+    assert sum(line.startswith("evaluation at step") for line in lines) == 2
+    assert "checkpoint runs/digits/checkpoints/step-00000100 (5.06 MB, 50.0 ms, best so far)" in lines
+    assert any(line.startswith("finished after step 100, 5.00 s, loss ") for line in lines)
+    assert lines[-1] == "warning (rank 3): late [red]again[/red]"
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_terminal_gets_a_bar_that_is_drawn_now_and_then() -> None:
+    file = io.StringIO()
+    progress = Progress(console=Console(file=file, width=110, force_terminal=True))
+    for event in training(last=200, total=200):
+        progress(event)
+    text = file.getvalue()
+    assert "━" in text
+    assert "200/200" in text
+    assert text.count("samples/s") < 30  # not once a step
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is given back
+    assert "efficiency" not in text
+
+
+def test_a_run_without_an_end_has_no_time_left() -> None:
+    file = io.StringIO()
+    progress = Progress(console=Console(file=file, width=200))
+    for event in (start(total=100, steps=None, epochs=None), step(1), step(2)):
+        progress(event)
+    progress(
+        Event(
+            kind="end", step=2, data={"reason": "interrupted", "seconds": 70.0, "message": "go on with: echelon train"}
+        )
+    )
+    lines = file.getvalue().splitlines()
+    assert re.fullmatch(r"epoch 1  2  loss \S+  \S+ samples/s", lines[1])
+    assert lines[2].startswith("interrupted after step 2, 1 min 10 s")
+    assert lines[2].endswith(": go on with: echelon train")
+
+
+def test_who_speaks() -> None:
+    speakers = [[type(listener).__name__ for listener in listening] for listening in (
+        observers("x", world=World()), observers("x", world=World(), quiet=True), observers(None, world=World()),
+        observers("x", world=World(rank=1, size=2, local_rank=1, local_size=2)),
+    )]  # fmt: skip
+    assert speakers == [["Log", "Board", "Progress"], ["Log", "Board", "Warnings"], ["Progress"], ["Log", "Warnings"]]
+
+
+def test_quiet_ranks_still_warn() -> None:
+    file = io.StringIO()
+    listener = Warnings(Console(file=file))
+    listener(step(1))
+    listener(Event(kind="warning", rank=1, data={"message": "waited 3 s"}))
+    assert file.getvalue() == "warning (rank 1): waited 3 s\n"
+
+
+@pytest.mark.parametrize(
+    ("show", "value", "text"),
+    [
+        (units.seconds, 0, "0 µs"), (units.seconds, 4.2e-5, "42.0 µs"), (units.seconds, 0.0123, "12.3 ms"), (units.seconds, 4.5, "4.50 s"),
+        (units.seconds, 59.99, "1 min 00 s"), (units.seconds, 3599.6, "1 h 00 min"), (units.seconds, 90_000, "1 d 01 h"),
+        (units.clock, 7.4, "0:07"), (units.clock, 3661, "1:01:01"), (units.size, 999, "999 B"), (units.size, 999_900, "1.00 MB"),
+        (units.size, 4.2e9, "4.20 GB"), (units.count, 1234, "1,234"), (units.count, 1.5e6, "1.50 million"), (units.count, 7.25, "7.25"),
+        (units.share, 0.931, "93 %"), (units.share, 0.0421, "4.2 %"), (units.share, 0.0003, "0.03 %"), (units.number, 0.00012345, "0.0001234"),
+        (units.number, 2e-7, "2e-07"), (units.number, 123456, "123,456"), (units.number, float("nan"), "not a number"), (units.number, None, "not a number"),
+    ],
+)  # fmt: skip
+def test_numbers_carry_units(show: units.Show, value: float, text: str) -> None:
+    assert show(value) == text
