@@ -86,7 +86,7 @@ def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
         "ranks": run.world.size,
         "batch": run.job.batch,
         "seed": run.job.seed,
-        "samples": run.order.samples,
+        "samples": run.samples,
         "model": fingerprint(run.model),
         "parameters": {name: list(value.shape) for name, value in run.model.named_parameters()},
         "optimizers": state.optimizer_plain(run),
@@ -173,7 +173,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         for saved, mine in zip(manifest["optimizers"], state.optimizer_plain(run), strict=True)
     ):
         raise CheckpointError(f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder")
-    for name, mine in (("batch", run.job.batch), ("seed", run.job.seed), ("samples", run.order.samples)):
+    for name, mine in (("batch", run.job.batch), ("seed", run.job.seed), ("samples", run.samples)):
         if manifest[name] != mine:
             raise CheckpointError(
                 f"{folder}: made with {name}={manifest[name]}, the job now has {mine}: the order of samples would differ; "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from echelon.data.loader import evaluation_batches
-from echelon.data.source import open_source
+from echelon.data.loader import Micro, evaluation_batches
+from echelon.data.source import is_stream, open_source
+from echelon.data.stream import Stream, evaluation_stream
 from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import call_loss, call_model
@@ -24,14 +26,11 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     data = job.evaluation if data is None else data
     if data is None:
         raise JobError("nothing to evaluate on: give the job evaluation=, or pass a data set")
-    with run.ranks.together():
-        source = open_source(data, collate=job.collate, seed=job.seed)
     names = ["loss", *job.metrics]
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=run.device)
     run.model.eval()
     try:
-        size = run.plan.micro or -(-job.batch // run.world.size)
-        for micro in evaluation_batches(source, rank=run.world.rank, ranks=run.world.size, size=size):
+        for micro in _micros(run, data):
             batch = run.move(micro.batch)
             with autocast(run.precision, run.device):
                 output = call_model(job, run.model, batch)
@@ -44,6 +43,15 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
         run.rest()
     run.ranks.sum(sums)
     return {name: float(total / count) if count else float("nan") for name, (total, count) in zip(names, sums, strict=True)}
+
+
+def _micros(run: Run, data: Any) -> Iterator[Micro]:
+    place: dict[str, int] = {"rank": run.world.rank, "ranks": run.world.size}
+    place["size"] = run.plan.micro or -(-run.job.batch // run.world.size)
+    with run.ranks.together():
+        if is_stream(data):
+            return evaluation_stream(Stream(data, collate=run.job.collate, seed=run.job.seed), **place, agree=run.ranks.gather)
+        return evaluation_batches(open_source(data, collate=run.job.collate, seed=run.job.seed), **place)
 
 
 def _pair(value: Any, samples: int) -> Tensor:

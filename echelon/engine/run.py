@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from echelon.data.loader import Loader, StepBatch
 from echelon.data.order import Order
-from echelon.data.source import open_source
+from echelon.data.source import is_stream, open_source
+from echelon.data.stream import Stream, StreamLoader
 from echelon.engine import checkpoint, norm, state
 from echelon.engine.build import build, equalise
 from echelon.engine.evaluate import evaluate
@@ -37,7 +38,7 @@ from echelon.engine.shard import Sharding, unit_modules
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
 from echelon.engine.weights import load_weights
-from echelon.errors import TrainingError
+from echelon.errors import DataError, JobError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.plan import Plan
@@ -52,6 +53,7 @@ class Step:
     norm: Tensor | None  #: gradient norm before clipping, where it was needed
     samples: int
     skipped: bool = False  #: fp16 overflow: no update was made
+    asked: Tensor | None = None  #: how many ranks were asked to stop, by a signal say
 
 
 class Run:
@@ -94,39 +96,40 @@ class Run:
         self.nominal: float | None = None
         self.step_number = 0
         self._unchecked: tuple[int, Tensor] | None = None
+        self._asked: Tensor | None = None
+        #: Set it on any rank (a signal handler may): every rank then learns of it in the same step, by `Step.asked`.
+        self.stop_asked = False
         self._one = torch.ones((), device=self.device)
 
     # What it is made of
 
-    def _open_data(self, workers: int) -> Loader:
-        job, world = self.job, self.world
+    def _open_data(self, workers: int) -> Loader | StreamLoader:
+        job, world, pin = self.job, self.world, self.device.type == "cuda"
+        #: Samples in the data set; 0: a stream, of unknown length.
+        self.samples = 0
+        if is_stream(job.data):
+            if job.steps is None:
+                raise JobError("data= is a stream of unknown length: give the job steps= instead of epochs=")
+            self.total_steps, self.steps_per_epoch = job.steps, 0
+            stream = Stream(job.data, collate=job.collate, seed=job.seed)
+            return StreamLoader(
+                stream, batch=job.batch, rank=world.rank, ranks=world.size, micro=self.plan.micro, agree=self.ranks.gather, pin=pin
+            )
         with self.ranks.together():
             source = open_source(job.data, collate=job.collate, seed=job.seed)
-            self.order = Order(samples=len(source), batch=job.batch, seed=job.seed)
-        self._require_data(len(source))
-        self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * self.order.steps_per_epoch
-        pin = self.device.type == "cuda"
-        return Loader(
-            source, self.order, rank=world.rank, ranks=world.size, micro=self.plan.micro, pin=pin, workers=workers
-        )
+            order = Order(samples=len(source), batch=job.batch, seed=job.seed)
+        self._require_equal_data(len(source))
+        self.samples, self.steps_per_epoch = order.samples, order.steps_per_epoch
+        self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
+        return Loader(source, order, rank=world.rank, ranks=world.size, micro=self.plan.micro, pin=pin, workers=workers)
 
-    def _require_data(self, samples: int) -> None:
-        from echelon.errors import DataError
-
+    def _require_equal_data(self, samples: int) -> None:
         lengths = self.ranks.gather(samples)
         if len(set(lengths)) > 1:
             other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
             raise DataError(
                 f"data= has {lengths[0]:,} samples on rank 0 and {lengths[other]:,} on rank {other}: every rank must see the same "
                 "data set (it reads only its own part of it)"
-            )
-        ranks, tail = self.world.size, samples % self.job.batch
-        smallest = min(self.job.batch, samples, tail or self.job.batch)
-        if smallest < ranks:
-            which = "the last batch of an epoch" if smallest == tail else "a batch"
-            raise DataError(
-                f"{which} has {smallest} samples for {ranks} data ranks ({samples:,} samples, batch={self.job.batch}): each rank "
-                f"needs at least one; use dp={smallest} or less, or another batch"
             )
 
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
@@ -188,7 +191,7 @@ class Run:
                 raise TrainingError("the loss does not depend on any trainable parameter: was it detached, or made under no_grad?")
             total = part.detach() if total is None else total + part.detach()
             if index == last:
-                self._statistics.send(total, self._one if items is None else items)
+                self._statistics.send(total, self._one if items is None else items, self._one * self.stop_asked)
                 if self._exchange is not None:
                     self._exchange.arm()
             (part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor).backward()
@@ -198,7 +201,7 @@ class Run:
 
     def _finish(self, *, counted: bool) -> Tensor:
         """Turn sums over items into the mean, and take the loss scale out again."""
-        loss, count = self._statistics.receive()
+        loss, count, self._asked = self._statistics.receive()
         factor: float | Tensor = 1 / self._scale()
         if counted:
             if self.device.type == "cpu" and not count > 0:
@@ -230,7 +233,7 @@ class Run:
         for parameter in self._parameters:
             parameter.grad = None
         self.step_number += 1
-        return Step(loss, size, samples, skipped)
+        return Step(loss, size, samples, skipped, self._asked)
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale is not None else 1.0

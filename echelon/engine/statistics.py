@@ -1,5 +1,5 @@
 """What the ranks add up once a step, in one small message that travels while backward runs: the loss, the number of items
-it counts, and the batch-norm statistics.
+it counts, whether anybody asks to stop, and the batch-norm statistics.
 
 Running statistics after a step are exactly those of one device that runs all ranks' micro-batches one after another. A
 running mean r after micro-batches 1..G is (1-m)^G r0 plus a sum over them, so each rank's part of that sum, decayed by the
@@ -25,6 +25,7 @@ class StepStatistics:
         self._buffers: list[_Running | _Unknown] = []
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
+        self._numbers = 0
         if ranks.world.size == 1:
             return
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
@@ -44,24 +45,25 @@ class StepStatistics:
             buffers.begin()
 
     @torch.no_grad()
-    def send(self, loss: Tensor, count: Tensor) -> None:
-        """After the step's last forward: this rank's share of the loss and of the items it counts."""
-        head = torch.stack([loss.detach().double(), count.detach().double()])
+    def send(self, *shares: Tensor) -> None:
+        """After the step's last forward: this rank's shares of numbers to add up, the loss among them."""
+        head = torch.stack([share.detach().double() for share in shares])
+        self._numbers = len(shares)
         self._sums = torch.cat([head, *(buffers.share() for buffers in self._buffers)])
         if self._ranks.world.size > 1:
             self._work = dist.all_reduce(self._sums, async_op=True)
 
     @torch.no_grad()
-    def receive(self) -> tuple[Tensor, Tensor]:
-        """Loss and count summed over the ranks; buffers now hold their common values."""
+    def receive(self) -> tuple[Tensor, ...]:
+        """Those numbers summed over the ranks; buffers now hold their common values."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-            rest = self._sums[2:]
+            rest = self._sums[self._numbers :]
             for buffers in self._buffers:
                 buffers.set(rest[: buffers.size])
                 rest = rest[buffers.size :]
-        return self._sums[0], self._sums[1]
+        return tuple(self._sums[: self._numbers])
 
 
 class _Running:

@@ -1,0 +1,66 @@
+"""echelon: one file of plain PyTorch in; a plan, a proof and a trained model out.
+
+     Job ──profile──> Profile ─┐
+                               ├─search──> Plan ──verify──> Certificate
+     machines ─measure─> Cluster┘           │ └─simulate──> Forecast
+                                            └──train──> events, checkpoints, trained weights
+
+    import echelon
+
+    def job():
+        return echelon.Job(model=Net, loss=..., optimizer=..., data=..., batch=256, epochs=3)
+
+    echelon.train(job)
+
+Names are loaded when they are first used: importing echelon imports neither torch nor anything else.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.errors import EchelonError
+    from echelon.flow import parallelize, train, verify
+    from echelon.job import Job
+    from echelon.plan.certificate import Certificate
+    from echelon.plan.cluster import Cluster
+    from echelon.plan.forecast import Forecast
+    from echelon.plan.plan import Plan
+    from echelon.plan.profile import Profile
+    from echelon.planner import search
+    from echelon.profiler import measure, profile
+    from echelon.simulator import simulate
+
+_HOMES = {
+    "Job": "job",
+    "Cluster": "plan.cluster",
+    "Profile": "plan.profile",
+    "Plan": "plan.plan",
+    "Forecast": "plan.forecast",
+    "Certificate": "plan.certificate",
+    "profile": "profiler",
+    "measure": "profiler",
+    "search": "planner",
+    "simulate": "simulator",
+    "verify": "flow",
+    "train": "flow",
+    "parallelize": "flow",
+    "EchelonError": "errors",
+}
+
+__all__ = [
+    "Job", "Cluster", "Profile", "Plan", "Forecast", "Certificate", "profile", "measure", "search", "simulate", "verify",
+    "train", "parallelize", "EchelonError",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"echelon.{_HOMES[name]}"), name)
+    if name in ("data", "nn", "optim"):
+        return import_module(f"echelon.{name}")
+    raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

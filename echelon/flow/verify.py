@@ -1,0 +1,39 @@
+"""Verifying a job file: plan, ranks, proof, certificate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.flow.prepare import JobLike, PlanLike, Subject
+from echelon.flow.start import run_script_again
+from echelon.flow.train import agree_plan
+from echelon.world import read_world
+
+if TYPE_CHECKING:
+    from echelon.plan.certificate import Certificate
+
+
+def verify(job: JobLike, plan: PlanLike = None, *, steps: int = 2, out: str | Path | None = None) -> Certificate:
+    """Prove that `plan` computes what one device computes; `out` is where the certificate goes.
+
+    Started alone with a plan for several ranks, it runs the script again in each of them.
+    """
+    world = read_world()
+    subject = Subject(job)
+    prepared = agree_plan(subject, plan, world)
+    if not world.launched and prepared.plan.ranks > 1:
+        run_script_again(prepared.plan)
+    from echelon.verifier.identity import job_hash
+    from echelon.verifier.verify import verify as prove
+
+    digest = job_hash(subject.spec) if subject.spec else ""
+    certificate = prove(subject.job, prepared.plan, world=world, steps=steps, job_hash=digest)
+    if out is not None and world.main:
+        certificate.save(out)
+    return certificate
+
+
+def verify_file(spec: str, *, steps: int = 2, out: str) -> None:
+    """`verify` of one rank that the command line started."""
+    verify(spec, steps=steps, out=out)

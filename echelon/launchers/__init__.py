@@ -1,0 +1,7 @@
+"""Ways of starting ranks: one file each, with one function
+
+    launch(command, ranks, *, threads=None, environment=None) -> int
+
+that runs `command` once per rank, with the world in its environment, and returns when all have ended. It raises LaunchError
+that blames the rank which failed first.
+"""

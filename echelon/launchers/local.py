@@ -1,0 +1,140 @@
+"""Ranks as processes of this machine.
+
+Not torchrun's agent, because that imports torch: here the ranks start two seconds earlier, and one rank's own error
+reaches the user instead of a table of exit codes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from echelon.errors import LaunchError
+from echelon.launchers.handover import FAILURES, read_words
+from echelon.world import STORE, World
+
+#: Seconds that the others get, once a rank has failed, to end by themselves; they may be writing.
+GRACE = 5.0
+#: Exit code of a rank that was asked to stop and saved.
+INTERRUPTED = 130
+
+
+def launch(
+    command: Sequence[str], ranks: int, *, threads: int | None = None, environment: Mapping[str, str] | None = None
+) -> int:
+    """Run `command` as `ranks` local processes; 0, or 130 when they were interrupted and stopped in order."""
+    folder = Path(tempfile.mkdtemp(prefix="echelon-"))
+    base = {**os.environ, **(environment or {})}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks, launched=True)
+            output = None if rank == 0 else (folder / f"rank-{rank}.log").open("wb")
+            processes.append(
+                subprocess.Popen(
+                    command, env=_environment(base, world, folder, threads), stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=output, start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                )  # fmt: skip
+            )
+            if output is not None:
+                output.close()
+        return _wait(processes, folder)
+    except OSError as error:
+        raise LaunchError(f"rank {len(processes)} of {ranks} could not be started: {error}") from error
+    finally:
+        _end(processes)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment(base: Mapping[str, str], world: World, folder: Path, threads: int | None) -> dict[str, str]:
+    values = {
+        **base,
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        STORE: str(folder / "store"),
+        FAILURES: str(folder),
+    }
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback:
+        values.setdefault("GLOO_SOCKET_IFNAME", loopback)  # nothing listens to other machines
+    if threads or "OMP_NUM_THREADS" not in base:
+        values["OMP_NUM_THREADS"] = str(threads or max((os.cpu_count() or 1) // world.local_size, 1))
+    return values
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
+    """Until all have ended, or one has failed and the others had their grace. Ctrl-C is passed on, once each time."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    # Only the main thread may set handlers; elsewhere (a notebook's worker) the ranks just run.
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            before[number] = signal.signal(number, forward)
+        except ValueError:
+            break
+    try:
+        failed: int | None = None
+        deadline = float("inf")
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if failed is None:
+                failed = next((rank for rank, p in enumerate(processes) if p.poll() not in (None, 0, INTERRUPTED)), None)
+                deadline = time.monotonic() + GRACE if failed is not None else deadline
+            time.sleep(0.02)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    codes = [process.poll() for process in processes]
+    if failed is None:
+        failed = next((rank for rank, code in enumerate(codes) if code not in (0, INTERRUPTED)), None)
+    if failed is not None:
+        raise _blame(failed, processes, folder)
+    return INTERRUPTED if INTERRUPTED in codes else 0
+
+
+def _blame(failed: int, processes: list[subprocess.Popen[bytes]], folder: Path) -> LaunchError:
+    """The rank that noticed its own error first; a rank that was killed cannot tell, so its exit code must."""
+    told = read_words(folder)
+    code = processes[failed].returncode
+    if told and not (code is not None and code < 0):
+        first = told[0]
+        error = LaunchError(first["message"] if first["ours"] else f"rank {first['rank']} failed: {first['message']}")
+        error.exit_code = int(first["code"])
+        return error
+    how = f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+    if code == -signal.SIGKILL:
+        how += " (out of memory?)"
+    log = folder / f"rank-{failed}.log"
+    tail = log.read_text(errors="replace").strip().splitlines()[-20:] if log.exists() else []
+    return LaunchError("\n".join([f"rank {failed} of {len(processes)} {how}; the others were ended", *(f"[rank {failed}] {line}" for line in tail)]))
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """No process outlives the launch."""
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        alive = [process for process in processes if process.poll() is None]
+        for process in alive:
+            process.send_signal(end)
+        limit = time.monotonic() + 1.0
+        while any(process.poll() is None for process in alive) and time.monotonic() < limit:
+            time.sleep(0.02)
+
+
+def _die_with_parent() -> None:
+    """In the child: be killed when the launcher dies, however it dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
