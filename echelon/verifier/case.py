@@ -1,0 +1,131 @@
+"""One proof as rank 0 sees it: what is held still, what rounding is granted, what differs, and what a reader must be told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from echelon.job import Job
+from echelon.plan.plan import Plan
+from echelon.verifier import diagnose, noise
+from echelon.verifier.compare import BOUND, KINDS, Difference
+from echelon.verifier.feed import Feed
+from echelon.verifier.reference import Record, Reference
+from echelon.verifier.still import Stillness, Survey, silence
+
+
+class Case:
+    """What is known before the runs. `still` and `bounds` follow from a survey of one step of the reference."""
+
+    def __init__(self, job: Job, plan: Plan, feed: Feed, device: torch.device, steps: Sequence[int]) -> None:
+        self.job, self.plan, self.feed, self.device, self.steps = job, plan, feed, device, steps
+        self.still = Stillness()
+        seen, reference, silenced = self._survey()
+        self.model = reference.fingerprint
+        left = seen
+        if seen.random or seen.narrow:
+            self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow))
+            left, _, _ = self._survey()
+        self.bounds = dict.fromkeys(KINDS, BOUND)
+        if left.narrow:
+            self.bounds = noise.widened(self.reference(), self.reference(twin=True), steps)
+        self.notes = [*_scope(reference, feed, steps), *_held(silenced, seen, left)]
+
+    def reference(self, *, twin: bool = False) -> Reference:
+        """A fresh one."""
+        reference = Reference(self.job, self.plan, self.feed, device=self.device, twin=twin, still=self.still)
+        silence(reference.model)
+        return reference
+
+    def _survey(self) -> tuple[Survey, Reference, list[str]]:
+        reference = Reference(self.job, self.plan, self.feed, device=self.device)
+        silenced = silence(reference.model)
+        survey = Survey(reference.model)
+
+        @contextlib.contextmanager
+        def watched() -> Iterator[None]:
+            with self.still(), survey:
+                yield
+
+        reference.still = watched
+        reference.backward(self.steps[0])
+        return survey, reference, silenced
+
+
+class Referee:
+    """Runs the reference beside a plan's run and keeps how far they are apart. `exact`: the run is in float64 too."""
+
+    def __init__(self, case: Case, *, exact: bool) -> None:
+        self._case, self._reference, self._exact = case, case.reference(), exact
+        self._slack = noise.Slack(dict(self._reference.model.named_parameters()))
+        self.differences: list[Difference] = []
+        #: The first divergent tensor, in words; empty as long as there is none.
+        self.divergent = ""
+        self._zero: dict[str, None] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out."""
+        names = list(self._zero)
+        return (
+            [f"drift leaves out gradients that are zero in truth and rounding alone: {_list(names)}"] if names else []
+        )
+
+    def judge(self, mine: Record) -> None:
+        """Compare a step of the plan's run with the reference's."""
+        true = self._reference.step(mine.step)
+        made = noise.differences(mine, true, self._slack)
+        if not self._exact:
+            # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
+            self._zero.update(dict.fromkeys(noise.zeros(true.gradients)))
+            made = [each for each in made if diagnose.owner(each) not in self._zero]
+        self.differences += made
+        worst = diagnose.first(made, self._case.bounds, self._reference.order)
+        if worst is not None and not self.divergent:
+            pair = diagnose.pair(worst, mine, true)
+            samples = self._case.feed.size(true.step)
+            self.divergent = diagnose.describe(worst, made, self._case.bounds, pair, self._case.plan, samples)
+
+
+def _scope(reference: Reference, feed: Feed, steps: Sequence[int]) -> list[str]:
+    batch = feed.batch
+    if not reference.coupled:
+        notes = [f"the reference runs each global batch of {batch} samples as one"]
+    elif reference.plan.batchnorm == "local":
+        notes = ["batch norm is local: the reference runs the plan's micro-batches one after another"]
+    else:
+        notes = ["batch norm is synchronised: the reference runs each round's micro-batches of all ranks as one"]
+    short = [feed.size(step) for step in steps if feed.size(step) < batch]
+    return [*notes, f"one of the steps is the epoch's last, of {short[-1]} samples"] if short else notes
+
+
+def _held(silenced: Sequence[str], seen: Survey, left: Survey) -> list[str]:
+    """What was made comparable, and what could not be."""
+    notes = []
+    if silenced:
+        notes.append(f"dropout is off in both runs: {_list(silenced)}")
+    if seen.random:
+        notes.append(
+            f"random numbers are held at the middle of their distribution in both runs: {_list(_where(seen.random))}"
+        )
+    if left.random:
+        notes.append(
+            f"random numbers that could not be held: {_list(_where(left.random))}; the runs draw different ones"
+        )
+    if seen.narrow:
+        notes.append(f"casts below float64 are lifted to float64 in both runs: {_list(_where(seen.narrow))}")
+    if left.narrow:
+        notes.append(
+            f"computed below float64 all the same, with bounds from the reference's own rounding: {_list(_where(left.narrow))}"
+        )
+    return notes
+
+
+def _where(found: dict[str, str]) -> list[str]:
+    return [f"{path} ({operator})" for path, operator in found.items()]
+
+
+def _list(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,83 @@
+"""What rounding alone may do, so that only real differences count.
+
+Parameters. Adam divides a gradient by its own size, so where the true gradient is zero (the bias of attention's keys) it turns
+rounding noise into steps of full length. Gradients are compared first and decide. A parameter's element is then granted what
+its gradient's error explains: with relative error e of the gradient, 4e (at most 2) times the largest move that the reference
+made. Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
+
+Parts that stay in float32. The reference is run again with the samples in another order, which changes rounding and nothing else;
+16 times the difference between the two is granted, and no less than 8 float32 roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from echelon.verifier.compare import BOUND, KINDS, Difference, compare, magnitude, wide
+from echelon.verifier.reference import Record, Reference
+
+#: No bound is ever wider: semantic mistakes begin at about 1e-3.
+WIDEST = 1e-4
+_FLOAT32 = float(torch.finfo(torch.float32).eps)
+
+
+class Slack:
+    """How far each element of the parameters may be off because its gradient is noise."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._start = {name: value.detach().to("cpu", torch.float64, copy=True) for name, value in parameters.items()}
+        self._error: dict[str, Tensor] = {}
+
+    def note(self, plan: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> None:
+        """Take a step's gradients into account."""
+        for name, true in reference.items():
+            mine = plan.get(name)
+            if true is None or mine is None or mine.shape != true.shape:
+                continue
+            true, mine = wide(true), wide(mine)
+            error = ((mine - true).abs() / true.abs()).nan_to_num(0.0, posinf=2.0).mul_(4.0).clamp_(max=2.0)
+            if name in self._error:
+                error = torch.maximum(error, self._error[name])
+            if error.any():
+                self._error[name] = error
+
+    def grant(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The slack of each parameter, given where the reference stands now."""
+        moves = [
+            float((wide(value) - self._start[name]).abs().max()) for name, value in parameters.items() if value.numel()
+        ]
+        largest = max(moves, default=0.0)
+        return {name: error * largest for name, error in self._error.items()}
+
+
+def zeros(gradients: Mapping[str, Tensor | None]) -> list[str]:
+    """The parameters whose gradient is zero in truth: in float64 it is nothing but rounding, yet not exactly zero."""
+    sizes = {name: magnitude(value) for name, value in gradients.items() if value is not None}
+    largest = max(sizes.values(), default=0.0)
+    return [name for name, size in sizes.items() if 0.0 < size <= BOUND * largest]
+
+
+def widened(reference: Reference, twin: Reference, steps: Iterable[int]) -> dict[str, float]:
+    """Bounds for a model that computes partly in float32, from the reference against its twin."""
+    worst = dict.fromkeys(KINDS, 0.0)
+    slack = Slack(dict(reference.model.named_parameters()))
+    for number in steps:
+        for difference in differences(twin.step(number), reference.step(number), slack):
+            worst[difference.kind] = max(worst[difference.kind], difference.value)
+    return {kind: min(max(BOUND, 8 * _FLOAT32, 16 * value), WIDEST) for kind, value in worst.items()}
+
+
+def differences(plan: Record, true: Record, slack: Slack) -> list[Difference]:
+    """Every tensor that one step made, in the plan's run against the reference."""
+    slack.note(plan.gradients, true.gradients)
+    step = true.step
+    found = compare("gradient", plan.gradients, true.gradients, step=step)
+    found += compare("loss", {"loss": plan.loss}, {"loss": true.loss}, step=step)
+    if plan.norm is not None:
+        found += compare("norm", {"gradient norm": plan.norm}, {"gradient norm": true.norm}, step=step)
+    found += compare("buffer", plan.buffers, true.buffers, step=step)
+    found += compare("parameter", plan.parameters, true.parameters, step=step, slack=slack.grant(true.parameters))
+    return found + compare("optimizer", plan.optimizer, true.optimizer, step=step)

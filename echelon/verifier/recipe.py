@@ -1,0 +1,89 @@
+"""How one device reads a job: its model's values, its batches, its optimizers. Written apart from the engine on purpose: a
+misreading that both shared could never be found by comparing them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.job import Job
+
+
+def fill(model: nn.Module, job: Job) -> None:
+    """Give `model` the values a training starts from: what its factory left on the meta device, then the job's weights."""
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in own):
+            module.to_empty(device="cpu", recurse=False)
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset is not None:
+                reset()
+    if job.weights is not None:
+        # Not strict: a tied weight is stored once. Whatever is wrongly left out shows against the plan's run.
+        model.load_state_dict(_weights(Path(job.weights)), strict=False)
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".json":
+        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        return {name: value for file in files for name, value in _weights(path.parent / file).items()}
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return loaded
+
+
+def cast(batch: Any, device: torch.device) -> Any:
+    """`batch` on `device`, its floating tensors in float64."""
+    if isinstance(batch, Tensor):
+        return batch.to(device=device, dtype=torch.float64 if batch.is_floating_point() else None)
+    if isinstance(batch, dict):
+        return {key: cast(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(cast(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(cast(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
+    """The job's optimizers over what trains, given (name, parameter) pairs or, where it wants them, parameters."""
+    pairs = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    try:
+        made = job.optimizer(iter(pairs))
+    except (TypeError, ValueError, AttributeError):
+        made = job.optimizer(iter([value for _, value in pairs]))
+    return [made] if isinstance(made, Optimizer) else list(made)
+
+
+def schedules(job: Job, made: Sequence[Optimizer], steps: int) -> list[Any]:
+    """A schedule for each optimizer."""
+    if job.schedule is None:
+        return []
+    required = [
+        each for each in inspect.signature(job.schedule).parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    return [job.schedule(each, steps) if len(required) > 1 else job.schedule(each) for each in made]
+
+
+def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Every tensor of the optimizers' states, as `number of the optimizer/parameter/state`."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    return {
+        f"{index}/{names[id(parameter)]}/{key}": value
+        for index, optimizer in enumerate(made)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }

@@ -1,0 +1,140 @@
+"""The truth: the job on one device, in float64, as a plain PyTorch loop. It imports nothing from engine/.
+
+What one device runs in a step:
+
+    no batch norm          the whole global batch at once
+    batch norm "local"     the plan's micro-batches one after another, in the order of the global batch
+    batch norm "sync"      for each round the union of all ranks' micro-batches of that round
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils.hooks import RemovableHandle
+
+from echelon.job import Job, call_loss, call_model
+from echelon.plan.plan import Plan
+from echelon.plan.split import split
+from echelon.verifier import recipe
+from echelon.verifier.feed import Feed
+from echelon.verifier.identity import model_hash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one step made. Gradients are those before clipping. Tensors are live: they hold until the next step."""
+
+    step: int
+    loss: Tensor
+    norm: Tensor | None
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+class Reference:
+    """One device that trains the job. A `twin` computes the same with samples in another order, to see rounding alone."""
+
+    def __init__(
+        self, job: Job, plan: Plan, feed: Feed, *, device: torch.device | str = "cpu", twin: bool = False,
+        still: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:  # fmt: skip
+        """`still` is the context of forward, loss and backward: what makes two runs comparable."""
+        self.job, self.plan, self.feed, self.twin, self.still = job, plan, feed, twin, still
+        self.device = torch.device(device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.seed)
+            made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+            recipe.fill(made, job)
+        self.fingerprint = model_hash(made)  # of the model as it is, before float64
+        self.model: nn.Module = made.to(device=self.device, dtype=torch.float64).train()
+        self.optimizers = recipe.optimizers(job, self.model)
+        self.schedules = recipe.schedules(job, self.optimizers, feed.total)
+        #: Module path -> when the first forward entered it.
+        self.order: dict[str, int] = {}
+
+    @property
+    def coupled(self) -> bool:
+        """Whether samples of a batch see each other through batch norm."""
+        return any(
+            isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+            for module in self.model.modules()
+        )
+
+    def pieces(self, size: int) -> list[np.ndarray]:
+        """Which positions of the global batch run together, in order."""
+        shares = split(size, self.plan.mesh.dp, self.plan.micro)
+        if not self.coupled:
+            pieces = [np.arange(size)]
+        elif self.plan.batchnorm == "local":
+            pieces = [np.arange(part.start, part.stop) for share in shares for part in share]
+        else:
+            pieces = [
+                np.concatenate([np.arange(part.start, part.stop) for part in turn])
+                for turn in zip(*shares, strict=True)
+            ]
+        if self.twin:
+            # Batch norm fixes who runs together; elsewhere halves are as right as the whole.
+            halves = (
+                pieces if self.coupled else [half for piece in pieces for half in np.array_split(piece, 2) if len(half)]
+            )
+            pieces = [piece[::-1].copy() for piece in halves]
+        return pieces
+
+    def step(self, number: int) -> Record:
+        """Train on the batch of step `number`."""
+        loss = self.backward(number)
+        gradients = {name: value.grad for name, value in self.model.named_parameters()}
+        if self.job.clip is None:
+            norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
+        else:
+            gradients = {name: None if grad is None else grad.clone() for name, grad in gradients.items()}
+            norm = clip_grad_norm_(self.model.parameters(), self.job.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for schedule in self.schedules:
+            schedule.step()
+        return Record(
+            step=number, loss=loss, norm=norm, gradients=gradients, parameters=dict(self.model.named_parameters()),
+            buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
+        )  # fmt: skip
+
+    def backward(self, number: int) -> Tensor:
+        """Leave the gradients of step `number`'s global loss in the model; give that loss."""
+        self.model.zero_grad(set_to_none=True)
+        hooks = [] if self.order else self._note_order()
+        total, count = torch.zeros((), dtype=torch.float64), 0.0
+        for piece in self.pieces(self.feed.size(number)):
+            batch = recipe.cast(self.feed.take(number, piece), self.device)
+            with self.still():
+                value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
+                # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
+                part, weight = value if isinstance(value, tuple) else (value * len(piece), len(piece))
+                part.backward()
+            total += part.detach().double().cpu()
+            count += float(weight)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(count)
+        for hook in hooks:
+            hook.remove()
+        return total / count
+
+    def _note_order(self) -> list[RemovableHandle]:
+        def note(path: str) -> None:
+            self.order.setdefault(path, len(self.order))
+
+        return [
+            module.register_forward_pre_hook(lambda *_, path=path: note(path))
+            for path, module in self.model.named_modules()
+        ]

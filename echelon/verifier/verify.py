@@ -1,0 +1,158 @@
+"""The proof: one device and the plan, step by step beside each other, and the certificate of how far they were apart.
+
+Every rank of the world calls `verify`. All of them execute the plan through the engine; rank 0 also runs the reference and
+compares, so that nothing is kept longer than one step. Twice: in float64, which decides, and in the plan's own precision,
+which is told for information.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.engine.ranks import Ranks
+from echelon.engine.run import Run
+from echelon.errors import PlanError, VerificationError
+from echelon.job import Job
+from echelon.plan.certificate import Certificate
+from echelon.plan.plan import Plan
+from echelon.verifier.case import Case, Referee
+from echelon.verifier.compare import KINDS, findings
+from echelon.verifier.feed import open_feed
+from echelon.verifier.identity import versions
+from echelon.verifier.reference import Record
+from echelon.verifier.still import Stillness, silence
+from echelon.world import World, read_world
+
+T = TypeVar("T")
+
+#: Half of a format's digits: the drift beyond which a reader should look twice. It decides nothing.
+DRIFT = {"fp32": 2.0**-11.5, "tf32": 2.0**-5, "bf16": 2.0**-3.5, "fp16": 2.0**-5}
+
+
+def verify(
+    job: Job,
+    plan: Plan,
+    *,
+    world: World | None = None,
+    steps: int = 2,
+    job_hash: str = "",
+    device: torch.device | None = None,
+) -> Certificate:
+    """Prove that `plan` computes what one device computes. Called by every rank; each gets the same certificate.
+
+    Looks at the first `steps` steps, and at the epoch's last where it is short. `job_hash` is `identity.job_hash` of the job's
+    file: without it the certificate covers no file.
+    """
+    world = world or read_world()
+    if plan.ranks != world.size:
+        raise PlanError(
+            f'the plan "{plan}" is for {plan.ranks} ranks and {world.size} are here: start {plan.ranks}, or change dp'
+        )
+    if steps < 1:
+        raise VerificationError(f"steps={steps}: a proof needs at least one step")
+    ranks = Ranks(world, device)
+    try:
+        with ranks.together():
+            feed = open_feed(job)
+            chosen = feed.steps(steps)
+            case = Case(job, plan, feed, ranks.device, chosen) if world.main else None
+        still = _from_main(ranks, case.still if case else None)
+        proof, _ = _beside(job, plan, ranks, chosen, case, still, torch.float64)
+        drift, skipped = _beside(job, plan, ranks, chosen, case, dataclasses.replace(still, narrow=False), None)
+        certificate = _certificate(case, proof, drift, skipped, job_hash) if case and proof and drift else None
+        text = _from_main(ranks, certificate.to_json() if certificate else None)
+        return Certificate.from_json(text, source="the certificate of rank 0")
+    finally:
+        ranks.close()
+
+
+def _beside(
+    job: Job,
+    plan: Plan,
+    ranks: Ranks,
+    steps: Sequence[int],
+    case: Case | None,
+    still: Stillness,
+    dtype: torch.dtype | None,
+) -> tuple[Referee | None, int]:
+    """The plan's run and, on rank 0, the reference beside it. Also the number of steps that a loss scale made the run skip."""
+    if isinstance(job.model, nn.Module):
+        job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
+    skipped = 0
+    run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
+    try:
+        silence(run.model)
+        with ranks.together():
+            referee = Referee(case, exact=dtype is not None) if case is not None else None
+        for number in steps:
+            mine, skip = _step(run, number, still)
+            skipped += skip
+            with ranks.together():
+                if referee is not None and mine is not None:
+                    referee.judge(mine)
+        return referee, skipped
+    finally:
+        run.close()
+
+
+def _step(run: Run, number: int, still: Stillness) -> tuple[Record | None, bool]:
+    """One step of the plan's run; the record is rank 0's."""
+    (batch,) = run.loader.steps(number, number + 1)
+    with still():
+        loss = run.backward(batch)
+    before = run.gather()
+    step = run.update(loss, batch.samples)
+    after = run.gather()
+    if before is None or after is None:
+        return None, step.skipped
+    record = Record(
+        step=number,
+        loss=step.loss,
+        norm=step.norm,
+        # The engine lists the gradients there are; one that no sample reached is None.
+        gradients={name: before.gradients.get(name) for name in before.parameters},
+        parameters=after.parameters,
+        buffers=after.buffers,
+        optimizer=after.optimizer,
+    )
+    return record, step.skipped
+
+
+def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_hash: str) -> Certificate:
+    found = findings(proof.differences, case.bounds)
+    notes = [*case.notes, *drift.notes]
+    if skipped:
+        notes.append(
+            f"in {case.plan.precision} {skipped} of {len(case.steps)} steps were skipped while the loss scale settled"
+        )
+    if not any(each.kind == "norm" for each in found):
+        notes.append("the gradient norm is not compared: the job does not clip, so the plan does not compute it")
+    return Certificate(
+        plan=case.plan,
+        job=job_hash,
+        model=case.model,
+        versions=versions(),
+        batch=case.job.batch,
+        steps=len(case.steps),
+        verified=all(each.good for each in found),
+        findings=found,
+        divergent=proof.divergent,
+        drift=findings(drift.differences, dict.fromkeys(KINDS, DRIFT[case.plan.precision])),
+        notes=tuple(notes),
+    )
+
+
+def _from_main(ranks: Ranks, value: T | None) -> T:
+    """Rank 0's value on every rank."""
+    box = [value]
+    if ranks.world.size > 1:
+        dist.broadcast_object_list(box, 0)
+    assert box[0] is not None
+    return box[0]
