@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from echelon.errors import DataError
-
+_numpy: Any = np.random  # whose type stubs lack the two functions that exchange its generator
 _WORDS = 625  # MT19937: 624 words of state and the position in them
 
 
@@ -52,65 +51,38 @@ class Apart:
         self._torch = torch.Generator().get_state()
         self._python = random.Random(0).getstate()
         self._numpy = np.random.MT19937(0)
+        self._words = _words(self._numpy)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """While this lasts the global generators are these; then they are what they were before."""
-        before = torch.default_generator.get_state(), random.getstate(), _numpy_generator()
+        before = torch.default_generator.get_state(), random.getstate(), _numpy.get_bit_generator()
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
-        _set_numpy_generator(self._numpy)
+        _numpy.set_bit_generator(self._numpy)
+        self._words = _words(self._numpy)
         try:
             yield
         finally:
-            self._torch, self._python = torch.default_generator.get_state(), random.getstate()
             torch.default_generator.set_state(before[0])
             random.setstate(before[1])
-            _set_numpy_generator(before[2])
+            _numpy.set_bit_generator(before[2])
 
-
-class Mark:
-    """Where the generators stood at a moment: tells cheaply whether anybody has drawn since."""
-
-    __slots__ = ("_numpy", "_python", "_torch")
-
-    def __init__(self) -> None:
-        self._torch = torch.default_generator.get_state()
-        self._python = random.getstate()
-        self._numpy = _numpy_words()
-
-    def moved(self) -> bool:
-        """Whether a number was drawn since."""
-        if self._numpy != _numpy_words():
+    def drawn(self) -> bool:
+        """Inside: whether a number was drawn since the beginning."""
+        if _words(self._numpy) != self._words:
             return True
-        state, before = random.getstate(), self._python
+        state, start = random.getstate(), self._python
         # Drawing moves the position (last) or, after a whole round, changes the first word: no need to compare all 625.
-        if state[1][-1] != before[1][-1] or state[1][0] != before[1][0] or state[2] != before[2]:
+        if state[1][-1] != start[1][-1] or state[1][0] != start[1][0] or state[2] != start[2]:
             return True
         return self._torch.numpy().tobytes() != torch.default_generator.get_state().numpy().tobytes()
 
-    def restore(self) -> None:
-        """Put the generators back to where they stood."""
-        torch.default_generator.set_state(self._torch)
-        random.setstate(self._python)
-        words = np.frombuffer(self._numpy, np.uint32)
-        np.random.set_state(("MT19937", words[:-1], int(words[-1]), 0, 0.0))
+    def keep(self) -> None:
+        """Inside: go on from here the next time, instead of from where it began this time."""
+        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
 
 
-def _numpy_generator() -> Any:
-    return np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, but not in NumPy's own stubs
-
-
-def _set_numpy_generator(generator: Any) -> None:
-    np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-
-
-def _numpy_words() -> bytes:
+def _words(generator: np.random.MT19937) -> bytes:
     """NumPy's state as it lies in memory: NumPy gives its address, and the struct is the algorithm's words and position."""
-    generator = _numpy_generator()
-    if not isinstance(generator, np.random.MT19937):
-        raise DataError(
-            f"NumPy's global generator was replaced by {type(generator).__name__}, which cannot be seeded per sample; "
-            "put back np.random.set_bit_generator(np.random.MT19937())"
-        )
     return ctypes.string_at(generator.ctypes.state_address, 4 * _WORDS)

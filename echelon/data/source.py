@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -98,8 +99,9 @@ def _columns(data: Any) -> Columns | None:
         tensors, rows, single = inner
         chosen = torch.as_tensor(np.asarray(data.indices, dtype=np.int64))
         return tensors, chosen if rows is None else rows[chosen], single
-    if isinstance(data, np.ndarray) and data.dtype.kind in "biuf" and data.ndim:
-        return (torch.from_numpy(data),), None, True
+    if isinstance(data, np.ndarray):
+        column = _as_tensor(data)
+        return None if column is None else ((column,), None, True)
     if isinstance(data, Tensor):
         tensors, single = (data,), True
     elif type(data) is TensorDataset:  # a subclass may do anything in its __getitem__
@@ -110,6 +112,18 @@ def _columns(data: Any) -> Columns | None:
         type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad for tensor in tensors
     )
     return (tensors, None, single) if plain else None
+
+
+def _as_tensor(array: np.ndarray) -> Tensor | None:
+    """The same memory as a tensor, where torch can have it so (no strings, no reversed axes)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # of memory that cannot be written, as a memory map's: it is only read
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            return None
 
 
 class Tensors(Source):
@@ -147,8 +161,8 @@ def _gather(tensor: Tensor, index: Tensor, pin: bool) -> Tensor:
 class Samples(Source):
     """Any data set in Python, sample by sample.
 
-    A data set that draws random numbers (augmentation) gets its generators seeded for each sample. Whether it does is found
-    out on the first batch; afterwards one that does not is read without the cost of seeding, and watched in case it starts to.
+    A data set that draws random numbers (augmentation) is read with the generators seeded for each sample. Whether it does
+    shows in the generators: until it does, no time goes into seeding; the batch in which it first does is read again.
     """
 
     gathers = False
@@ -157,55 +171,41 @@ class Samples(Source):
         self._data, self._seed, self._length = data, seed, len(data)
         self._collate = default_collate if collate is None else collate
         self._many = getattr(data, "__getitems__", None)
-        self._generators = draws.Apart()
-        # None: not known yet. A data set that reads many at once is first taken at its word.
-        self._random: bool | None = None if self._many is None else False
+        self._generators, self._random = draws.Apart(), False
 
     def __len__(self) -> int:
         return self._length
 
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
-        batches = None if self._random in (None, True) else self._plain(ids, sizes)
-        if batches is None:
-            with self._generators.inside():
+        with self._generators.inside():
+            batches = [] if self._random else self._plain(ids, sizes)
+            if self._random:
                 batches = self._seeded(ids, sizes, epoch)
         return [pinned(batch) for batch in batches] if pin else batches
 
-    def _plain(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any] | None:
-        """The batches, or None where making them drew random numbers after all."""
-        mark = draws.Mark()
-        try:
-            numbers = ids.tolist()
-            samples = [self._one(number) for number in numbers] if self._many is None else self._read_many(numbers)
-            batches, start = [], 0
-            for size in sizes:
-                batches.append(self._batch(samples[start : start + size], numbers[start : start + size]))
-                start += size
-        finally:
-            self._random = mark.moved()
-            if self._random:
-                mark.restore()
-        return None if self._random else batches
+    def _plain(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any]:
+        """The batches, and the knowledge whether making them drew random numbers."""
+        numbers = ids.tolist()
+        samples = [self._one(number) for number in numbers] if self._many is None else self._read_many(numbers)
+        batches, start = [], 0
+        for size in sizes:
+            batches.append(self._batch(samples[start : start + size], numbers[start : start + size]))
+            start += size
+        self._random = self._generators.drawn()
+        return batches
 
     def _seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
         """The batches, the generators seeded before each sample and before each collating."""
-        watching, drew = self._random is None, False
         numbers, seeds = ids.tolist(), draws.seeds(self._seed, epoch, ids)
         batches, start = [], 0
         for size in sizes:
             samples = []
-            for number, seed in zip(numbers[start : start + size], seeds[start : start + size], strict=True):
-                draws.seed_all(seed)
-                mark = draws.Mark() if watching and not drew else None
-                samples.append(self._one(number))
-                drew = drew or (mark is not None and mark.moved())
-            draws.seed_all(seeds[start] + 1)
-            mark = draws.Mark() if watching and not drew else None
+            for place in range(start, start + size):
+                draws.seed_all(seeds[place])
+                samples.append(self._one(numbers[place]))
+            draws.seed_all(seeds[start] ^ 1)  # another number than the first sample's own
             batches.append(self._batch(samples, numbers[start : start + size]))
-            drew = drew or (mark is not None and mark.moved())
             start += size
-        if watching:
-            self._random = drew
         return batches
 
     def _one(self, number: int) -> Any:

@@ -69,6 +69,7 @@ class Reader:
                 if hasattr(self._data, "set_epoch"):  # as HF's streams have it, for their shuffle
                     self._data.set_epoch(self.epoch)
                 self._samples = iter(self._data)
+                self._reading.keep()
             except Exception as error:
                 raise DataError(
                     f"{self.name}: epoch {self.epoch} could not begin: {type(error).__name__}: {error}; repair its `__iter__`"
@@ -80,6 +81,7 @@ class Reader:
         with self._reading.inside():
             try:
                 samples.extend(islice(self._samples, count))
+                self._reading.keep()
             except Exception as error:
                 # A sample that was read before the failing one is in the list already: extend adds one by one.
                 raise DataError(
