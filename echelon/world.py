@@ -76,6 +76,12 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "echelon"
 
 
+def read_settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the user set as ECHELON_*, by name without the prefix: ECHELON_KEEP=5 is {"keep": "5"}."""
+    env = os.environ if environment is None else environment
+    return {name.removeprefix("ECHELON_").lower(): value for name, value in env.items() if name.startswith("ECHELON_")}
+
+
 def _read(env: Mapping[str, str], source: str, names: Mapping[str, str]) -> World:
     missing = [names[part] for part in ("rank", "size") if names[part] not in env]
     if missing:
