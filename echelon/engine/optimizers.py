@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from echelon.errors import JobError
@@ -14,6 +15,8 @@ from echelon.job import Job
 
 #: Those that take fused=True in their constructor; the same switch in a group turns the kernel on later.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+#: Of these, the kernels that know sharded tensors.
+_FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
@@ -52,7 +55,8 @@ def _fuse(optimizer: Optimizer) -> None:
         # A user who chose an implementation keeps it.
         chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
         floating = all(value.is_floating_point() and not value.is_sparse for value in group["params"])
-        if type(optimizer) in _FUSED and not chosen and floating and not isinstance(group.get("lr"), torch.Tensor):
+        kernels = _FUSED_SHARDED if any(isinstance(value, DTensor) for value in group["params"]) else _FUSED
+        if type(optimizer) in kernels and not chosen and floating and not isinstance(group.get("lr"), torch.Tensor):
             group["fused"] = True
 
 

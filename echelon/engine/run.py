@@ -197,6 +197,8 @@ class Run:
             (part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor).backward()
         if self._exchange is not None:
             self._exchange.finish()
+        if self._sharding is not None:
+            self._sharding.finish()
         return self._finish(counted=items is not None)
 
     def _finish(self, *, counted: bool) -> Tensor:

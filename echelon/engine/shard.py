@@ -11,7 +11,11 @@ All three shard parameters at rest. They differ in how long the gathered copies 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -38,6 +42,34 @@ def _shares(unit: nn.Module, uses: Counter[int]) -> bool:
     return any(uses[key] > count for key, count in inside.items())
 
 
+def _fill_unused(modules: list[FSDPModule], used: set[int]) -> None:
+    """Give zeros to parameters that this rank's samples did not reach, and note in `used` those that they did.
+
+    fully_shard leaves such parameters out of the message: where ranks reach different ones their messages differ in length,
+    which ends in a crash or, worse, in sums of the wrong numbers. Private names, as there is no public way in.
+    """
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group.post_backward = _filling(group, group.post_backward, used)
+
+
+def _filling(group: Any, post_backward: Callable[..., None], used: set[int]) -> Callable[..., None]:
+    def fill_then(*arguments: Any) -> None:
+        for each in group.fsdp_params:
+            full = getattr(each, "_unsharded_param", None)
+            if full is None or not full.requires_grad:
+                continue
+            if full.grad is not None or each.unsharded_accumulated_grad is not None:
+                used.add(id(each.sharded_param))
+            elif group.reduce_grads:
+                full.grad = torch.zeros_like(full)
+        post_backward(*arguments)
+
+    return fill_then
+
+
 class Sharding:
     """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; parameters are DTensors between steps."""
 
@@ -45,7 +77,7 @@ class Sharding:
         mesh = ranks.mesh()
         self._plan = plan
         done: dict[int, Tensor] = {}
-        for part in [*unit_modules(model), model]:
+        for part in [*([] if plan.whole else unit_modules(model)), model]:
             # Values arrive and are cut unit by unit: the whole model is never on one device.
             realise(part, ranks, done)
             fully_shard(part, mesh=mesh, reshard_after_forward=plan.zero == 3)
@@ -57,12 +89,26 @@ class Sharding:
             # Losses are weighted by samples before backward, so that gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        self._parameters = [value for value in model.parameters() if value.requires_grad]
+        self._used: set[int] = set()
+        _fill_unused(self._modules, self._used)
 
     def prepare(self, *, last: bool) -> None:
         """Before the forward of a micro-batch; `last` of the step."""
         keep = self._plan.zero == 1 or self._plan.keep_gradients
         self._root.set_requires_gradient_sync(last or not keep)
         self._root.set_reshard_after_backward(last or self._plan.zero == 3)
+
+    def finish(self) -> None:
+        """After the step's backward: a parameter that no sample of any rank reached has no gradient, as on one device."""
+        mine = [id(value) in self._used for value in self._parameters]
+        self._used.clear()
+        ranks = torch.tensor(mine, dtype=torch.float32).to(self._parameters[0].device)
+        dist.all_reduce(ranks)
+        if not all(mine):  # else there is nothing to learn, and an accelerator need not be waited for
+            for value, users in zip(self._parameters, ranks.tolist(), strict=True):
+                if not users:
+                    value.grad = None
 
     def rest(self) -> None:
         """Back to sharded parameters, after a forward without a backward."""

@@ -89,6 +89,12 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="dp", value=dp, rule=f"the last batch of an epoch has {tail} of {profile.samples:,} samples",
             remedy=f"use dp={tail} or less, or another batch",
         )  # fmt: skip
+    if plan.zero and dp > 1 and not plan.whole and profile.traced == "real":
+        yield Problem(
+            path="zero", value=plan.zero,
+            rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
+            remedy="add `whole`, or use zero=0",
+        )  # fmt: skip
     if plan.precision != profile.precision:
         yield Problem(
             path="precision", value=plan.precision, rule=f"the job asks for {profile.precision}",

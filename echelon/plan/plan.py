@@ -25,6 +25,8 @@ class Plan(Document):
     micro: int | None = None
     #: zero 2-3: keep full gradients between micro-batches and exchange once a step.
     keep_gradients: bool = False
+    #: zero 1-3: shard the model as one unit, not block by block; needed where samples decide which blocks run.
+    whole: bool = False
     precision: Precision = "fp32"
     #: Batch statistics: each micro-batch its own ("local"), or over the data ranks ("sync").
     batchnorm: BatchNorm = "local"

@@ -19,7 +19,7 @@ _AXES = tuple(field.name for field in fields(Mesh))
 _NUMBERS = ("zero", "micro", "threads", "bucket")
 _WORDS = {"precision": get_args(Precision), "batchnorm": get_args(BatchNorm)}
 #: word in the text -> (field, value): a switch away from the default.
-_SWITCHES = {"keep": ("keep_gradients", True), "compile": ("compile", True), "unfused": ("fused", False)}
+_SWITCHES = {"keep": ("keep_gradients", True), "whole": ("whole", True), "compile": ("compile", True), "unfused": ("fused", False)}
 
 
 def to_text(plan: Plan) -> str:

@@ -1,0 +1,227 @@
+"""Small jobs, and what ranks are asked to do with them. Everything here runs inside rank processes too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+
+from echelon.engine.run import Run
+from echelon.errors import EchelonError
+from echelon.job import Job
+from echelon.plan.text import from_text
+from echelon.testing.models import GPT, MLP
+from echelon.world import World
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(count: int, kinds: int = 4, seed: int = 1) -> Tensor:
+    return torch.randint(0, kinds, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+DATA = TensorDataset(numbers(53, 8), classes(53))
+
+
+def mlp(**changes: Any) -> Job:
+    job = Job(
+        model=lambda: MLP(width=12, layers=3, inputs=8, classes=4),
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        data=DATA,
+        batch=16,
+        epochs=1,
+    )
+    return replace(job, **changes)
+
+
+def tokens(**changes: Any) -> Job:
+    """A GPT whose samples have different numbers of tokens that count: (sum, count)."""
+    text = torch.randint(1, 32, (24, 9), generator=torch.Generator().manual_seed(2))
+    for row, length in enumerate(torch.randint(2, 9, (24,), generator=torch.Generator().manual_seed(3)).tolist()):
+        text[row, length:] = 0
+
+    def loss(output: Tensor, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        target = batch[0][:, 1:]
+        total = F.cross_entropy(output[:, :-1].transpose(1, 2), target, ignore_index=0, reduction="sum")
+        return total, (target != 0).sum()
+
+    job = Job(
+        model=lambda: GPT(vocab=32, context=9, width=16, layers=2, heads=2),
+        loss=loss,
+        inputs=lambda batch: ((batch[0],), {}),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=TensorDataset(text),
+        batch=8,
+        epochs=1,
+    )
+    return replace(job, **changes)
+
+
+class Lonely(nn.Module):
+    """Uses `left` for some samples, `right` for others, and `never` not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = x[:, 0] > 0
+        out = x.new_zeros(len(x), 4)
+        if side.any():
+            out[side] = self.left(x[side])
+        if not side.all():
+            out[~side] = self.right(x[~side])
+        return out
+
+
+class Lora(nn.Module):
+    """A frozen layer and a small trained correction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 4)
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Numbers(IterableDataset):
+    """A stream of as many samples as `length(rank)` says."""
+
+    def __init__(self, length: Callable[[], int]) -> None:
+        self.length = length
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        for i in range(self.length()):
+            yield numbers(8, seed=i), torch.tensor(i % 4)
+
+
+def two_optimizers(named: Any) -> list[torch.optim.Optimizer]:
+    """Takes (name, parameter) pairs; biases get a rate and an optimizer of their own."""
+    pairs = list(named)
+    return [
+        torch.optim.AdamW([value for name, value in pairs if name.endswith("weight")], lr=1e-2),
+        torch.optim.SGD([value for name, value in pairs if name.endswith("bias")], lr=0.1, momentum=0.9),
+    ]
+
+
+def groups(params: Any) -> torch.optim.Optimizer:
+    """Takes parameters and looks at them."""
+    params = list(params)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.3, "lr": 3e-2},
+            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
+
+
+JOBS: dict[str, Callable[[], Job]] = {
+    "mlp": mlp,
+    "clip": lambda: mlp(clip=0.1),
+    "norm": lambda: mlp(
+        model=lambda: MLP(width=12, layers=3, inputs=8, classes=4, norm=True),
+        data=TensorDataset(numbers(48, 8), classes(48)),
+    ),
+    "average": lambda: mlp(model=averaged, data=TensorDataset(numbers(48, 8), classes(48))),
+    "tokens": tokens,
+    "tied": lambda: tokens(model=lambda: GPT(vocab=32, context=9, width=16, layers=2, heads=2, tied=True)),
+    "lonely": lambda: mlp(model=Lonely),
+    "lora": lambda: mlp(model=Lora),
+    "two": lambda: mlp(optimizer=two_optimizers),
+    "groups": lambda: mlp(optimizer=groups),
+    "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
+    "stream": lambda: mlp(data=Numbers(lambda: 38), epochs=None, steps=5),
+    "dropout": lambda: mlp(model=lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))),
+}
+
+
+def averaged() -> nn.Module:
+    """Batch norm with momentum=None: a plain average over all batches."""
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=None), nn.ReLU(), nn.Linear(6, 4))
+
+
+def trained(world: World, name: str, plan: str, *, double: bool = True, steps: int | None = None) -> dict[str, Any]:
+    """Train a job and return what it came to."""
+    run = Run(JOBS[name](), from_text(plan), world, dtype=torch.float64 if double else None)
+    losses = [float(run.step(batch).loss) for batch in run.batches(steps)]
+    state = run.gather()
+    rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+    held = run.held()
+    run.close()
+    found = {"losses": losses, "rates": rates, "held": held}
+    if state is not None:
+        found |= {"parameters": state.parameters, "buffers": state.buffers, "optimizer": state.optimizer}
+    return found
+
+
+def failure(world: World, name: str, plan: str = "dp=2") -> str:
+    """The message with which a job fails on this rank; every rank must fail by itself."""
+    jobs: dict[str, Callable[[], Job]] = {
+        "models differ": lambda: mlp(model=lambda: MLP(width=12 + world.rank, layers=3, inputs=8, classes=4)),
+        "data differ": lambda: mlp(data=TensorDataset(numbers(53 - world.rank, 8), classes(53 - world.rank))),
+        "stream ends": lambda: mlp(data=Numbers(lambda: 37 if world.rank else 21), epochs=None, steps=5),
+        "factory fails": lambda: mlp(model=lambda: MLP(width=12, layers=3, inputs=8) if world.rank else 1 / 0),
+        "nan": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1]) / 0 * 0),
+        "few": lambda: mlp(data=TensorDataset(numbers(17, 8), classes(17)), batch=16),
+        "fewer than ranks": lambda: mlp(data=TensorDataset(numbers(1, 8), classes(1)), batch=16),
+        "not scalar": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none")),
+        "detached": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output.detach(), batch[-1])),
+        "no items": lambda: mlp(loss=lambda output, batch: (output.sum() * 0, 0)),
+    }
+    run = None
+    try:
+        run = Run(jobs[name](), from_text(plan), world)
+        for batch in run.batches():
+            run.step(batch)
+    except (EchelonError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if run is not None:
+            run.close()
+    return "no error"
+
+
+def saved(world: World, name: str, plan: str, folder: str, steps: int) -> list[float]:
+    """Train some steps and save."""
+    run = Run(JOBS[name](), from_text(plan), world)
+    losses = [float(run.step(batch).loss) for batch in run.batches(steps)]
+    run.save(Path(folder))
+    run.close()
+    return losses
+
+
+def resumed(world: World, name: str, plan: str, folder: str) -> dict[str, Any]:
+    """Go on from a checkpoint to the end."""
+    run = Run(JOBS[name](), from_text(plan), world)
+    run.load(Path(folder))
+    first = run.gather()
+    begin = run.step_number
+    losses = [float(run.step(batch).loss) for batch in run.batches()]
+    last = run.gather()
+    run.close()
+    return {"begin": begin, "losses": losses, "first": first, "last": last}
+
+
+def load_failure(world: World, name: str, plan: str, folder: str) -> str:
+    """The message with which loading fails on this rank."""
+    run = Run(JOBS[name](), from_text(plan), world)
+    try:
+        run.load(Path(folder))
+    except EchelonError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        run.close()
+    return "no error"

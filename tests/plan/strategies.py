@@ -1,0 +1,25 @@
+"""Random plans and meshes."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+
+sizes = st.integers(1, 5)
+meshes = st.builds(Mesh, dp=sizes, tp=sizes, pp=sizes, cp=sizes)
+plans = st.builds(
+    Plan,
+    mesh=meshes,
+    zero=st.integers(0, 3),
+    micro=st.none() | st.integers(1, 10**6),
+    keep_gradients=st.booleans(),
+    whole=st.booleans(),
+    precision=st.sampled_from(["fp32", "tf32", "bf16", "fp16"]),
+    batchnorm=st.sampled_from(["local", "sync"]),
+    compile=st.booleans(),
+    fused=st.booleans(),
+    threads=st.none() | st.integers(1, 512),
+    bucket=st.integers(1, 1000),
+)

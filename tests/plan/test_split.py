@@ -1,0 +1,42 @@
+"""Every sample of a batch is in exactly one micro-batch, in the batch's own order, on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.plan.split import rounds, split
+
+ranks = st.integers(1, 64)
+
+
+@given(ranks, st.integers(0, 500), st.none() | st.integers(1, 100))
+def test_micro_batches_are_the_batch_in_its_order(dp: int, more: int, micro: int | None) -> None:
+    batch = dp + more
+    parts = split(batch, dp, micro)
+    flat = [part for rank in parts for part in rank]
+    assert [sample for part in flat for sample in range(part.start, part.stop)] == list(range(batch))
+
+
+@given(ranks, st.integers(0, 500), st.none() | st.integers(1, 100))
+def test_every_rank_runs_the_same_rounds_and_none_is_empty(dp: int, more: int, micro: int | None) -> None:
+    batch = dp + more
+    parts = split(batch, dp, micro)
+    assert {len(rank) for rank in parts} == {rounds(batch, dp, micro)}
+    sizes = [part.size for rank in parts for part in rank]
+    assert min(sizes) >= 1
+    # One more than asked only where the smallest share would otherwise run dry.
+    assert micro is None or max(sizes) <= micro + (batch % dp > 0)
+
+
+@given(ranks, st.integers(1, 20), st.integers(1, 20))
+def test_a_batch_that_divides_is_cut_as_asked(dp: int, micro: int, turns: int) -> None:
+    parts = split(dp * micro * turns, dp, micro)
+    assert {part.size for rank in parts for part in rank} == {micro}
+    assert {len(rank) for rank in parts} == {turns}
+
+
+def test_too_few_samples() -> None:
+    with pytest.raises(ValueError, match="3 samples cannot feed 4 data ranks"):
+        split(3, 4)

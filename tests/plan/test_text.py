@@ -1,0 +1,59 @@
+"""The short form goes both ways, and a typing error is answered with what was meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from echelon.errors import PlanError
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.plan.text import diff, explain, from_text, to_text
+from tests.plan.strategies import plans
+
+
+@given(plans)
+def test_round_trip(plan: Plan) -> None:
+    assert from_text(to_text(plan)) == plan
+
+
+@given(plans, plans)
+def test_equal_plans_differ_in_nothing(left: Plan, right: Plan) -> None:
+    assert diff(left, left) == []
+    assert bool(diff(left, right)) == (left != right)
+
+
+def test_as_people_write_it() -> None:
+    plan = from_text("dp=2, zero=3  micro=8")
+    assert (plan.mesh, plan.zero, plan.micro) == (Mesh(dp=2), 3, 8)
+    assert str(plan) == "dp=2 zero=3 micro=8"
+    assert from_text("") == Plan()
+    assert diff(plan, replace(plan, zero=1)) == ["zero: 3 -> 1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=two", "dp='two' is not a whole number"),
+        ("zero=4", "zero=4: a ZeRO stage is 0, 1, 2 or 3"),
+        ("dp=0", "dp=0: an axis has a whole size of at least 1"),
+        ("micr=8", "did you mean micro?"),
+        ("precision=int3", "is not one of fp32, tf32, bf16, fp16"),
+        ("dp=2 dp=4", "dp is given twice"),
+        ("compile=1", "'compile=1' is not part of a plan"),
+        ("frobnicate", "a plan is made of dp=2"),
+    ],
+)
+def test_wrong_text_is_answered(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message.replace("?", r"\?")):
+        from_text(text)
+
+
+def test_in_words() -> None:
+    words = explain(from_text("dp=4 zero=3 micro=2 threads=1 batchnorm=sync"), batch=64)
+    assert "4 ranks" in words
+    assert "a batch of 64 is 8 micro-batches of up to 2 samples per rank" in words
+    assert "batch-norm statistics are taken over all ranks" in words
+    assert explain(Plan()).startswith("one process")
