@@ -121,7 +121,7 @@ class Pool:
         world of one never has one, as outside of tests. Raises RankError for the first rank that fails or outlasts `timeout`.
         """
         if not isinstance(target, str):
-            target = f"{target.__module__}:{target.__qualname__}"
+            target = _name(target)
         self._grow(ranks)
         self._runs += 1
         meeting = self._folder / f"run-{self._runs}"
@@ -222,6 +222,19 @@ def _collect(team: Sequence[_Worker], timeout: float) -> tuple[list[Answer | Non
             if not failed and (message is None or (isinstance(message, Answer) and message.traceback)):
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE)
     return answers, [], False
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """How another process finds a function. Under `python -m package.module` that module goes by "__main__" here only."""
+    module = function.__module__
+    if module == "__main__":
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        if spec is None:
+            raise LaunchError(
+                f"{function.__qualname__} is in the script itself: put it into a module, where ranks can import it"
+            )
+        module = spec.name
+    return f"{module}:{function.__qualname__}"
 
 
 def _read_from(log: Path, mark: int) -> str:

@@ -1,0 +1,188 @@
+"""What echelon costs: its step time against a plain PyTorch loop in one process, and against its peers on two ranks.
+
+    python -m bench.overhead [--only gpt,mlp] [--seconds 120] [--json overhead.json]
+    python -m bench.overhead --device cuda            # one GPU: GPT-124M in bf16, with and without torch.compile
+
+Both sides of a ratio have the same settings: threads, data in memory, optimizer kernel (torch's default, then fused).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, publish, ratio, take_turns
+from bench.contenders import PEERS, Echelon, Plain, quietly
+from bench.workloads import WORKLOADS
+from echelon.testing.ranks import Pool
+from echelon.world import World
+
+ONE_PROCESS, TWO_RANKS = 1.01, 1.02  # the project's limits
+#: Steps per turn: long enough that a turn's edges do not count, short enough that the machine does not drift within a round.
+BLOCK = {"gpt": 2, "resnet": 2, "mlp": 4, "gpt124m": 10}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the command line asks for; 0 when every limit holds."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overhead", description="echelon's step time against its peers'"
+    )
+    parser.add_argument("--only", default="gpt,resnet,mlp", help="workloads, separated by commas")
+    parser.add_argument("--ranks", default="1,2", help="1: against a plain loop; 2: against DDP, Accelerate, Lightning")
+    parser.add_argument("--kernel", default="default,fused", help="optimizer kernels: default, fused")
+    parser.add_argument("--peers", default=",".join(PEERS), help="contenders on two ranks")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (A B B A) of each race")
+    parser.add_argument("--seconds", type=float, default=180.0, help="time limit of each race")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    asked = parser.parse_args(arguments)
+    rows = _cuda(asked) if asked.device == "cuda" else _cpu(asked)
+    used = sorted({row.what["workload"] for row in rows})
+    notes = ["ratio of step times: median [95 % interval] over the rounds; the upper end is held against the limit"]
+    notes += [f"{name}: {WORKLOADS[name].what}" for name in used]
+    return publish("Step time of echelon", rows, json_path=asked.json, notes=notes)
+
+
+def _cpu(asked: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    for name in asked.only.split(","):
+        for kernel in asked.kernel.split(","):
+            fused = kernel == "fused"
+            if "1" in asked.ranks:
+                rows.append(_one_process(name, fused, asked))
+            if "2" in asked.ranks:
+                rows += _two_ranks(name, fused, asked)
+    return rows
+
+
+def _one_process(name: str, fused: bool, asked: argparse.Namespace) -> Row:
+    ours, plain = race_alone(name, fused=fused, rounds=asked.rounds, seconds=asked.seconds)
+    return _row(_what(name, "one process", fused, "plain loop"), ours, plain, ONE_PROCESS)
+
+
+def race_alone(
+    name: str,
+    *,
+    fused: bool,
+    rounds: int,
+    seconds: float,
+    device: str = "cpu",
+    bf16: bool = False,
+    compile: bool = False,
+) -> list[Timing]:
+    """echelon and the plain loop in turns in this process."""
+    workload = WORKLOADS[name]
+    contenders: list[Contender] = [
+        Echelon(workload, World(), fused=fused, device=device, precision="bf16" if bf16 else "fp32", compile=compile),
+        Plain(workload, fused=fused, device=device, bf16=bf16, compile=compile),
+    ]
+    threads = torch.get_num_threads()
+    timings = take_turns(
+        contenders,
+        block=BLOCK[name],
+        rounds=rounds,
+        seconds=seconds,
+        warmup=10 if compile else 3,
+        barrier=torch.cuda.synchronize if device == "cuda" else lambda: None,
+    )
+    assert torch.get_num_threads() == threads, "a contender changed the number of threads for all"
+    for contender in contenders:
+        contender.close()
+    del contenders
+    gc.collect()
+    return timings
+
+
+def _two_ranks(name: str, fused: bool, asked: argparse.Namespace) -> list[Row]:
+    peers = asked.peers.split(",")
+    with Pool() as pool:
+        timings = pool.run(
+            2, race_together, name, fused, peers, asked.rounds, asked.seconds, timeout=asked.seconds * 2 + 120
+        )[0]
+    ours, *theirs = timings
+    fastest = min(theirs, key=lambda timing: timing.step)
+    return [
+        _row(
+            _what(name, "two ranks", fused, f"{peer.name}{', the fastest' if peer is fastest else ''}"),
+            ours,
+            peer,
+            TWO_RANKS if peer is fastest else None,
+        )
+        for peer in theirs
+    ]
+
+
+def race_together(
+    world: World, name: str, fused: bool, peers: Sequence[str], rounds: int, seconds: float
+) -> list[Timing]:
+    """On each rank of a started world: echelon and its peers in turns. CPU seconds are of all ranks together."""
+    import torch.distributed as dist
+
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "NODE_RANK": "0",
+    }  # asked for, though the ranks have met
+    workload = WORKLOADS[name]
+
+    def agree(more: bool) -> bool:
+        word = torch.tensor(int(more))
+        dist.broadcast(word, 0)
+        return bool(word)
+
+    with quietly():
+        contenders: list[Contender] = [Echelon(workload, world, fused=fused)]
+        contenders += [PEERS[peer](workload, world, fused=fused) for peer in peers]
+        timings = take_turns(
+            contenders, block=BLOCK[name], rounds=rounds, seconds=seconds, barrier=dist.barrier, agree=agree
+        )
+        for contender in contenders:
+            contender.close()
+    cpu = torch.tensor([timing.cpu for timing in timings], dtype=torch.float64)
+    dist.all_reduce(cpu)
+    return [
+        Timing(name=timing.name, wall=timing.wall, cpu=tuple(total.tolist()))
+        for timing, total in zip(timings, cpu, strict=True)
+    ]
+
+
+def _cuda(asked: argparse.Namespace) -> list[Row]:
+    rows = []
+    for compiled in (False, True):
+        ours, plain = race_alone(
+            "gpt124m",
+            fused=True,
+            rounds=asked.rounds,
+            seconds=asked.seconds,
+            device="cuda",
+            bf16=True,
+            compile=compiled,
+        )
+        where = f"one GPU, bf16{', torch.compile' if compiled else ''}"
+        rows.append(_row(_what("gpt124m", where, True, "plain loop"), ours, plain, ONE_PROCESS))
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _what(name: str, where: str, fused: bool, against: str) -> dict[str, str]:
+    kernel = "fused" if fused else "default"
+    return {"workload": name, "where": where, "optimizer": kernel, "echelon against": against}
+
+
+def _row(what: dict[str, str], ours: Timing, theirs: Timing, limit: float | None) -> Row:
+    wall, cpu = ratio(ours, theirs), ratio(ours, theirs, "cpu")
+    times = (
+        f"{milliseconds(ours.step)} / {milliseconds(theirs.step)}, CPU time {cpu.median:.3f}, {len(ours.wall)} rounds"
+    )
+    detail = {"ours": ours, "theirs": theirs, "wall": wall, "cpu": cpu}
+    return Row(what=what, value=wall.high, text=f"{wall}\n{times}", limit=limit, detail=detail)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
