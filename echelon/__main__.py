@@ -1,0 +1,6 @@
+"""`python -m echelon` is `echelon`."""
+
+from echelon.cli.app import main
+
+if __name__ == "__main__":
+    main()

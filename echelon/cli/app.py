@@ -1,0 +1,71 @@
+"""The `echelon` command: its verbs, and how an error ends one.
+
+Exit codes: 0 good, 1 the answer is no (does not fit, does not verify, a training that failed), 2 wrong use, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from echelon.cli import cache, doctor, explain, plan, report, simulate, train, verify
+from echelon.cli.common import wants_traceback
+from echelon.errors import EchelonError
+
+
+class Verbs(TyperGroup):
+    """The verbs. An error becomes one message and an exit code; the traceback is for --debug."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except EchelonError as error:
+            if wants_traceback(ctx):
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+        except Exception as error:
+            if wants_traceback(ctx) or isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "show"):
+                raise  # the last: the command line's own usage errors, which show themselves
+            typer.echo(
+                f"error: {_where(error)}{type(error).__name__}: {error}\n(--debug shows the traceback)", err=True
+            )
+            raise typer.Exit(1) from None
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's own that led to `error`."""
+    ours = Path(__file__).resolve().parent.parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not path.resolve().is_relative_to(ours) and "site-packages" not in path.parts:
+            return f"{frame.filename}, line {frame.lineno}: "
+    return ""
+
+
+app = typer.Typer(
+    cls=Verbs,
+    help="Trains any PyTorch model in parallel: plans it for the devices there are, proves the plan, trains it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help in plain text: drawing it with rich takes longer than everything else
+)
+for verb in (doctor, plan, explain, simulate, verify, train, report):
+    app.command()(getattr(verb, verb.__name__.rpartition(".")[2]))
+app.add_typer(cache.app, name="cache")
+
+
+def main() -> None:
+    """The entry point of `echelon` and `python -m echelon`."""
+    # A launcher or torchrun shows its own command; ours is always called the same.
+    app(prog_name="echelon", args=sys.argv[1:])

@@ -1,0 +1,91 @@
+"""What every verb shares: its options --json and --debug, and how an answer is printed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from echelon.plan.cluster import Cluster
+
+DEBUG = "echelon.debug"
+
+
+def _remember(ctx: typer.Context, value: bool) -> bool:
+    if value:
+        ctx.find_root().meta[DEBUG] = True
+    return value
+
+
+def wants_traceback(ctx: typer.Context) -> bool:
+    """Whether --debug was given."""
+    return bool(ctx.find_root().meta.get(DEBUG))
+
+
+File = Annotated[
+    str, typer.Argument(metavar="FILE[:name]", help="A job file; `name` is the function in it, else `job`.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", callback=_remember, help="Show the traceback of an error.")]
+PlanOption = Annotated[
+    str, typer.Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), a plan file, or auto.')
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="FILE", help="A cluster that `echelon doctor -o` described; else this machine."),
+]
+
+
+def print_json(answer: Any) -> None:
+    """An answer for machines."""
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def console() -> Console:
+    """Where tables go."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def table(*columns: str, title: str | None = None, left: int = 1) -> Table:
+    """A table of plain lines whose first `left` columns hold words and whose others hold figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(columns):
+        made.add_column(name, justify="left" if number < left else "right", overflow="fold")
+    return made
+
+
+def read_cluster(file: str | None) -> Cluster:
+    """The cluster that was asked for: a file's, or this machine, measured."""
+    if file is None:
+        from echelon.profiler import measure
+
+        return measure()
+    from echelon.plan.cluster import Cluster
+
+    return Cluster.load(file)
+
+
+def bytes_text(size: float) -> str:
+    """Bytes for people: 1.5 GB."""
+    for unit in ("B", "kB", "MB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people: 12 ms."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

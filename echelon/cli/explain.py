@@ -1,0 +1,116 @@
+"""`echelon explain`: a plan in words, and what another one would change and cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.cli.common import ClusterOption, Debug, Json, bytes_text, print_json, read_cluster, seconds_text
+
+if TYPE_CHECKING:
+    from echelon.plan.forecast import Forecast
+    from echelon.plan.plan import Plan
+
+
+def explain(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help='A plan in short form ("dp=2 zero=1"), or a plan file.')],
+    why_not: Annotated[
+        str | None, typer.Option("--why-not", metavar="P", help="Another plan to hold against it.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(metavar="FILE[:name]", help="The job: with it, costs are told too.")
+    ] = None,
+    cluster: ClusterOption = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a plan does, and why not another.
+
+    Decision by decision; with --job also its time and memory, and what the other plan would cost or which rule forbids it.
+    """
+    wanted = _read(plan, "PLAN")
+    other = _read(why_not, "--why-not") if why_not is not None else None
+    answer = _answer(wanted, other, job, cluster)
+    if json:
+        print_json(answer)
+    else:
+        typer.echo(_words(answer))
+
+
+def _read(text: str, where: str) -> Plan:
+    from echelon.errors import PlanError
+    from echelon.flow.prepare import read_plan
+
+    plan = read_plan(text)
+    if plan is None:
+        raise PlanError(f"{where}=auto: give a plan; `echelon plan` finds the best one")
+    return plan
+
+
+def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | None) -> dict[str, Any]:
+    from echelon.plan.check import check
+    from echelon.plan.text import diff
+    from echelon.plan.text import explain as in_words
+
+    profile = machines = None
+    if job is not None:
+        from echelon.flow.prepare import Subject
+
+        profile, machines = Subject(job).profile(), read_cluster(cluster)
+    answer: dict[str, Any] = {
+        "plan": str(wanted),
+        "decisions": in_words(wanted, profile.batch if profile else None).splitlines(),
+        "problems": [str(problem) for problem in check(wanted, profile, machines)],
+    }
+    plans = [wanted]
+    if other is not None:
+        problems = check(other, profile, machines)
+        answer["other"] = {
+            "plan": str(other),
+            "differs": diff(wanted, other),
+            "problems": [str(problem) for problem in problems],
+        }
+        plans += [other] if not any(problem.severity == "error" for problem in problems) else []
+    if profile is not None and machines is not None:
+        from echelon.simulator import simulate
+
+        for each, place in zip(plans, (answer, answer.get("other")), strict=False):
+            place["cost"] = _cost(simulate(profile, machines, each))
+    return answer
+
+
+def _cost(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "step": forecast.time.step,
+        "memory": forecast.memory.total,
+        "capacity": forecast.capacity,
+        "fits": forecast.fits,
+    }
+
+
+def _words(answer: dict[str, Any]) -> str:
+    lines = [f'"{answer["plan"]}"', *(f"  {line}" for line in answer["decisions"] + answer["problems"])]
+    if "cost" in answer:
+        lines.append(f"  {_price(answer['cost'])}")
+    other = answer.get("other")
+    if other:
+        lines += ["", f'why not "{other["plan"]}"', *(f"  {line}" for line in other["differs"] + other["problems"])]
+        lines += [] if other["differs"] else ["  it is the same plan"]
+        if "cost" in other:
+            lines.append(f"  {_price(other['cost'])}")
+            lines.append(f"  {_verdict(answer.get('cost'), other['cost'])}")
+    return "\n".join(lines)
+
+
+def _price(cost: dict[str, Any]) -> str:
+    fits = "fits" if cost["fits"] else "does not fit"
+    return f"{seconds_text(cost['step'])} a step, {bytes_text(cost['memory'])} of {bytes_text(cost['capacity'])} per rank: {fits}"
+
+
+def _verdict(mine: dict[str, Any], other: dict[str, Any]) -> str:
+    if not other["fits"]:
+        return "memory binds: it needs more than a rank has"
+    slower = other["step"] / mine["step"] - 1
+    more = other["memory"] - mine["memory"]
+    return f"it takes {abs(slower):.0%} {'more' if slower > 0 else 'less'} time and {bytes_text(abs(more))} {'more' if more > 0 else 'less'} memory per rank"
