@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from echelon.testing.ranks import Pool
+
+# Small tensors on several threads are slower, and ranks inherit it: read by torch when it is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

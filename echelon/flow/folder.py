@@ -13,8 +13,6 @@ import json
 import shutil
 from pathlib import Path
 
-from echelon.engine.checkpoint import MANIFEST
-
 _PREFIX = "step-"
 
 
@@ -31,7 +29,7 @@ class RunFolder:
 
     def saved(self) -> list[Path]:
         """Whole checkpoints, newest first."""
-        found = [path for path in self.checkpoints.glob(f"{_PREFIX}*") if (path / MANIFEST).is_file()]
+        found = [path for path in self.checkpoints.glob(f"{_PREFIX}*") if _manifest(path).is_file()]
         return sorted((path for path in found if path.name.removeprefix(_PREFIX).isdigit()), reverse=True)
 
     def best(self) -> tuple[Path, float] | None:
@@ -52,11 +50,17 @@ class RunFolder:
         best = self.best()
         for path in self.saved()[self._keep :]:
             if best is None or path != best[0]:
-                (path / MANIFEST).unlink()  # first, so that a half-deleted checkpoint is none
+                _manifest(path).unlink()  # first, so that a half-deleted checkpoint is none
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.checkpoints.glob(f"{_PREFIX}*"):
-            if path.is_dir() and not path.name.endswith(".partial") and not (path / MANIFEST).is_file():
+            if path.is_dir() and not path.name.endswith(".partial") and not _manifest(path).is_file():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _manifest(checkpoint: Path) -> Path:
+    from echelon.engine.checkpoint import MANIFEST  # imports torch, which the process that only starts ranks goes without
+
+    return checkpoint / MANIFEST
 
 
 def choose(folder: str | Path | None, name: str, *, fresh: bool) -> Path:

@@ -1,0 +1,48 @@
+"""A plan in words, without a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from echelon.cli.app import app
+from echelon.plan.text import from_text
+
+
+def explain(*arguments: str) -> tuple[int, str]:
+    answer = CliRunner().invoke(app, ["explain", *arguments])
+    return answer.exit_code, answer.output
+
+
+def test_a_plan_in_words() -> None:
+    code, text = explain("dp=2 zero=3 micro=8")
+    assert code == 0
+    assert "2 ranks" in text
+    assert "parameters, gradients and optimizer state are sharded" in text
+
+
+def test_a_plan_file_is_read_like_its_short_form(tmp_path: Path) -> None:
+    from_text("dp=2 zero=3 micro=8").save(tmp_path / "plan.json")
+    assert explain(str(tmp_path / "plan.json")) == explain("dp=2 zero=3 micro=8")
+
+
+def test_why_not_names_the_difference_and_the_rule() -> None:
+    _, text = explain("dp=2", "--why-not", "dp=2 tp=2")
+    assert "tp: 1 -> 2" in text
+    assert "the tensor axis is not executed yet; use dp instead of tp" in text
+    assert "it is the same plan" in explain("dp=2", "--why-not", "dp=2")[1]
+
+
+def test_json_holds_the_same_answer() -> None:
+    answer = json.loads(explain("dp=2", "--why-not", "dp=2 zero=1", "--json")[1])
+    assert answer["plan"] == "dp=2"
+    assert answer["other"]["differs"] == ["zero: 0 -> 1"]
+
+
+def test_a_plan_that_is_none_is_wrong_use() -> None:
+    code, text = explain("dp=2 zer=1")
+    assert code == 2
+    assert "did you mean zero?" in text
+    assert explain("auto")[0] == 2
