@@ -58,7 +58,8 @@ class RunFolder:
 
 
 def _manifest(checkpoint: Path) -> Path:
-    from echelon.engine.checkpoint import MANIFEST  # imports torch, which the process that only starts ranks goes without
+    # Imports torch, which the process that only starts ranks goes without.
+    from echelon.engine.checkpoint import MANIFEST
 
     return checkpoint / MANIFEST
 
