@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from echelon.observer.board import Board
 from echelon.observer.log import Log, read_events
 from echelon.observer.progress import Progress, Warnings
+from echelon.observer.relay import Relay
 from echelon.observer.report import write_report
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def observers(
     """
     listeners: list[Listener] = [Log(folder, rank=world.rank)] if folder is not None else []
     if not world.main:
-        return [*listeners, Warnings()]
+        return [Relay([*listeners, Warnings()])]
     if folder is not None:
         listeners.append(Board(folder))
     listeners.append(Warnings() if quiet else Progress(forecast=forecast))
-    return listeners
+    return [Relay(listeners)]

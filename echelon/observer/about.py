@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from html import escape
@@ -13,6 +14,7 @@ from echelon.observer.record import Record, figure
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster, Node
 from echelon.plan.plan import Plan
+from echelon.plan.text import explain
 
 #: Warnings of the same words are counted, and no more than this many kinds are shown.
 _MOST = 30
@@ -68,30 +70,11 @@ def plan(record: Record) -> str:
         )
     else:
         said = proof
-    words = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan_words(record.plan))
+    batch = record.start.get("batch")
+    known = batch if isinstance(batch, int) and batch >= record.plan.mesh.dp else None
+    words = "".join(f"<li>{escape(decision)}</li>" for decision in explain(record.plan, known).splitlines())
     body = f'<ul class="plain">{words}</ul>{notes([escape(said)])}{fold("plan.json", record.plan.to_json())}'
-    return section("Plan", card(str(record.start.get("plan") or _short(record.plan)), "", body))
-
-
-def plan_words(plan: Plan) -> list[str]:
-    """What the plan decides, a sentence each."""
-    ranks = plan.ranks
-    threads = "its share of the cores" if plan.threads is None else f"{plan.threads} thread{'s' * (plan.threads != 1)}"
-    words = [f"{ranks} processes share each batch." if ranks > 1 else "One process computes each batch."]
-    words.append(f"On a CPU a process uses {threads}.")
-    words.append(
-        {
-            0: "Every rank holds the whole model and optimizer.",
-            1: "Each rank holds the whole model and its part of the optimizer's state.",
-            2: "Each rank holds the whole model and its part of gradients and optimizer state.",
-            3: "Each rank holds only its part of parameters, gradients and optimizer state.",
-        }[plan.zero]
-    )
-    micro = "its whole share at once" if plan.micro is None else f"micro-batches of {plan.micro:,}, accumulated"
-    words.append(f"A rank computes {micro}, in {plan.precision}{', compiled' if plan.compile else ''}.")
-    if plan.batchnorm == "sync":
-        words.append("Batch norm takes its statistics over all data ranks.")
-    return words
+    return section("Plan", card(str(record.plan), "", body))
 
 
 def machine(record: Record) -> str:
@@ -151,10 +134,12 @@ def repeat(record: Record) -> str:
     """What another person needs to get the same run."""
     start = record.start
     pairs = []
-    if start.get("command"):
-        pairs.append(("command", f"<code>{escape(str(start['command']))}</code>"))
-    if start.get("plan"):
-        pairs.append(("plan", f"<code>{escape(str(start['plan']))}</code>"))
+    plan = start.get("plan")
+    if start.get("file"):
+        words = ["echelon", "train", str(start["file"]), *(["--plan", str(plan)] if plan else [])]
+        pairs.append(("command", f"<code>{escape(shlex.join(words))}</code>"))
+    elif plan:
+        pairs.append(("plan", f"<code>{escape(str(plan))}</code>"))
     for name in ("seed", "batch", "epochs", "steps"):
         if start.get(name) is not None:
             pairs.append((name, escape(str(start[name]))))
@@ -162,7 +147,7 @@ def repeat(record: Record) -> str:
     if isinstance(versions, Mapping) and versions:
         pairs.append(("versions", escape(", ".join(f"{name} {value}" for name, value in versions.items()))))
     pairs.append(("folder", f"<code>{escape(str(record.folder))}</code>"))
-    missing = [] if start.get("command") else ["The command was not recorded."]
+    missing = [] if start.get("file") else ["The job came from a script of its own: run that script again."]
     return section("How to repeat it", card("", "", facts(pairs) + notes(missing)))
 
 
@@ -213,7 +198,3 @@ def _exists(folder: Path, path: str) -> bool:
 
 def _steps(steps: list[int]) -> str:
     return f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps)} times, first at step {steps[0]:,}"
-
-
-def _short(plan: Plan) -> str:
-    return f"{plan.ranks} ranks, zero={plan.zero}"

@@ -11,7 +11,7 @@ from typing import Any
 from echelon.events import Event
 
 #: Seconds between points. One point costs about 0.1 ms, and TensorBoard shows a thousand per curve at most.
-_INTERVAL = 0.2
+_INTERVAL = 0.5
 
 
 class Board:

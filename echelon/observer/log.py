@@ -1,8 +1,9 @@
 """The event log: `events.jsonl` in the run folder, one line per event, readable while it grows and after any death.
 
-Each line reaches the kernel before the next event is taken, so that `kill -9` costs at most the line being written. Ranks
-other than 0 write a file of their own (`events-3.jsonl`), and only when something went wrong there: appends of several
-machines to one file on a network disk would tear each other's lines.
+Each line reaches the kernel before the log takes the next event, so that `kill -9` costs at most the line being written (and
+the steps of the last fifth of a second, which wait in the relay; a resumed run does those again). Ranks other than 0 write
+a file of their own (`events-3.jsonl`), and only when something went wrong there: appends of several machines to one file on
+a network disk would tear each other's lines.
 """
 
 from __future__ import annotations

@@ -42,13 +42,14 @@ class Record:
 
     @property
     def end(self) -> Event | None:
-        """How the newest part of the run ended; None: it runs, or was killed."""
-        for event in reversed(self.events):
+        """How the newest part of the run ended; None: it runs, or was killed. Of ranks that failed, the first is to blame."""
+        end = None
+        for event in self.events:
             if event.kind == "start":
-                return None
-            if event.kind == "end":
-                return event
-        return None
+                end = None
+            elif event.kind == "end" and end is None:
+                end = event
+        return end
 
     @property
     def duration(self) -> float:

@@ -37,9 +37,9 @@ def step(number: int, **data: Any) -> Event:
 def start(*, total: int, resumed_from: int = 0, **data: Any) -> Event:
     """A start event."""
     figures = {
-        "job": "digits", "plan": "dp=2 zero=1 micro=64", "ranks": 2, "batch": BATCH, "steps": total, "steps_per_epoch": STEPS_PER_EPOCH,
+        "job": "digits", "plan": "dp=2 zero=1 micro=64 threads=1", "ranks": 2, "batch": BATCH, "steps": total, "steps_per_epoch": STEPS_PER_EPOCH,
         "epochs": total // STEPS_PER_EPOCH, "samples": BATCH * STEPS_PER_EPOCH, "parameters": 421_642, "resumed_from": resumed_from,
-        "device": "cpu", "run": "runs/digits",
+        "device": "cpu", "run": "runs/digits", "file": "examples/digits.py", "seed": 7,
     }  # fmt: skip
     return Event(kind="start", step=resumed_from, time=NOW + resumed_from * 0.05, data=figures | data)
 

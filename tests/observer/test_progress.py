@@ -13,6 +13,7 @@ from echelon.events import Event
 from echelon.observer import observers, units
 from echelon.observer.pace import Pace, unhindered_rate
 from echelon.observer.progress import Progress, Warnings
+from echelon.observer.relay import Relay
 from echelon.plan.mesh import Mesh
 from echelon.world import World
 
@@ -76,7 +77,7 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
     progress(Event(kind="warning", rank=3, data={"message": "late [red]again[/red]"}))
     lines = file.getvalue().splitlines()
     assert lines[0] == (
-        "digits: dp=2 zero=1 micro=64, 2 ranks on cpu, 421,642 parameters, 12,800 samples, batch 256, 100 steps"
+        "digits: dp=2 zero=1 micro=64 threads=1, 2 ranks on cpu, 421,642 parameters, 12,800 samples, batch 256, 100 steps"
     )
     status = [line for line in lines if line.startswith("epoch")]
     assert 8 <= len(status) <= 11  # every tenth second, and the last
@@ -119,11 +120,45 @@ def test_a_run_without_an_end_has_no_time_left() -> None:
 
 
 def test_who_speaks() -> None:
-    speakers = [[type(listener).__name__ for listener in listening] for listening in (
-        observers("x", world=World()), observers("x", world=World(), quiet=True), observers(None, world=World()),
-        observers("x", world=World(rank=1, size=2, local_rank=1, local_size=2)),
-    )]  # fmt: skip
-    assert speakers == [["Log", "Board", "Progress"], ["Log", "Board", "Warnings"], ["Progress"], ["Log", "Warnings"]]
+    other = World(rank=1, size=2, local_rank=1, local_size=2)
+
+    def names(folder: str | None, world: World, *, quiet: bool = False) -> list[str]:
+        (relay,) = observers(folder, world=world, quiet=quiet)
+        assert isinstance(relay, Relay)
+        return [type(listener).__name__ for listener in relay.listeners]
+
+    assert names("x", World()) == ["Log", "Board", "Progress"]
+    assert names("x", World(), quiet=True) == ["Log", "Board", "Warnings"]
+    assert names(None, World()) == ["Progress"]
+    assert names("x", other) == ["Log", "Warnings"]
+
+
+def test_steps_are_handed_on_in_handfuls_and_in_order() -> None:
+    heard: list[Event] = []
+    relay = Relay([heard.append])
+    fast = [Event(kind="step", step=number, time=1000 + 0.06 * number) for number in range(1, 12)]
+    for event in fast[:3]:
+        relay(event)
+    assert heard == fast[:1]  # the first at once, the others wait for a fifth of a second
+    for event in fast[3:6]:
+        relay(event)
+    assert heard == fast[:5]
+    warning = Event(kind="warning", step=6, time=1000.37)
+    relay(warning)
+    assert heard == [*fast[:6], warning]
+    slow = [Event(kind="step", step=number, time=1000.0 + number) for number in range(7, 10)]
+    for count, event in enumerate(slow, start=1):
+        relay(event)
+        assert heard[-count:] == slow[:count]
+
+
+def test_a_clock_set_back_holds_nothing_up() -> None:
+    heard: list[Event] = []
+    relay = Relay([heard.append])
+    relay(Event(kind="step", time=1e9))
+    for number in range(1000):
+        relay(Event(kind="step", step=number, time=5.0))
+    assert len(heard) >= 500
 
 
 def test_quiet_ranks_still_warn() -> None:

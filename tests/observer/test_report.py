@@ -71,9 +71,10 @@ def test_a_finished_run(run_folder: MakeRun) -> None:
     assert path.name == "report.html"
     words = read(path)
     for expected in (
-        "digits", "finished", "dp=2 zero=1 micro=64", "2 ranks on cpu", "421,642 parameters", "of 400", "Loss", "Accuracy", "Learning rate",
+        "digits", "finished", "dp=2 zero=1 micro=64 threads=1", "2 ranks on cpu", "421,642 parameters", "of 400", "Loss", "Accuracy", "Learning rate",
         "Gradient norm", "Samples per second", "forecast 31.0 ms (27.0 ms to 36.0 ms)", "151 MB", "+7.4 %, outside the interval",
         "Data waits are", "Xeon Platinum 8481C", "91 GFLOP/s", "step-00000400", "5 more were saved and later removed", "zero", "2.13.0",
+        "echelon train examples/digits.py --plan 'dp=2 zero=1 micro=64 threads=1'", "seed 7", "optimizer state is sharded",
     ):  # fmt: skip
         assert expected in words, expected
 
@@ -141,7 +142,7 @@ def test_no_string_of_the_run_becomes_markup(tmp_path: Path) -> None:
         "job": evil,
         "plan": evil,
         "device": evil,
-        "command": evil,
+        "file": evil,
         "seed": evil,
         "versions": {evil: evil},
         "ranks": evil,
@@ -173,6 +174,17 @@ def test_a_folder_that_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
         write_report(tmp_path)
     with pytest.raises(EchelonError, match="no such folder"):
         write_report(tmp_path / "nowhere")
+
+
+def test_of_ranks_that_fail_the_first_is_blamed(run_folder: MakeRun) -> None:
+    folder = run_folder(last=30, end=None)
+    for rank, message, late in ((0, "connection closed by peer", 2.0), (1, "out of memory in conv2", 1.0)):
+        Log(folder, rank=rank)(
+            Event(kind="end", step=30, rank=rank, time=NOW + 30 + late, data={"reason": "failed", "message": message})
+        )
+    words = read(write_report(folder))
+    assert "failed" in words
+    assert "Rank 1: out of memory in conv2" in words
 
 
 def test_smoothing_keeps_the_start_and_a_constant() -> None:
