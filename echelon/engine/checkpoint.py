@@ -10,19 +10,23 @@ A checkpoint is written beside its place and renamed into it once the manifest i
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import errno
 import hashlib
 import json
 import os
 import pickle
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -50,15 +54,15 @@ def save(run: Run, folder: Path) -> int:
             partial.mkdir(parents=True)
     try:
         return _save(run, folder, partial)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         if run.world.main:
             shutil.rmtree(partial, ignore_errors=True)
         raise _named(error, folder) from error
 
 
 def _save(run: Run, folder: Path, partial: Path) -> int:
-    alone = run.world.size == 1
-    dcp.save(_tensors(run), storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=alone)
+    with _quiet():
+        dcp.save(_tensors(run), storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=run.world.size == 1)
     with run.ranks.together():
         mine = [path for path in partial.iterdir() if path.name.startswith(f"__{run.world.rank}_")]
         mine += [partial / ".metadata"] if run.world.main else []
@@ -107,8 +111,9 @@ def load(run: Run, folder: Path) -> None:
     reader = _Reader(folder)
     wanted = _wanted(run, reader.read_metadata(), folder)
     try:
-        dcp.load(wanted, storage_reader=reader, no_dist=run.world.size == 1)
-    except Exception as error:
+        with _quiet():
+            dcp.load(wanted, storage_reader=reader, no_dist=run.world.size == 1)
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{folder}: could not be read ({error})") from error
     prefix = "optimizer/"
     moments = {name.removeprefix(prefix): value for name, value in wanted.items() if name.startswith(prefix)}
@@ -217,13 +222,12 @@ class _Reader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = {
-        ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"), ("torch.storage", "_get_dtype_from_pickle_storage_type"),
-        ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"), ("builtins", "getattr"),
-    }  # fmt: skip
+    _NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")} | {
+        (module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "builtins":  # enum members are stored as getattr(Class, "NAME") by some Python versions
+        if (module, name) == ("builtins", "getattr"):  # some Python versions store an enum's member as getattr(Class, "NAME")
             return _member
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format)
         if module in self._MODULES or (module, name) in self._NAMES or dtype:
@@ -232,11 +236,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(owner: Any, name: str) -> Any:
-    import enum
-
     if isinstance(owner, type) and issubclass(owner, enum.Enum):
         return owner[name]
     raise pickle.UnpicklingError(f"getattr of {owner!r} has no place in a checkpoint")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's word that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _plain_items(values: dict[str, Any]) -> dict[str, Any]:
@@ -264,7 +274,7 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _named(error: Exception, folder: Path) -> CheckpointError:
+def _named(error: BaseException, folder: Path) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
     text = str(error)

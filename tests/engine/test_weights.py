@@ -1,0 +1,140 @@
+"""Pretrained weights go straight into the shards, and weights of another model are named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from echelon.engine.run import Run
+from echelon.errors import JobError
+from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.testing.models import GPT, MLP
+from echelon.testing.ranks import Pool
+from echelon.world import World
+from tests.engine.jobs import mlp, tokens
+
+MODEL = {"vocab": 32, "context": 9, "width": 16, "layers": 2, "heads": 2}
+
+
+def gpt(tied: bool = False) -> GPT:
+    torch.manual_seed(77)
+    return GPT(**MODEL, tied=tied)
+
+
+def started(world: World, path: str, plan: str, tied: bool = False) -> tuple[dict[str, torch.Tensor] | None, list[str]]:
+    said: list[str] = []
+    job = tokens(model=lambda: GPT(**MODEL, tied=tied), weights=path)
+    run = Run(job, from_text(plan), world, warn=said.append)
+    state = run.gather()
+    run.close()
+    return (state.parameters if state else None), said
+
+
+def written(folder: Path, how: str) -> str:
+    state = {name: value.clone() for name, value in gpt().state_dict().items()}
+    if how == "safetensors":
+        save_file(state, folder / "model.safetensors")
+        return str(folder / "model.safetensors")
+    if how == "torch":
+        torch.save(state, folder / "model.pt")
+        return str(folder / "model.pt")
+    names = sorted(state)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, keys in parts.items():
+        save_file({key: state[key] for key in keys}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {key: file for file, keys in parts.items() for key in keys}}))
+    return str(index)
+
+
+@pytest.mark.parametrize("how", ["safetensors", "torch", "index"])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=3 zero=3"])
+def test_weights_arrive_whole(ranks: Pool, tmp_path: Path, how: str, plan: str) -> None:
+    path, count = written(tmp_path, how), int(plan[3])
+    found, said = (
+        started(World(), path, plan)
+        if count == 1
+        else ranks.run(count, "tests.engine.test_weights:started", path, plan)[0]
+    )
+    assert found is not None
+    assert all(torch.equal(found[name], value) for name, value in gpt().state_dict().items())
+    assert said == []
+
+
+def test_a_tied_weight_is_held_once(ranks: Pool, tmp_path: Path) -> None:
+    state = {name: value.clone() for name, value in gpt(tied=True).state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "tied.safetensors")
+    found, said = ranks.run(2, "tests.engine.test_weights:started", str(tmp_path / "tied.safetensors"), "dp=2 zero=3", True)[0]
+    assert torch.equal(found["tokens.weight"], state["tokens.weight"])
+    assert said == []
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    state = gpt().state_dict()
+    save_file({name: value.clone() for name, value in state.items() if "head" not in name}, tmp_path / "m.safetensors")
+    _, said = started(World(), str(tmp_path / "m.safetensors"), "dp=1")
+    assert "lacks 1 of" in said[0]
+    assert "head.weight" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state | {"extra": torch.ones(2)}, "1 tensors that the model does not have, the first is extra"),
+        (lambda state: state | {"norm.weight": torch.ones(3)}, r"norm.weight is \(3,\) there and \(16,\) in the model"),
+    ],
+)
+def test_weights_of_another_model_are_named(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    save_file(change({name: value.clone() for name, value in gpt().state_dict().items()}), tmp_path / "m.safetensors")
+    with pytest.raises(JobError, match=message):
+        started(World(), str(tmp_path / "m.safetensors"), "dp=1")
+
+
+def test_a_file_that_is_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(JobError, match="cannot be read as weights"):
+        started(World(), str(tmp_path / "m.safetensors"), "dp=1")
+    index = tmp_path / "m.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
+    with pytest.raises(JobError, match="leaves the folder"):
+        started(World(), str(index), "dp=1")
+
+
+def meta_mlp() -> nn.Module:
+    with torch.device("meta"):
+        return MLP(width=12, layers=3, inputs=8, classes=4)
+
+
+def begun(world: World, plan: str, meta: bool) -> dict[str, torch.Tensor] | None:
+    run = Run(mlp(model=meta_mlp) if meta else mlp(), from_text(plan), world)
+    state = run.gather()
+    run.close()
+    return state.parameters if state else None
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "dp=4 zero=1"])
+def test_every_plan_starts_from_the_values_of_one_process(ranks: Pool, plan: str) -> None:
+    torch.manual_seed(0)
+    reference = MLP(width=12, layers=3, inputs=8, classes=4).state_dict()
+    for meta in (False, True):
+        found = ranks.run(int(plan[3]), "tests.engine.test_weights:begun", plan, meta)[0]
+        assert all(torch.equal(found[name], value) for name, value in reference.items())
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, device="meta"))
+
+
+def test_meta_parameters_that_nobody_can_initialise_are_named() -> None:
+    job = replace(mlp(), model=lambda: nn.Sequential(nn.Linear(8, 4), Bare()))
+    with pytest.raises(JobError, match=r"1 \(Bare\) is on the meta device and has no reset_parameters"):
+        Run(job, Plan(), World())
