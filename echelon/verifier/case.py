@@ -10,7 +10,7 @@ import torch
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.verifier import diagnose, noise
-from echelon.verifier.compare import BOUND, KINDS, Difference
+from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.feed import Feed
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.still import Stillness, Survey, silence
@@ -28,10 +28,27 @@ class Case:
         if seen.random or seen.narrow:
             self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow))
             left, _, _ = self._survey()
-        self.bounds = dict.fromkeys(KINDS, BOUND)
+        self.bounds = Bounds()
         if left.narrow:
-            self.bounds = noise.widened(self.reference(), self.reference(twin=True), steps)
+            self.bounds = self._widened(noise.NARROW)
         self.notes = [*_scope(reference, feed, steps), *_held(silenced, seen, left)]
+
+    def reconsider(self, proof: Referee) -> None:
+        """Before a no: rounding alone may be larger than the bounds. What it explains is granted, and said."""
+        if not proof.divergent:
+            return
+        wider = self._widened(self.bounds.least)
+        eased = [each for each in proof.differences if not self.bounds.hold(each) and wider.hold(each)]
+        if eased:
+            self.bounds = wider
+            proof.repeat()
+            names = list(dict.fromkeys(f"{each.kind} of {each.name}, to {wider.of(each):.0e}" for each in eased))
+            self.notes.append(
+                f"ill-conditioned, so that the reference differs from itself with the samples in another order; bounds widened by that: {_list(names)}"
+            )
+
+    def _widened(self, least: float) -> Bounds:
+        return noise.widened(self.reference(), self.reference(twin=True), self.steps, least=least)
 
     def reference(self, *, twin: bool = False) -> Reference:
         """A fresh one."""
@@ -84,9 +101,16 @@ class Referee:
         self.differences += made
         worst = diagnose.first(made, self._case.bounds, self._reference.order)
         if worst is not None and not self.divergent:
-            pair = diagnose.pair(worst, mine, true)
-            samples = self._case.feed.size(true.step)
-            self.divergent = diagnose.describe(worst, made, self._case.bounds, pair, self._case.plan, samples)
+            self.divergent = self._describe(worst, made, diagnose.pair(worst, mine, true))
+
+    def repeat(self) -> None:
+        """Name the first divergent tensor again, under the case's bounds as they are now."""
+        worst = diagnose.first(self.differences, self._case.bounds, self._reference.order)
+        self.divergent = "" if worst is None else self._describe(worst, self.differences, None)
+
+    def _describe(self, worst: Difference, made: Sequence[Difference], pair: diagnose.Pair | None) -> str:
+        samples = self._case.feed.size(worst.step)
+        return diagnose.describe(worst, made, self._case.bounds, pair, self._case.plan, samples)
 
 
 def _scope(reference: Reference, feed: Feed, steps: Sequence[int]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,9 +31,27 @@ class Difference:
     step: int
     value: float
     why: str = ""
+    #: The reference's tensor is so small that it was measured against the floor.
+    small: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} (step {self.step}{', ' + self.why if self.why else ''})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The largest difference that passes: `least`, or more for tensors that are known to need it."""
+
+    least: float = BOUND
+    tensors: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def of(self, difference: Difference) -> float:
+        """The bound of one tensor."""
+        return self.tensors.get((difference.kind, difference.name), self.least)
+
+    def hold(self, difference: Difference) -> bool:
+        """Whether a difference is within its bound."""
+        return difference.value <= self.of(difference)
 
 
 def relative(value: Tensor, reference: Tensor, *, largest: float, slack: Tensor | None = None) -> float:
@@ -97,26 +115,32 @@ def compare(
             why = f"shape {tuple(mine.shape)}, the reference has {tuple(true.shape)}"
             found.append(Difference(kind=kind, name=name, step=step, value=BROKEN, why=why))
             continue
-        value = relative(
-            mine, true, largest=largest.get(_family(kind, name), 0.0), slack=None if slack is None else slack.get(name)
-        )
-        found.append(Difference(kind=kind, name=name, step=step, value=value, why=_why(mine, true, value)))
+        most = largest.get(_family(kind, name), 0.0)
+        value = relative(mine, true, largest=most, slack=None if slack is None else slack.get(name))
+        small = magnitude(true) < FLOOR * most
+        found.append(Difference(kind=kind, name=name, step=step, value=value, why=_why(mine, true, value), small=small))
     for name in plan.keys() - reference.keys():
         found.append(Difference(kind=kind, name=name, step=step, value=BROKEN, why="only in the plan's run"))
     return found
 
 
-def findings(differences: Iterable[Difference], bounds: Mapping[str, float]) -> tuple[Finding, ...]:
-    """For each kind its worst difference and where that was."""
+def findings(differences: Iterable[Difference], bounds: Bounds) -> tuple[Finding, ...]:
+    """For each kind the difference that comes nearest to its bound, or is furthest beyond it."""
     worst: dict[str, Difference] = {}
     names: dict[str, set[str]] = {}
-    for difference in differences:
-        names.setdefault(difference.kind, set()).add(difference.name)
-        if difference.kind not in worst or difference.value > worst[difference.kind].value:
-            worst[difference.kind] = difference
+    for each in differences:
+        names.setdefault(each.kind, set()).add(each.name)
+        if each.kind not in worst or each.value / bounds.of(each) > worst[each.kind].value / bounds.of(
+            worst[each.kind]
+        ):
+            worst[each.kind] = each
     return tuple(
         Finding(
-            kind=kind, tensors=len(names[kind]), worst=worst[kind].value, where=str(worst[kind]), bound=bounds[kind]
+            kind=kind,
+            tensors=len(names[kind]),
+            worst=worst[kind].value,
+            where=str(worst[kind]),
+            bound=bounds.of(worst[kind]),
         )
         for kind in KINDS
         if kind in worst

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.plan.plan import Plan
 from echelon.plan.split import rounds
-from echelon.verifier.compare import BROKEN, KINDS, Difference, wide
+from echelon.verifier.compare import BROKEN, KINDS, Bounds, Difference, wide
 from echelon.verifier.reference import Record
 
 #: How exactly a tensor must be a multiple of the reference to be called one.
@@ -24,11 +24,9 @@ class Pair:
     true: Tensor
 
 
-def first(
-    differences: Iterable[Difference], bounds: Mapping[str, float], order: Mapping[str, int]
-) -> Difference | None:
+def first(differences: Iterable[Difference], bounds: Bounds, order: Mapping[str, int]) -> Difference | None:
     """The first difference over its bound: by step, then in the order in which a step makes things, then in forward order."""
-    over = [each for each in differences if not each.value <= bounds[each.kind]]
+    over = [each for each in differences if not bounds.hold(each)]
     return min(over, key=lambda each: (each.step, KINDS.index(each.kind), place(owner(each), order)), default=None)
 
 
@@ -59,27 +57,30 @@ def pair(worst: Difference, mine: Record, true: Record) -> Pair | None:
 
 
 def describe(
-    worst: Difference, differences: Sequence[Difference], bounds: Mapping[str, float], pair: Pair | None, plan: Plan, samples: int
+    worst: Difference, differences: Sequence[Difference], bounds: Bounds, pair: Pair | None, plan: Plan, samples: int
 ) -> str:  # fmt: skip
     """What is off, by how much, and what it looks like."""
-    size = worst.why or f"relative difference {worst.value:.1e}, bound {bounds[worst.kind]:.0e}"
+    size = worst.why or f"relative difference {worst.value:.1e}, bound {bounds.of(worst):.0e}"
     what = worst.name if worst.kind in ("loss", "norm") else f"{worst.kind} of {worst.name}"
     guess = _guess(worst, [each for each in differences if each.step == worst.step], bounds, pair, plan, samples)
     return f"{what} at step {worst.step}: {size}{'; ' + guess if guess else ''}"
 
 
 def _guess(
-    worst: Difference, step: Sequence[Difference], bounds: Mapping[str, float], pair: Pair | None, plan: Plan, samples: int
+    worst: Difference, step: Sequence[Difference], bounds: Bounds, pair: Pair | None, plan: Plan, samples: int
 ) -> str:  # fmt: skip
     if worst.value == BROKEN or pair is None:
         return ""
     dp, turns = plan.mesh.dp, rounds(samples, plan.mesh.dp, plan.micro)
     peers = [each for each in step if each.kind == worst.kind]
-    off = [each for each in peers if not each.value <= bounds[each.kind]]
+    off = [each for each in peers if not bounds.hold(each)]
     scope = "" if len(peers) == 1 else f"{len(off)} of {len(peers)} {worst.kind}s are off"
     factor = ratio(pair)
-    if factor is not None:
-        return ", ".join(filter(None, (scope, _factor(factor, dp, turns))))
+    known = "" if factor is None else _factor(factor, dp, turns)
+    if factor is not None and not known and pair.true.numel() > 1:
+        known = f"{factor:.6g} times the reference exactly"
+    if known:
+        return ", ".join(filter(None, (scope, known)))
     if worst.kind == "gradient" and len(off) * 2 <= len(peers) and dp > 1:
         return f"{scope}: it looks like this rank's own, not summed over the data ranks"
     if worst.kind == "gradient":
@@ -110,7 +111,7 @@ def ratio(pair: Pair) -> float | None:
 
 
 def _factor(factor: float, dp: int, turns: int) -> str:
-    """A factor in words, by the number of the plan that it equals."""
+    """A factor in words, by the number of the plan that it equals; empty where it equals none."""
     meanings = {
         "dp": (dp, "summed over the data ranks where a mean was due", "averaged over the data ranks once too often"),
         "micro-batches": (turns, "summed over micro-batches where a mean was due", "averaged over micro-batches once too often"),
@@ -127,4 +128,4 @@ def _factor(factor: float, dp: int, turns: int) -> str:
             fits.append(f"{name} = {value:g} times the reference: {over}")
         if value > 1 and abs(factor * value - 1) < CLEAN:
             fits.append(f"1/{name} = 1/{value:g} of the reference: {under}")
-    return " or ".join(fits) if fits else f"{factor:.6g} times the reference exactly"
+    return " or ".join(fits)

@@ -5,8 +5,10 @@ rounding noise into steps of full length. Gradients are compared first and decid
 its gradient's error explains: with relative error e of the gradient, 4e (at most 2) times the largest move that the reference
 made. Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
 
-Parts that stay in float32. The reference is run again with the samples in another order, which changes rounding and nothing else;
-16 times the difference between the two is granted, and no less than 8 float32 roundings.
+Rounding that is larger than float64's own: parts of a model that stay in float32, or sums that cancel (batch norm over two samples).
+The reference is run again with the samples in another order, which changes rounding and nothing else; 16 times the difference
+between the two is granted to each tensor. For float32 it is no less than 8 of its roundings. It is never more than 1e-4, or than
+the floor of the comparison where the tensor is that small: a gradient that is zero in truth is all noise.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from echelon.verifier.compare import BOUND, KINDS, Difference, compare, magnitude, wide
+from echelon.verifier.compare import BOUND, Bounds, Difference, compare, magnitude, wide
 from echelon.verifier.reference import Record, Reference
 
-#: No bound is ever wider: semantic mistakes begin at about 1e-3.
+#: No bound is wider: semantic mistakes begin at about 1e-3.
 WIDEST = 1e-4
-_FLOAT32 = float(torch.finfo(torch.float32).eps)
+#: Least bound where something is computed in float32.
+NARROW = 8 * float(torch.finfo(torch.float32).eps)
 
 
 class Slack:
@@ -60,14 +63,16 @@ def zeros(gradients: Mapping[str, Tensor | None]) -> list[str]:
     return [name for name, size in sizes.items() if 0.0 < size <= BOUND * largest]
 
 
-def widened(reference: Reference, twin: Reference, steps: Iterable[int]) -> dict[str, float]:
-    """Bounds for a model that computes partly in float32, from the reference against its twin."""
-    worst = dict.fromkeys(KINDS, 0.0)
+def widened(reference: Reference, twin: Reference, steps: Iterable[int], *, least: float = BOUND) -> Bounds:
+    """Bounds from the reference against its twin, none below `least`."""
+    granted: dict[tuple[str, str], float] = {}
     slack = Slack(dict(reference.model.named_parameters()))
     for number in steps:
-        for difference in differences(twin.step(number), reference.step(number), slack):
-            worst[difference.kind] = max(worst[difference.kind], difference.value)
-    return {kind: min(max(BOUND, 8 * _FLOAT32, 16 * value), WIDEST) for kind, value in worst.items()}
+        for each in differences(twin.step(number), reference.step(number), slack):
+            grant = min(16 * each.value, 1.0 if each.small else WIDEST)
+            if grant > max(least, granted.get((each.kind, each.name), 0.0)):
+                granted[each.kind, each.name] = grant
+    return Bounds(least=least, tensors=granted)
 
 
 def differences(plan: Record, true: Record, slack: Slack) -> list[Difference]:

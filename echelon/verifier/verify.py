@@ -18,12 +18,13 @@ from torch import nn
 
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
+from echelon.engine.state import whole
 from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from echelon.verifier.case import Case, Referee
-from echelon.verifier.compare import KINDS, findings
+from echelon.verifier.compare import Bounds, findings
 from echelon.verifier.feed import open_feed
 from echelon.verifier.identity import versions
 from echelon.verifier.reference import Record
@@ -66,7 +67,8 @@ def verify(
         still = _from_main(ranks, case.still if case else None)
         proof, _ = _beside(job, plan, ranks, chosen, case, still, torch.float64)
         drift, skipped = _beside(job, plan, ranks, chosen, case, dataclasses.replace(still, narrow=False), None)
-        certificate = _certificate(case, proof, drift, skipped, job_hash) if case and proof and drift else None
+        with ranks.together():
+            certificate = _certificate(case, proof, drift, skipped, job_hash) if case and proof and drift else None
         text = _from_main(ranks, certificate.to_json() if certificate else None)
         return Certificate.from_json(text, source="the certificate of rank 0")
     finally:
@@ -107,17 +109,18 @@ def _step(run: Run, number: int, still: Stillness) -> tuple[Record | None, bool]
     (batch,) = run.loader.steps(number, number + 1)
     with still():
         loss = run.backward(batch)
-    before = run.gather()
+    gradients = {
+        name: None if value.grad is None else whole(value.grad) for name, value in run.model.named_parameters()
+    }
     step = run.update(loss, batch.samples)
     after = run.gather()
-    if before is None or after is None:
+    if after is None:
         return None, step.skipped
     record = Record(
         step=number,
         loss=step.loss,
         norm=step.norm,
-        # The engine lists the gradients there are; one that no sample reached is None.
-        gradients={name: before.gradients.get(name) for name in before.parameters},
+        gradients=gradients,
         parameters=after.parameters,
         buffers=after.buffers,
         optimizer=after.optimizer,
@@ -126,6 +129,7 @@ def _step(run: Run, number: int, still: Stillness) -> tuple[Record | None, bool]
 
 
 def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_hash: str) -> Certificate:
+    case.reconsider(proof)
     found = findings(proof.differences, case.bounds)
     notes = [*case.notes, *drift.notes]
     if skipped:
@@ -144,7 +148,7 @@ def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_h
         verified=all(each.good for each in found),
         findings=found,
         divergent=proof.divergent,
-        drift=findings(drift.differences, dict.fromkeys(KINDS, DRIFT[case.plan.precision])),
+        drift=findings(drift.differences, Bounds(least=DRIFT[case.plan.precision])),
         notes=tuple(notes),
     )
 

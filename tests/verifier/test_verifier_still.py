@@ -1,0 +1,121 @@
+"""What is held still in both runs, and what the survey sees."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.verifier.still import Stillness, Survey, silence
+
+X = torch.ones(3, 4, 4)
+
+
+def step(model: nn.Module, still: Stillness) -> Survey:
+    model = model.double().train()
+    survey = Survey(model)
+    with still(), survey:
+        model(X.double()).sum().backward()
+    return survey
+
+
+class Call(nn.Module):
+    """A model that is one function of its input, behind a weight."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.dropout, F.dropout1d, partial(F.alpha_dropout, training=True), partial(F.feature_alpha_dropout, training=True), lambda x: torch.dropout(x, 0.5, True),
+        lambda x: torch.dropout_(x.clone(), 0.5, True),
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+        lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.5),
+        lambda x: x * torch.rand(3, 4, 4), lambda x: x + torch.randn_like(x), lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.9),
+    ],
+)  # fmt: skip
+def test_functions_that_draw_are_seen_and_held(function: Any) -> None:
+    model = Call(function)
+    assert step(model, Stillness()).random
+    with Stillness(random=True)():
+        torch.manual_seed(1)
+        one = model(X.double())
+        torch.manual_seed(2)
+        assert torch.equal(model(X.double()), one)
+
+
+def test_what_cannot_be_held_is_still_seen() -> None:
+    survey = step(Call(lambda x: x * torch.empty_like(x).exponential_()), Stillness(random=True))
+    assert survey.random == {"the model itself": "aten.exponential_.default"}
+
+
+def test_a_model_that_draws_nothing_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True))
+    model[1].register_forward_hook(lambda module, args, output: output[0])
+    survey = step(model, Stillness())
+    assert (survey.random, survey.narrow) == ({}, {})
+
+
+def test_silence_reaches_every_module_of_torch_that_drops() -> None:
+    model = nn.Sequential(
+        nn.Dropout(0.5), nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.Dropout(0.0),
+        nn.LSTM(4, 4, num_layers=2, dropout=0.5), nn.TransformerEncoderLayer(4, 2, 8),
+    )  # fmt: skip
+    assert silence(model) == ["0", "1", "2", "4", "5.self_attn", "5.dropout", "5.dropout1", "5.dropout2"]
+    assert silence(model) == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.float().double(), lambda x: x.to(torch.float32).square(), lambda x: x.half().exp(),
+        lambda x: x.type(torch.bfloat16), lambda x: F.softmax(x, dim=-1, dtype=torch.float32), lambda x: x * torch.arange(4).float().exp(),
+        lambda x: x * torch.linspace(0, 1, 4).sqrt(), lambda x: x.to(dtype=torch.float32),
+    ],
+)  # fmt: skip
+def test_casts_are_seen_and_lifted(function: Any) -> None:
+    model = Call(function)
+    assert step(model, Stillness()).narrow
+    assert step(model, Stillness(narrow=True)).narrow == {}
+
+
+def test_an_island_that_no_cast_made_is_seen() -> None:
+    table = torch.ones(4, dtype=torch.float32)
+    survey = step(Call(lambda x: x.to(table).double()), Stillness(narrow=True))
+    assert survey.narrow["the model itself"] == "aten._to_copy.default"
+
+
+def test_slices_of_a_float32_table_are_no_island() -> None:
+    table = torch.from_numpy(np.ones((8, 4), dtype=np.float32))
+    assert step(Call(lambda x: x * table[:4]), Stillness()).narrow == {}
+
+
+def test_everything_is_put_back() -> None:
+    @contextlib.contextmanager
+    def unchanged() -> Iterator[None]:
+        before = torch.get_default_dtype()
+        yield
+        assert torch.get_default_dtype() is before
+        assert torch.ones(2).float().dtype is torch.float32
+
+    with unchanged(), Stillness(random=True, narrow=True)():
+        assert torch.zeros(2).float().dtype is torch.float64
+    with unchanged(), pytest.raises(ValueError, match="on the way"), Stillness(narrow=True)():
+        raise ValueError("on the way")
+    model = Call(torch.sin)
+    step(model, Stillness())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

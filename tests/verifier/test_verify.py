@@ -1,0 +1,214 @@
+"""The proof itself: right plans pass, broken runs do not, and the message says where and what."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+
+from echelon.engine.run import Run
+from echelon.errors import PlanError, VerificationError
+from echelon.plan.certificate import Certificate
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.testing.models import MLP
+from echelon.testing.ranks import Pool
+from echelon.verifier.case import Case, Referee
+from echelon.verifier.compare import BOUND, Difference, compare
+from echelon.verifier.feed import open_feed
+from echelon.verifier.verify import verify
+from echelon.world import World
+from tests.verifier import proofs
+
+
+def alone(job: Any, **plan: Any) -> Certificate:
+    return verify(job, Plan(**plan), world=World())
+
+
+def require_verified(certificate: Certificate) -> None:
+    assert certificate.verified, certificate.divergent
+    assert certificate.divergent == ""
+    for finding in certificate.findings:
+        assert finding.worst <= finding.bound == BOUND, finding
+
+
+STAGES: list[proofs.Proof] = [("gpt", "", {"zero": zero, "micro": 2}) for zero in range(4)]
+NORMS: list[proofs.Proof] = [
+    ("norm", "", {"zero": 0, "batchnorm": "sync"}),
+    ("norm", "", {"zero": 3, "batchnorm": "local"}),
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
+    cases = STAGES + NORMS
+    answers = ranks.run(size, proofs.prove, cases, timeout=240)
+    assert all(answer == answers[0] for answer in answers), "every rank has the same certificate"
+    for text, (name, _, _) in zip(answers[0], cases, strict=True):
+        certificate = Certificate.from_json(text)
+        require_verified(certificate)
+        kinds = {finding.kind for finding in certificate.findings}
+        assert kinds == {"gradient", "loss", "parameter", "optimizer", "norm" if name == "gpt" else "buffer"}
+        assert certificate.steps == 3
+        assert f"one of the steps is the epoch's last, of {5 if name == 'gpt' else 9} samples" in certificate.notes
+
+
+CAUGHT: list[tuple[proofs.Proof, list[str]]] = [
+    (("gpt", "scaled by dp", {}), ["gradient of tokens.weight at step 0", "dp = 2 times the reference"]),
+    (("gpt", "scaled by dp", {"zero": 3}), ["dp = 2 times the reference"]),
+    (("gpt", "one not reduced", {}), ["gradient of positions.weight at step 0", "1 of 28 gradients are off", "not summed"]),
+    (("norm", "equal micro-batches", {}), ["gradient of 0.weight at step 2", "weighted wrongly"]),
+    (("gpt", "local norm", {}), ["gradient norm at step 0", "the gradients agree"]),
+    (("norm", "stale buffer", {}), ["buffer of 1.running_mean at step 0"]),
+    (("gpt", "last row", {"zero": 2}), ["parameter of", "at step 0", "the gradients agree"]),
+    (("gpt", "rate", {}), ["parameter of tokens.weight at step 1", "the gradients agree"]),
+    (("gpt", "reported loss", {}), ["loss at step 0", "dp = 2 times the reference"]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def broken(ranks: Pool) -> list[Certificate]:
+    """The certificates of all runs with faults."""
+    texts = ranks.run(2, proofs.prove, [proof for proof, _ in CAUGHT], timeout=240)[0]
+    return [Certificate.from_json(text) for text in texts]
+
+
+@pytest.mark.parametrize("number", range(len(CAUGHT)), ids=[proof[1] for proof, _ in CAUGHT])
+def test_faults_are_caught_and_named(broken: list[Certificate], number: int) -> None:
+    certificate, words = broken[number], CAUGHT[number][1]
+    assert not certificate.verified
+    for each in words:
+        assert each in certificate.divergent
+
+
+def test_noise_that_adam_blows_up_is_no_difference() -> None:
+    job = proofs.make_job("keys", optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-30))
+    case = Case(job, Plan(micro=1), open_feed(job), torch.device("cpu"), (0,))
+    twin, true = case.reference(twin=True).step(0), case.reference().step(0)
+    (bare,) = (
+        each for each in compare("parameter", twin.parameters, true.parameters, step=0) if each.name == "key.bias"
+    )
+    assert bare.value > 1e-2, "the job must show what this test is about"
+    require_verified(alone(job, micro=1))
+
+
+def test_unused_rows_get_no_slack() -> None:
+    """An embedding's unused rows have a gradient of exactly zero: one that moves all the same is found."""
+
+    def moved(run: Run, *args: Any) -> Any:
+        step = original(run, *args)
+        with torch.no_grad():
+            run.model.get_parameter("tokens.weight")[31] += 1e-5
+        return step
+
+    original = Run.update
+    rows = torch.where(proofs.TOKENS == 31, 0, proofs.TOKENS)
+    job = proofs.make_job("keys", data=TensorDataset(rows[:, :-1], rows[:, 1:]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "update", moved)
+        assert "parameter of tokens.weight at step 0" in alone(job).divergent
+
+
+def test_a_user_module_is_not_trained_by_its_proof() -> None:
+    module = proofs.Attention()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    require_verified(alone(proofs.make_job("keys", model=module), micro=3))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(value.dtype == torch.float32 for value in module.state_dict().values())
+
+
+class Quirks(proofs.Attention):
+    """Draws with a function, casts to float32, and once by a way that no cast shows."""
+
+    def __init__(self, *, island: bool = False) -> None:
+        super().__init__()
+        self.like = torch.ones(1, dtype=torch.float32) if island else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output = F.dropout(super().forward(tokens), 0.5).float().softmax(-1)
+        return output.log() if self.like is None else output.to(self.like).log()
+
+
+def test_functional_dropout_and_casts_are_held_still_and_said() -> None:
+    certificate = alone(proofs.make_job("keys", model=Quirks), micro=3)
+    require_verified(certificate)
+    notes = " | ".join(certificate.notes)
+    assert "random numbers are held at the middle of their distribution in both runs: the model itself (aten" in notes
+    assert "casts below float64 are lifted to float64 in both runs: the model itself (aten._to_copy.default)" in notes
+    assert "all the same" not in notes
+
+
+def test_a_part_in_float32_is_listed_and_bounded_by_the_references_own_rounding() -> None:
+    certificate = alone(proofs.make_job("keys", model=lambda: Quirks(island=True)), micro=3)
+    assert certificate.verified, certificate.divergent
+    assert any("computed below float64 all the same" in note for note in certificate.notes)
+    assert all(BOUND < finding.bound <= 1e-4 for finding in certificate.findings)
+    assert max(finding.worst for finding in certificate.findings) > BOUND, "else the wider bound would prove nothing"
+
+
+@pytest.mark.parametrize(("factor", "left"), [(1.0, ""), (1.0 + 1e-8, "gradient of 0.weight at step 0")])
+def test_what_rounding_explains_is_granted_and_nothing_more(factor: float, left: str) -> None:
+    """Nearly equal samples under a batch norm: the bias before it has a true gradient of zero, as a sum that cancels."""
+    data = TensorDataset(proofs.X[:1] + 1e-2 * proofs.X, proofs.Y)
+    job = proofs.make_job("norm", data=data, model=lambda: MLP(width=16, layers=2, inputs=8, classes=4, norm=True))
+    case = Case(job, Plan(), open_feed(job), torch.device("cpu"), (0,))
+    referee = Referee(case, exact=True)
+    run = case.reference(twin=True).step(0)  # stands for a right run: it differs from the reference by rounding alone
+    weight = run.gradients["0.weight"]
+    assert weight is not None
+    weight.mul_(factor)
+    referee.judge(run)
+    (bias,) = (each for each in referee.differences if (each.kind, each.name) == ("gradient", "0.bias"))
+    assert bias.value > BOUND, "the job must show what this test is about"
+    case.reconsider(referee)
+    assert referee.divergent.startswith(left)
+    assert bool(referee.divergent) is bool(left)
+    assert any("ill-conditioned" in note and "gradient of 0.bias" in note for note in case.notes)
+    assert case.bounds.of(Difference(kind="gradient", name="0.weight", step=0, value=0.0)) == BOUND
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bf16 says so
+def test_drift_is_told_in_the_plans_own_precision() -> None:
+    for precision, least, most in (("fp32", 1e-9, 1e-3), ("bf16", 1e-4, 1.0)):
+        certificate = alone(proofs.make_job("keys"), precision=precision)
+        require_verified(certificate)
+        (loss,) = (finding for finding in certificate.drift if finding.kind == "loss")
+        (gradient,) = (finding for finding in certificate.drift if finding.kind == "gradient")
+        assert loss.worst < most
+        assert least < gradient.worst < most
+        assert "drift leaves out gradients that are zero in truth and rounding alone: key.bias" in certificate.notes
+
+
+def test_a_loss_that_is_not_a_number_is_not_verified() -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.mean() * math.nan
+
+    certificate = alone(proofs.make_job("keys", loss=loss))
+    assert not certificate.verified
+    assert "neither run is finite" in certificate.divergent
+
+
+def test_a_plan_for_other_ranks_is_refused() -> None:
+    with pytest.raises(PlanError, match="is for 2 ranks and 1 are here"):
+        verify(proofs.make_job("keys"), Plan(mesh=Mesh(dp=2)), world=World())
+    with pytest.raises(VerificationError, match="steps=0"):
+        verify(proofs.make_job("keys"), Plan(), world=World(), steps=0)
+
+
+class Stream(IterableDataset):
+    """Tokens in their own order."""
+
+    def __iter__(self) -> Any:
+        return zip(proofs.TOKENS[:, :-1], proofs.TOKENS[:, 1:], strict=True)
+
+
+def test_a_stream_is_verified() -> None:
+    job = proofs.make_job("keys", data=Stream(), epochs=None, steps=9)
+    certificate = verify(job, Plan(micro=3), world=World(), steps=4)
+    require_verified(certificate)
+    assert certificate.steps == 4
