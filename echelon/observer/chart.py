@@ -136,10 +136,7 @@ def histogram(values: Sequence[float], show: Callable[[float], str], *, bins: in
         if n
     )
     across = Scale(low, high)
-    labels = "".join(
-        f'<span class="tick x" style="left:{100 * across.at(tick):.2f}%">{escape(show(tick))}</span>'
-        for tick in across.ticks(5)
-    )
+    labels = "".join(_below(across, tick, show(tick)) for tick in across.ticks(5))
     return (
         '<div class="plot bars"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
         f'aria-label="distribution">{bars}</svg>{labels}</div>'
@@ -150,7 +147,9 @@ def smooth(points: Points, window: int | None = None) -> list[tuple[float, float
     """Each point as the mean of its surroundings. The window narrows towards the start, where curves are steep, and not
     towards the end, where one odd step would look like the result."""
     values = [y for _, y in points]
-    half = (len(values) // 20 if window is None else window) // 2 or 1
+    # A twentieth of a short run; a long one has detail that so wide a window would wash out.
+    usual = min(len(values) // 20, max(len(values) // 200, 100))
+    half = (usual if window is None else window) // 2 or 1
     sums = [0.0, *accumulate(values)]
     smoothed = []
     for i, (x, _) in enumerate(points):
@@ -189,10 +188,14 @@ def _draw(line: Line, across: Scale, up: Scale) -> str:
 
 def _steps_axis(across: Scale) -> str:
     ticks = [tick for tick in across.ticks() if tick == int(tick)]
-    return "".join(
-        f'<span class="tick x" style="left:{100 * across.at(tick):.2f}%">{"step " if i == 0 else ""}{tick:,.0f}</span>'
-        for i, tick in enumerate(ticks)
-    )
+    return "".join(_below(across, tick, f"{'step ' * (i == 0)}{tick:,.0f}") for i, tick in enumerate(ticks))
+
+
+def _below(across: Scale, tick: float, word: str) -> str:
+    """A label under the picture; at either end it keeps inside."""
+    at = across.at(tick)
+    side = " first" if at < 0.04 else " last" if at > 0.94 else ""
+    return f'<span class="tick x{side}" style="left:{100 * at:.2f}%">{escape(word)}</span>'
 
 
 def _y(up: Scale, value: float) -> float:

@@ -51,6 +51,7 @@ pre { background: var(--grid); border-radius: 8px; padding: 14px 16px; margin: 8
 .tick { position: absolute; color: var(--soft); font-size: 12px; line-height: 1; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .tick.y { right: calc(100% + 9px); transform: translateY(-50%); }
 .tick.x { top: calc(100% + 8px); transform: translateX(-50%); }
+.tick.x.first { transform: translateX(-12%); } .tick.x.last { transform: translateX(-88%); }
 .tick.word { top: 2px; transform: translateX(4px); background: var(--card); padding: 1px 3px; }
 .rod { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--soft); opacity: .5; pointer-events: none; }
 .tip { position: absolute; bottom: calc(100% + 3px); background: var(--ink); color: var(--card); font-size: 12px; line-height: 1.45; border-radius: 6px;

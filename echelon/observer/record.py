@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,18 @@ class Record:
     """What happened in a run, and the documents beside it. A document that cannot be read is the sentence that says why."""
 
     folder: Path
-    events: tuple[Event, ...]
+    events: Sequence[Event]
+    kinds: Mapping[str, Sequence[Event]]
+    #: The steps that tell how fast the run is: all but the first of each part, which warms everything up.
+    warm: Sequence[Event]
     plan: Plan | str
     forecast: Forecast | str
     cluster: Cluster | str
     certificate: Certificate | str
 
-    def of(self, kind: str) -> list[Event]:
+    def of(self, kind: str) -> Sequence[Event]:
         """The events of one kind, in order."""
-        return [event for event in self.events if event.kind == kind]
+        return self.kinds.get(kind, ())
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -57,17 +60,6 @@ class Record:
         marks = [index for index, event in enumerate(self.events) if event.kind == "start"]
         parts = itertools.pairwise([*marks, len(self.events)])
         return sum(max(self.events[stop - 1].time - self.events[begin].time, 0.0) for begin, stop in parts)
-
-    @property
-    def warm(self) -> list[Event]:
-        """The steps that tell how fast the run is: all but the first of each part, which warms everything up."""
-        warm, previous = [], ""
-        for event in self.events:
-            if event.kind == "step" and previous == "step" and figure(event, "seconds"):
-                warm.append(event)
-            if event.kind in ("start", "step"):
-                previous = event.kind
-        return warm
 
     @property
     def step_time(self) -> float | None:
@@ -100,9 +92,15 @@ class Record:
 def read_record(folder: str | Path) -> Record:
     """The record in a run folder. What is missing beside the event log is noted, not refused."""
     folder = Path(folder)
+    events = read_events(folder)
+    kinds: dict[str, list[Event]] = {}
+    for event in events:
+        kinds.setdefault(event.kind, []).append(event)
     return Record(
         folder=folder,
-        events=tuple(read_events(folder)),
+        events=events,
+        kinds=kinds,
+        warm=_warm(events),
         plan=_document(Plan, folder, "the plan was not kept"),
         forecast=_document(Forecast, folder, "this run was not forecast"),
         cluster=_document(Cluster, folder, "the machine was not measured"),
@@ -114,8 +112,20 @@ def figure(event: Event, *path: str) -> float | None:
     """The number at `path` in the event's data; None where there is none (a NaN is written as null)."""
     value: Any = event.data
     for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        value = value.get(name) if type(value) is dict else None
+    return float(value) if type(value) is float or type(value) is int else None
+
+
+def _warm(events: Sequence[Event]) -> list[Event]:
+    warm, started = [], True
+    for event in events:
+        if event.kind == "start":
+            started = True
+        elif event.kind == "step":
+            if not started and figure(event, "seconds"):
+                warm.append(event)
+            started = False
+    return warm
 
 
 def _document(kind: type[Any], folder: Path, absent: str) -> Any:
