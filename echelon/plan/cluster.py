@@ -42,9 +42,14 @@ class Curve:
         """The rate at `dims`: points weighed by closeness in log space, so that factors of two count alike."""
         if len(self.points) == 1:
             return self.points[0].rate
+        # Beyond the measured range rates stay as they are at its edge.
+        inside = [
+            min(max(value, min(p.dims[i] for p in self.points)), max(p.dims[i] for p in self.points))
+            for i, value in enumerate(dims)
+        ]
         total = weight = 0.0
         for point in self.points:
-            distance = sum(math.log2(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(dims, point.dims, strict=False))
+            distance = sum(math.log2(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(inside, point.dims, strict=True))
             if distance < 1e-9:
                 return point.rate
             # Fourth power of the distance: the nearest few decide, and far ones do not drag a corner to the mean.
@@ -62,6 +67,8 @@ class Link:
     backend: str
     ranks: int
     points: tuple[tuple[float, float], ...]  #: (bytes, seconds), ascending
+    #: Share of it that passes while the ranks compute: 0 where the ranks' cores do the copying themselves.
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.points or list(self.points) != sorted(self.points):
@@ -87,6 +94,15 @@ class Link:
         return self.points[-1][1] * size / self.points[-1][0]
 
 
+#: Small blocks share a stretch of memory: one grain is lost per this many bytes (mimalloc's 32 MiB segments hold 24 to 30).
+_STRETCH = 20 * 2**20
+
+
+def rounded(size: float, blocks: float, grain: float) -> float:
+    """Bytes that an allocator takes for `size` bytes in `blocks` blocks."""
+    return size + grain * min(blocks, size / _STRETCH)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One GPU, or all CPU cores of a node together (`cores` of them)."""
@@ -100,6 +116,9 @@ class Device:
     overhead: float = 0.0  #: seconds that one operator costs however small
     fault: float = 0.0  #: seconds per byte of memory that the system hands out anew (a CPU's page faults)
     framework: int = 0  #: bytes that a process holds before it has a model
+    grain: float = 0.0  #: bytes that the allocator adds to a large block (huge pages); see `rounded`
+    retained: float = 0.0  #: bytes that the allocator has not given back yet at the peak
+    workspace: float = 0.0  #: bytes that libraries take once and keep
 
     def curve(self, operation: str, dtype: str, *, ranks: int = 1, threads: int = 1) -> Curve | None:
         """The curve measured under the load nearest to `ranks` x `threads`; None: this operation was not measured."""
@@ -148,6 +167,7 @@ class Cluster(Document):
     name: str
     nodes: tuple[Node, ...]
     versions: dict[str, str]  #: of what it was measured with
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.nodes:

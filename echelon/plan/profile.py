@@ -108,6 +108,7 @@ class Moment:
     alive: Amount
     kept: Amount  #: the part of `alive` that waits for backward
     gradients: float
+    blocks: int = 0  #: tensors of a megabyte or more among `alive`: allocators round each up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,7 @@ def peaks(first: Trace, second: Trace) -> tuple[Moment, ...]:
             alive=line.amount(small.alive, large.alive),
             kept=line.amount(small.kept, large.kept),
             gradients=large.gradients,
+            blocks=large.blocks,
         )
         moments.setdefault(moment)
     best = set()

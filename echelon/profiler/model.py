@@ -21,7 +21,7 @@ from echelon.plan.profile import Parameter, Profile, fingerprint, units
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
-from echelon.profiler.trace import Trace, recording
+from echelon.profiler.trace import Trace, counting, recording
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes of example data that a trace may hold: a fake step costs nothing, but its inputs are collated for real.
@@ -140,7 +140,7 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
         for tensor in tensors.values():
             recorder.ignore(tensor)
         hooks = [
-            tensor.register_post_accumulate_grad_hook(_counting(recorder))
+            tensor.register_post_accumulate_grad_hook(counting(recorder))
             for tensor in _unique(tensors)
             if tensor.requires_grad
         ]
@@ -171,14 +171,6 @@ class _Bound(nn.Module):
     @property
     def forward(self) -> Any:  # type: ignore[override]
         return self._model[0].forward
-
-
-def _counting(recorder: Any) -> Any:
-    def done(parameter: Tensor) -> None:
-        recorder.gradients += parameter.numel() * parameter.element_size()
-        parameter.grad = None
-
-    return done
 
 
 def _faked(mode: FakeTensorMode, value: Tensor, device: str) -> Tensor:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +38,7 @@ class Call:
     alive: float = 0.0  #: bytes alive right after it, parameters and gradients aside
     kept: float = 0.0
     gradients: float = 0.0
+    blocks: int = 0  #: of a megabyte or more
 
 
 @dataclass(slots=True)
@@ -61,6 +61,10 @@ class Trace:
     modules: dict[str, Figures] = field(default_factory=dict)
 
 
+#: From this size on allocators give a tensor a block of its own.
+_BLOCK = 2**20
+
+
 class Recorder(TorchDispatchMode):
     """Notes every operator call. Use `recording(...)`, which also sets the hooks that tell where a call comes from."""
 
@@ -76,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self._kept: set[int] = set()
         self._ignored: set[int] = set()
         self._alive = self._kept_bytes = 0.0
+        self._blocks = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +88,7 @@ class Recorder(TorchDispatchMode):
         inputs = _tensors((args, kwargs))
         outputs = _tensors(out)
         known = {_identity(tensor) for tensor in inputs}
-        made = sum(self.hold(tensor) for tensor in outputs if _identity(tensor) not in known)
+        made = sum((self.hold(tensor) for tensor in outputs if _identity(tensor) not in known), 0.0)
         if _is_view(func, known, outputs) or func._overloadpacket._qualified_op_name.startswith("prim"):
             return out
         self._note(func, args, kwargs, out, inputs, outputs, made)
@@ -102,11 +107,13 @@ class Recorder(TorchDispatchMode):
         size = float(storage.nbytes())
         self._sizes[key] = size
         self._alive += size
+        self._blocks += size >= _BLOCK
 
         def freed(_: Any, key: int = key) -> None:
             gone = self._sizes.pop(key, 0.0)
             self._references.pop(key, None)
             self._alive -= gone
+            self._blocks -= gone >= _BLOCK
             if key in self._kept:
                 self._kept.discard(key)
                 self._kept_bytes -= gone
@@ -136,17 +143,17 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         name = func._overloadpacket.__name__
         kind, dims, flops = _shape(name, func, args, kwargs, out)
-        if not kind:
-            kind = "stream"
+        if kind == "matmul":
+            name += _layout(*_factors(name, args))
         forward = self.phase == "forward"
         moved = float(sum(t.numel() * t.element_size() for t in (*inputs, *outputs)))
-        lead = next((t for t in (*inputs, *outputs) if t.is_floating_point()), (inputs or outputs or [None])[0])
+        lead = next((t for t in (*inputs, *outputs) if t.is_floating_point()), outputs[0])
         call = Call(
             name=name,
             kind=kind,
             phase=self.phase,
             path=self.stack[-1] if forward else self.path,
-            dtype=str(lead.dtype).removeprefix("torch.") if lead is not None else "float32",
+            dtype=str(lead.dtype).removeprefix("torch."),
             dims=dims,
             flops=flops,
             moved=moved,
@@ -154,6 +161,7 @@ class Recorder(TorchDispatchMode):
             alive=self._alive,
             kept=self._kept_bytes,
             gradients=self.gradients,
+            blocks=self._blocks,
         )
         self.trace.calls.append(call)
         if forward:
@@ -196,6 +204,16 @@ def recording(model: nn.Module, samples: int) -> Iterator[Recorder]:
             hook.remove()
 
 
+def counting(recorder: Recorder) -> Callable[[Tensor], None]:
+    """A hook for finished gradients: counted as done and dropped, so that `alive` never holds them."""
+
+    def done(parameter: Tensor) -> None:
+        recorder.gradients += parameter.numel() * parameter.element_size()
+        parameter.grad = None
+
+    return done
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -214,9 +232,9 @@ def _is_view(func: Any, known: set[int], outputs: list[Tensor]) -> bool:
 
 
 def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, tuple[float, ...], float]:
-    """(kind, dims, FLOPs) of a call; an empty kind for operators that are priced by the bytes they move."""
-    if name in ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_grouped_mm"):
-        a, b = args[-2:] if name in ("mm", "bmm", "_int_mm") else args[1:3]
+    """(kind, dims, FLOPs) of a call; kind "stream" for operators that are priced by the bytes they move."""
+    if name in _MATMULS:
+        a, b = _factors(name, args)
         lots = a.shape[0] if a.dim() == 3 else 1
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         return "matmul", (float(lots), float(m), float(n), float(k)), 2.0 * lots * m * n * k
@@ -234,7 +252,20 @@ def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str,
             (lots, float(queries), float(keys), float(width)),
             2.0 * products * lots * queries * keys * width,
         )
-    return "", (), _counted(func, args, kwargs, out)
+    return "stream", (), _counted(func, args, kwargs, out)
+
+
+_MATMULS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}  # name -> place of the first factor
+
+
+def _factors(name: str, args: Any) -> tuple[Tensor, Tensor]:
+    place = _MATMULS[name]
+    return args[place], args[place + 1]
+
+
+def _layout(a: Tensor, b: Tensor) -> str:
+    """`:nt` and so on: which factors lie transposed in memory; libraries differ most between those."""
+    return ":" + "".join("t" if x.stride(-2) == 1 and x.stride(-1) != 1 else "n" for x in (a, b))
 
 
 def _convolution(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> tuple[float, ...]:

@@ -1,0 +1,290 @@
+"""One measuring process: times operators, the optimizer, fresh memory and, with others, the links. Prints JSON lines.
+
+Measured apart from the caller's process: its threads, its allocator's state and its other work stay out of it. Several
+such processes measure at the same moment where ranks share a memory bus.
+
+    python -m echelon.profiler.probe '{"rank": 0, "ranks": 2, "threads": 1, "store": "/tmp/...", "device": "cpu"}'
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.plan.cluster import rounded
+from echelon.profiler.trace import Recorder, counting, recording
+from echelon.profiler.trials import Trial, heavy, trials
+
+#: Seconds that one trial is repeated for, at most; one repetition at least.
+_PATIENCE = 0.04
+_MESSAGES = (2**12, 2**16, 2**20, 2**23, 2**25)
+
+
+class Probe:
+    """This process among those that measure together."""
+
+    def __init__(self, *, rank: int, ranks: int, threads: int, store: str, device: str, seconds: float) -> None:
+        self.rank, self.ranks, self.threads, self.device = rank, ranks, threads, device
+        self._seconds = seconds
+        torch.set_num_threads(threads)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        if ranks > 1:
+            backend = "nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+
+    def run(self) -> None:
+        """Measure everything and report it."""
+        reference_step(self.device, 8, 16)
+        self.say(kind="framework", bytes=_framework(self.device))
+        if self.ranks == 1:
+            self.say(kind="memory", **self._memory())
+        self.say(kind="overhead", seconds=self._overhead())
+        end = time.monotonic() + self._seconds
+        for trial in trials(self.device):
+            if self._agree(time.monotonic() < end):
+                self._rate(trial)
+        if self.device == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+            for trial in heavy(self.device):
+                self._rate(trial, dtype="tf32")
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        self._optimizers()
+        if self.device == "cpu":
+            self.say(kind="fault", seconds_per_byte=_fault())
+        if self.ranks > 1:
+            self._links()
+
+    def say(self, **line: Any) -> None:
+        """Report one figure (rank 0 speaks: the ranks do the same at the same time)."""
+        if self.rank == 0:
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Seconds of one call: the lower quartile of repetitions, since disturbances only ever add."""
+        call()
+        self._sync()
+        if self.ranks > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        call()
+        self._sync()
+        first = time.perf_counter() - start
+        repeats = max(min(int(_PATIENCE / max(first, 1e-6)), 200), 1)
+        inner = max(repeats // 8, 1)  # short calls are timed in groups, so that the clock itself does not count
+        found = [first]
+        for _ in range(max(repeats // inner, 1)):
+            start = time.perf_counter()
+            for _ in range(inner):
+                call()
+            self._sync()
+            found.append((time.perf_counter() - start) / inner)
+        return sorted(found)[len(found) // 4]
+
+    def _agree(self, willing: bool) -> bool:
+        """Whether every rank goes on: on a machine that is busy with other things the time runs out, and rates are then
+        read off neighbouring points."""
+        if self.ranks == 1:
+            return willing
+        vote = torch.tensor(float(willing), device=self.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN)
+        return bool(vote.item())
+
+    def _sync(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def _rate(self, trial: Trial, dtype: str = "") -> None:
+        try:
+            with Recorder(1) as recorder:
+                trial()
+            # A call may copy or reshape on the side: what it is named after is its main operator.
+            call = max(recorder.trace.calls, key=lambda c: (c.flops, c.moved))
+            seconds = self.time(trial)
+        except (RuntimeError, NotImplementedError) as error:  # an operator or type that this build does not have
+            self.say(kind="skipped", reason=str(error).splitlines()[0][:120])
+            return
+        dims = list(call.dims[1:]) if call.kind != "stream" else [call.moved]
+        if call.kind == "convolution":
+            dims = _convolution_dims(call.dims)
+        work = call.flops if call.kind != "stream" else call.moved
+        self.say(kind="rate", operation=call.name, dtype=dtype or call.dtype, dims=dims, rate=work / seconds)
+
+    def _memory(self) -> dict[str, float]:
+        """What a process holds beyond what is alive in it."""
+        if self.device == "cuda":
+            # The allocator's own count is exact; the libraries take a workspace from it for good.
+            torch.cuda.reset_peak_memory_stats()
+            alive, peak = reference_step(self.device, 1024, 512)
+            return {"grain": 0.0, "retained": 0.0, "workspace": max(peak - alive, 0.0)}
+        size, start = 16 * 2**20, _status("VmRSS")
+        blocks = [torch.ones(size // 4) for _ in range(8)]
+        grain = max((_status("VmRSS") - start) / len(blocks) - size, 0.0)
+        del blocks
+        alive, peak = reference_step(self.device, 1024, 512)
+        return {"grain": grain, "retained": max(peak - start - rounded(alive, 10**9, grain), 0.0), "workspace": 0.0}
+
+    def _overhead(self) -> float:
+        """Seconds per operator of a model so small that nothing else counts."""
+        layers = nn.Sequential(*[part for _ in range(24) for part in (nn.Linear(4, 4), nn.ReLU())]).to(self.device)
+        x = torch.ones(1, 4, device=self.device)
+
+        def step() -> None:
+            layers(x).sum().backward()
+            layers.zero_grad()
+
+        step()
+        with Recorder(1) as recorder:
+            step()
+        return self.time(step) / len(recorder.trace.calls)
+
+    def _optimizers(self) -> None:
+        """Elements per second of each optimizer that torch has a fused kernel for, fused and not."""
+        shapes = [(4096, 4096)] * 4 if self.device == "cuda" else [(1024, 1024)] * 4
+        for kind, options in (
+            (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}), (torch.optim.SGD, {}),
+        ):  # fmt: skip
+            for fused in (True, False):
+                held = [nn.Parameter(torch.ones(shape, device=self.device)) for shape in shapes]
+                for value in held:
+                    value.grad = torch.ones_like(value)
+                optimizer = kind(held, lr=1e-9, fused=fused, **options)  # type: ignore[arg-type]
+                elements = sum(value.numel() for value in held)
+                name = kind.__name__ + (":fused" if fused else "")
+                if kind is torch.optim.SGD and not options:
+                    name = "plain-" + name
+                self.say(
+                    kind="rate",
+                    operation=name,
+                    dtype="float32",
+                    dims=[elements],
+                    rate=elements / self.time(optimizer.step),
+                )
+
+    def _links(self) -> None:
+        backend = dist.get_backend()
+        for size in _MESSAGES:
+            full = torch.ones(size // 4, device=self.device)
+            part = torch.ones(size // 4 // self.ranks, device=self.device)
+            whole = torch.ones(part.numel() * self.ranks, device=self.device)
+            calls: dict[str, Callable[[], object]] = {
+                "all_reduce": partial(dist.all_reduce, full),
+                "reduce_scatter": partial(_reduce_scatter, part, whole),
+                "all_gather": partial(dist.all_gather_into_tensor, whole, part),
+            }
+            for name, call in calls.items():
+                self.say(
+                    kind="link", operation=name, backend=backend, ranks=self.ranks, bytes=size, seconds=self.time(call)
+                )
+        self.say(kind="overlap", operation="all_reduce", share=self._overlap())
+
+    def _overlap(self) -> float:
+        """Share of an all-reduce that passes while this rank computes."""
+        message = torch.ones(2**22, device=self.device)
+        a = torch.ones(1024, 1024, device=self.device)
+
+        def compute() -> None:
+            for _ in range(4):
+                torch.mm(a, a)
+
+        def both() -> None:
+            work = dist.all_reduce(message, async_op=True)
+            compute()
+            work.wait()
+
+        alone, talk, together = self.time(compute), self.time(lambda: dist.all_reduce(message)), self.time(both)
+        return min(max((alone + talk - together) / min(alone, talk), 0.0), 1.0)
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor) -> object:
+    # torch 2.13 renames it and warns about the old name.
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(part, whole)
+
+
+def _convolution_dims(dims: Iterable[float]) -> list[float]:
+    """What a convolution's rate depends on: channels of one group, kernel and image, not the number of samples."""
+    _, inner, outer, kernel, spatial, groups = dims
+    return [inner / groups, outer / groups, kernel, spatial]
+
+
+def reference_step(device: str, width: int, samples: int) -> tuple[float, float]:
+    """Train a small network of our own; (bytes that are alive at its peak by the recorder, bytes that the process grew)."""
+    model = nn.Sequential(
+        *[
+            part
+            for _ in range(4)
+            for part in (nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width), nn.ReLU())
+        ]
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.ones(samples, width, device=device)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    grown = _peak(device)
+    with recording(model, samples) as recorder:
+        for parameter in model.parameters():
+            recorder.ignore(parameter)
+            parameter.register_post_accumulate_grad_hook(counting(recorder))
+        recorder.hold(x)
+        model(x).square().mean().backward()
+    calls = recorder.trace.calls
+    return 3 * size + max(*(call.alive + call.gradients for call in calls), size), grown
+
+
+def _fault() -> float:
+    """Seconds per byte of touching memory that the system has to hand out first."""
+    size, found = 32 * 2**20, []
+    for _ in range(3):
+        with mmap.mmap(-1, size) as region:
+            memory = torch.frombuffer(region, dtype=torch.uint8)
+            start = time.perf_counter()
+            memory.fill_(1)
+            fresh = time.perf_counter() - start
+            start = time.perf_counter()
+            memory.fill_(2)
+            found.append(max(fresh - (time.perf_counter() - start), 0.0) / size)
+            del memory
+    return min(found)
+
+
+def _status(name: str) -> float:
+    with open("/proc/self/status") as file:
+        return next(float(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def _held(device: str) -> float:
+    return _status("VmRSS") if device == "cpu" else float(torch.cuda.memory_allocated())
+
+
+def _peak(device: str) -> float:
+    return _status("VmHWM") if device == "cpu" else float(torch.cuda.max_memory_allocated())
+
+
+def _framework(device: str) -> float:
+    """What the process holds without a model: on a GPU what the driver and libraries took beside the allocator."""
+    if device == "cpu":
+        return _status("VmRSS")
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free - torch.cuda.memory_reserved())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    Probe(**json.loads(sys.argv[1])).run()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""What `measure` times: real operators as training calls them, at sizes from small to large.
+
+A trial is only a call. Its price tag (FLOPs, bytes, shape) is read off by the same recorder that traces models, so that
+measuring and tracing cannot disagree on what an operator moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Trial = Callable[[], object]
+
+
+def trials(device: str) -> Iterator[Trial]:
+    """Every call worth timing on a device of this kind. Tensors live until the next trial is asked for."""
+    if device == "cpu":
+        yield from matmuls(device, torch.float32, (64, 512, 2048), largest=2**31)
+        yield from convolutions(device, torch.float32, 8)
+        yield from attentions(device, torch.float32, 4)
+        yield from streams(device, torch.float32, (2**16, 2**20, 2**24))
+        for dtype in (torch.bfloat16, torch.float16):
+            # Without instructions for it half precision is a hundred times slower: one small product tells.
+            a = torch.ones(128, 128, dtype=dtype)
+            yield partial(torch.mm, a, a)
+        return
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield from matmuls(device, dtype, (256, 2048, 16384), largest=2**39)
+        yield from convolutions(device, dtype, 128)
+        yield from attentions(device, dtype, 32)
+        yield from streams(device, dtype, (2**20, 2**24, 2**28))
+
+
+def heavy(device: str) -> Iterator[Trial]:
+    """The trials that differ when float32 products may use tf32."""
+    yield from matmuls(device, torch.float32, (256, 2048, 16384), largest=2**39)
+    yield from convolutions(device, torch.float32, 128)
+
+
+def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest: int) -> Iterator[Trial]:
+    """Products of all shapes in the layouts of a linear layer: forward, gradient of the input, gradient of the weight."""
+    made = _maker(device, dtype)
+    for m, n, k in product(sizes, repeat=3):
+        if m * n * k > largest:
+            continue
+        bias, x, w, g, y = made(n), made(m, k), made(n, k), made(k, m), made(k, n)
+        yield partial(torch.addmm, bias, x, w.t())
+        yield partial(torch.mm, x, w.t())
+        yield partial(torch.mm, x, y)
+        yield partial(torch.mm, g.t(), y)
+    for lots, side, width in ((32, 128, 64), (32, 512, 64)):
+        a, b, c = made(lots, side, width), made(lots, side, width), made(lots, side, side)
+        yield partial(torch.bmm, a, b.transpose(1, 2))
+        yield partial(torch.bmm, c, b)
+        yield partial(torch.bmm, c.transpose(1, 2), b)
+
+
+def convolutions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Trial]:
+    """(channels in, out, kernel, side, stride, groups), forward and backward."""
+    made = _maker(device, dtype)
+    for inner, outer, kernel, side, stride, groups in (
+        (3, 32, 3, 32, 1, 1), (16, 16, 3, 32, 1, 1), (64, 64, 3, 32, 1, 1), (64, 128, 3, 32, 2, 1), (128, 128, 3, 16, 1, 1),
+        (256, 256, 3, 8, 1, 1), (512, 512, 3, 4, 1, 1), (64, 128, 1, 32, 2, 1), (64, 64, 1, 32, 1, 1), (256, 512, 1, 8, 2, 1),
+        (3, 64, 7, 112, 2, 1), (64, 64, 3, 16, 1, 64),
+    ):  # fmt: skip
+        x, w = made(samples, inner, side, side), made(outer, inner // groups, kernel, kernel)
+        pads = (kernel // 2, kernel // 2)
+        options = ([stride, stride], pads, [1, 1], False, [0, 0], groups)
+        y = aten.convolution(x, w, None, *options)
+        # The first layer of a model needs no gradient of its input.
+        mask = [inner > 3, True, False]
+        yield partial(aten.convolution, x, w, None, *options)
+        yield partial(aten.convolution_backward, y, x, w, None, *options, mask)
+
+
+def attentions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Trial]:
+    """Causal attention through whatever kernel torch picks, forward and backward."""
+    for heads, length, width in ((8, 128, 32), (8, 128, 64), (4, 512, 64), (2, 1024, 128)):
+        q, k, v = (
+            torch.empty(samples, length, heads, width, device=device, dtype=dtype)
+            .normal_()
+            .transpose(1, 2)
+            .requires_grad_()
+            for _ in range(3)
+        )
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        yield partial(
+            torch.nn.functional.scaled_dot_product_attention, q.detach(), k.detach(), v.detach(), is_causal=True
+        )
+        yield partial(torch.autograd.grad, out, (q, k, v), out, retain_graph=True)
+
+
+def streams(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[Trial]:
+    """Operators that go by the bytes they move, at tensors of `sizes` bytes."""
+    made = _maker(device, dtype)
+    width = 512
+    for size in sizes:
+        rows = max(size // (width * torch.empty((), dtype=dtype).element_size()), 1)
+        x, y = made(rows, width), made(rows, width)
+        scale, shift = made(width), made(width)
+        yield partial(torch.add, x, y)
+        yield partial(torch.mul, x, y)
+        yield partial(x.copy_, y)
+        yield partial(x.add_, y)
+        yield partial(x.clone)
+        yield partial(x.t().clone, memory_format=torch.contiguous_format)
+        yield partial(torch.cat, (x, y))
+        yield partial(torch.relu, x)
+        yield partial(aten.threshold_backward, x, y, 0)
+        yield partial(aten.gelu, x)
+        yield partial(aten.gelu_backward, x, y)
+        yield partial(aten.silu, x)
+        yield partial(aten.silu_backward, x, y)
+        yield partial(torch.tanh, x)
+        yield partial(torch.exp, x)
+        yield partial(x.sum, 0, keepdim=True)
+        yield partial(x.mean, 1)
+        yield partial(x.bernoulli, 0.5)
+        yield partial(aten.native_dropout, x, 0.1, True)
+        yield partial(aten.mse_loss, x, y)
+        yield partial(aten.mse_loss_backward, x[0, 0], x, y, 1)
+        yield partial(aten._softmax, x, 1, False)
+        yield partial(aten._softmax_backward_data, x, y, 1, dtype)
+        yield partial(aten._log_softmax, x, 1, False)
+        yield partial(aten._log_softmax_backward_data, x, y, 1, dtype)
+        yield from _norms(x, y, scale, shift, rows, width)
+        yield from _lookups(x, device, rows, width)
+        if dtype is not torch.float32 and device == "cuda":
+            yield partial(x.to, torch.float32)
+            z = x.to(torch.float32)
+            yield partial(z.to, dtype)
+
+
+def _norms(x: Tensor, y: Tensor, scale: Tensor, shift: Tensor, rows: int, width: int) -> Iterator[Trial]:
+    mean, rstd = x.float().mean(1, keepdim=True), x.float().mean(1, keepdim=True)
+    yield partial(aten.native_layer_norm, x, [width], scale, shift, 1e-5)
+    yield partial(aten.native_layer_norm_backward, y, x, [width], mean, rstd, scale, shift, [True, True, True])
+    side, channels = 16, 32
+    images = max(x.numel() // (channels * side * side), 1)
+    if images * channels * side * side != x.numel():
+        return
+    image, other = x.view(images, channels, side, side), y.view(images, channels, side, side)
+    a, b = scale[:channels].float(), shift[:channels].float()
+    if x.device.type == "cuda":
+        saved = aten.cudnn_batch_norm(image, a, b, a.clone(), b.clone(), True, 0.1, 1e-5)
+        yield partial(aten.cudnn_batch_norm, image, a, b, a, b, True, 0.1, 1e-5)
+        yield partial(aten.cudnn_batch_norm_backward, image, other, a, a, b, saved[1], saved[2], 1e-5, saved[3])
+    yield partial(aten.native_batch_norm, image, a, b, a, b, True, 0.1, 1e-5)
+    yield partial(aten.native_batch_norm_backward, other, image, a, a, b, a, b, True, 1e-5, [True, True, True])
+    pooled, where = aten.max_pool2d_with_indices(image, [2, 2], [2, 2])
+    yield partial(aten.max_pool2d_with_indices, image, [2, 2], [2, 2])
+    yield partial(aten.max_pool2d_with_indices_backward, pooled, image, [2, 2], [2, 2], [0, 0], [1, 1], False, where)
+
+
+def _lookups(x: Tensor, device: str, rows: int, width: int) -> Iterator[Trial]:
+    table = x.new_ones(4096, width)
+    ids = torch.arange(rows, device=device) * 7919 % 4096
+    yield partial(aten.embedding, table, ids)
+    yield partial(aten.embedding_dense_backward, x, ids, 4096, -1, False)
+    classes = ids % width
+    loss = aten.nll_loss_forward(x, classes, None, 1, -100)
+    yield partial(aten.nll_loss_forward, x, classes, None, 1, -100)
+    yield partial(aten.nll_loss_backward, loss[0], x, classes, None, 1, -100, loss[1])
+
+
+def _maker(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def made(*shape: int) -> Tensor:
+        return torch.empty(*shape, device=device, dtype=dtype).fill_(0.5)
+
+    return made
