@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -61,14 +62,16 @@ def relative(value: Tensor, reference: Tensor, *, largest: float, slack: Tensor 
     them); whole numbers have no rounding, so any difference among them counts as 1 at least.
     """
     a, b = wide(value), wide(reference)
-    apart = torch.where(a == b, 0.0, (a - b).abs())
+    apart = (a - b).abs()
+    if not apart.isfinite().all():
+        apart = torch.where(a == b, 0.0, apart)
     if slack is not None:
         apart = (apart - slack).clamp(min=0.0)
     worst = float(apart.max()) if apart.numel() else 0.0
     if worst == 0.0:
         return 0.0
     scale = max(magnitude(reference), FLOOR * largest)
-    if worst != worst or worst == float("inf") or scale == 0.0:
+    if not math.isfinite(worst) or scale == 0.0:
         return BROKEN
     exact = not (reference.is_floating_point() or reference.is_complex())
     return max(min(worst / scale, BROKEN), 1.0 if exact else 0.0)
@@ -77,8 +80,8 @@ def relative(value: Tensor, reference: Tensor, *, largest: float, slack: Tensor 
 def magnitude(tensor: Tensor) -> float:
     """The largest absolute value among the finite ones."""
     size = wide(tensor).abs()
-    size = torch.where(size.isfinite(), size, 0.0)
-    return float(size.max()) if size.numel() else 0.0
+    most = float(size.max()) if size.numel() else 0.0
+    return most if math.isfinite(most) else float(torch.where(size.isfinite(), size, 0.0).max())
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -100,10 +103,11 @@ def compare(
 
     None (a parameter that no gradient reached) reads as zero: whether an optimizer skips it shows in the parameters.
     """
+    sizes = {name: 0.0 if tensor is None else magnitude(tensor) for name, tensor in reference.items()}
     largest: dict[str, float] = {}
     for name, tensor in reference.items():
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            largest[_family(kind, name)] = max(largest.get(_family(kind, name), 0.0), magnitude(tensor))
+            largest[_family(kind, name)] = max(largest.get(_family(kind, name), 0.0), sizes[name])
     found = []
     for name, true in reference.items():
         if name not in plan:
@@ -117,7 +121,7 @@ def compare(
             continue
         most = largest.get(_family(kind, name), 0.0)
         value = relative(mine, true, largest=most, slack=None if slack is None else slack.get(name))
-        small = magnitude(true) < FLOOR * most
+        small = sizes[name] < FLOOR * most
         found.append(Difference(kind=kind, name=name, step=step, value=value, why=_why(mine, true, value), small=small))
     for name in plan.keys() - reference.keys():
         found.append(Difference(kind=kind, name=name, step=step, value=BROKEN, why="only in the plan's run"))
