@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
 
 #: Drawing takes at most this part of the time: a bar that costs more than it tells is switched to a slower beat.
-_DRAWING = 1 / 500
+_DRAWING = 1 / 1000
 _FASTEST, _SLOWEST = 0.2, 1.0
 #: Seconds between lines where there is no terminal.
 _LINE = 10.0
