@@ -3,7 +3,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 BENCHES := overhead startup memory parity forecast
 
 .PHONY: help demo test check format clean $(BENCHES:%=bench-%)
@@ -46,6 +46,6 @@ $(BIN)/python:
 	done; echo "no Python of 3.11 to 3.13 found; install one or say make PYTHON=/path/to/python" >&2; exit 1
 
 $(VENV)/.examples $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: $(BIN)/python pyproject.toml constraints.txt
-	@echo "installing echelon[$*] into $(VENV)"
+	@echo "installing echelon[$*] into $(VENV) (minutes the first time)"
 	@$(PIP) -e '.[$*]'
 	@touch $@

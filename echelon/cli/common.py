@@ -67,12 +67,27 @@ def table(*columns: str, title: str | None = None, left: int = 1) -> Table:
 def read_cluster(file: str | None) -> Cluster:
     """The cluster that was asked for: a file's, or this machine, measured."""
     if file is None:
-        from echelon.profiler import measure
-
-        return measure()
+        return measured()
     from echelon.plan.cluster import Cluster
 
     return Cluster.load(file)
+
+
+def measured(*, refresh: bool = False) -> Cluster:
+    """This machine; where it has to be measured first, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from echelon.profiler import measure
+
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("measuring this machine", total=1.0, visible=False)
+
+        def progress(what: str, share: float) -> None:
+            bar.update(task, description=what, completed=share, visible=True)
+
+        return measure(refresh=refresh, progress=progress)
 
 
 def bytes_text(size: float) -> str:

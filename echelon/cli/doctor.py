@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.common import Debug, Json, bytes_text, console, print_json, seconds_text, table
+from echelon.cli.common import Debug, Json, bytes_text, console, measured, print_json, seconds_text, table
 
 if TYPE_CHECKING:
     from echelon.plan.cluster import Cluster, Device
@@ -28,9 +28,8 @@ def doctor(
     Devices and their measured rates, links between ranks, versions; each thing that will not work comes with its reason.
     """
     from echelon.plan.codec import to_plain
-    from echelon.profiler import measure
 
-    cluster = measure(refresh=refresh)
+    cluster = measured(refresh=refresh)
     if out is not None:
         cluster.save(out)
     versions, problems = _versions(), _problems(cluster)
@@ -51,6 +50,8 @@ def doctor(
                 )
             screen.print(rows)
     screen.print("versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()))
+    for note in cluster.notes:
+        screen.print(f"note: {note}")
     for problem in problems:
         screen.print(f"will not work: {problem}")
 

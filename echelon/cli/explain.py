@@ -75,7 +75,8 @@ def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | No
     if profile is not None and machines is not None:
         from echelon.simulator import simulate
 
-        for each, place in zip(plans, (answer, answer.get("other")), strict=False):
+        places: list[dict[str, Any]] = [answer, answer.get("other", {})]
+        for each, place in zip(plans, places, strict=False):
             place["cost"] = _cost(simulate(profile, machines, each))
     return answer
 
@@ -99,7 +100,7 @@ def _words(answer: dict[str, Any]) -> str:
         lines += [] if other["differs"] else ["  it is the same plan"]
         if "cost" in other:
             lines.append(f"  {_price(other['cost'])}")
-            lines.append(f"  {_verdict(answer.get('cost'), other['cost'])}")
+            lines.append(f"  {_verdict(answer['cost'], other['cost'])}")
     return "\n".join(lines)
 
 

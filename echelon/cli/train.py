@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import Debug, File, Json, console, print_json, table
+from echelon.cli.common import Debug, File, Json, console, measured, print_json, table
 from echelon.cli.settings import FILE, Setting, resolve
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def _run(file: str, values: dict[str, Any], json: bool) -> int:
     world, subject = read_world(), Subject(file)
     wanted: Plan | str = values["plan"]
     if not world.launched:
+        if wanted == "auto":
+            measured()  # planning needs it; here it is done in sight
         prepared = prepare(subject, wanted)
         if prepared.plan.ranks > 1:
             if json:

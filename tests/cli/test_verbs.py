@@ -1,0 +1,121 @@
+"""The verbs that need a machine: doctor, plan, simulate, verify, train, report, in the order in which a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.plan.certificate import Certificate
+from echelon.plan.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+JOB = str(Path(__file__).with_name("job.py"))
+
+
+class Shell:
+    """Runs `echelon` in a folder of its own, with a cache of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._environment = {**os.environ, "ECHELON_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+
+    def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run it and expect an exit code."""
+        done = subprocess.run(
+            [sys.executable, "-m", "echelon", *arguments],
+            cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        """The answer for machines."""
+        return json.loads(self(*arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture(scope="module")
+def echelon(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    shell = Shell(tmp_path_factory.mktemp("shell"))
+    shell("doctor", "-o", "cluster.json")
+    return shell
+
+
+def test_doctor_knows_the_machine_once_it_is_measured(echelon: Shell) -> None:
+    answer = echelon.json("doctor")
+    assert answer["cluster"]["nodes"][0]["cores"] >= 1
+    assert set(answer["versions"]) >= {"python", "torch", "echelon"}
+    assert any("data axis" in problem for problem in answer["will_not_work"])
+    assert "versions:" in echelon("doctor").stdout
+
+
+def test_plan_writes_the_best_one(echelon: Shell) -> None:
+    answer = echelon.json("plan", JOB, "-o", "plan.json", "--top", "3")
+    assert str(Plan.load(echelon.folder / "plan.json")) == answer["plan"]
+    assert 1 <= len(answer["candidates"]) <= 3
+    assert all(each["fits"] for each in answer["candidates"][:1])
+    text = echelon("plan", JOB, "--cluster", "cluster.json").stdout
+    assert answer["plan"] in text
+
+
+def test_simulate_is_what_plan_said(echelon: Shell) -> None:
+    best = echelon.json("plan", JOB, "--cluster", "cluster.json")["candidates"][0]
+    answer = echelon.json("simulate", JOB, "--plan", best["plan"], "--cluster", "cluster.json")
+    assert answer["forecast"]["time"] == best["forecast"]["time"]
+    assert "samples/s" in echelon("simulate", JOB, "--plan", "dp=1").stdout
+
+
+def test_simulate_says_no_to_what_does_not_fit(echelon: Shell) -> None:
+    cluster = json.loads((echelon.folder / "cluster.json").read_text())
+    del cluster["hash"]
+    for node in cluster["nodes"]:
+        node["memory"] = 1000
+        for device in node["devices"]:
+            device["memory"] = 1000
+    (echelon.folder / "tiny.json").write_text(json.dumps(cluster))
+    assert "DOES NOT FIT" in echelon("simulate", JOB, "--plan", "dp=1", "--cluster", "tiny.json", code=1).stdout
+    assert "fits" in echelon("plan", JOB, "--cluster", "tiny.json", code=1).stderr
+
+
+def test_explain_prices_both_plans(echelon: Shell) -> None:
+    answer = echelon.json("explain", "dp=1", "--why-not", "dp=2", "--job", JOB)
+    assert answer["cost"]["step"] > 0
+    assert answer["other"]["cost"]["fits"]
+    assert "time and" in echelon("explain", "dp=1", "--why-not", "dp=2", "--job", JOB).stdout
+
+
+def test_a_plan_that_cannot_be_is_wrong_use(echelon: Shell) -> None:
+    done = echelon("train", JOB, "--plan", "dp=1000000", code=2)
+    assert "dp=1000000" in done.stderr
+    assert "no such file" in echelon("train", "absent.py", "--plan", "dp=1", code=2).stderr
+    assert "keep=0" in echelon("train", JOB, "--keep", "0", code=2).stderr
+
+
+@pytest.mark.slow
+def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
+    certificate = echelon.json("verify", JOB, "--plan", "dp=2 zero=1", "-o", "proof.json")
+    assert certificate["verified"] is True
+    assert Certificate.load(echelon.folder / "proof.json").plan.zero == 1
+
+    refused = echelon("train", JOB, "--plan", "dp=2", "--require-certificate", "proof.json", "--out", "refused", code=1)
+    assert 'certified "dp=2 zero=1", now "dp=2"' in refused.stderr
+
+    answer = echelon.json("train", JOB, "--plan", "dp=2 zero=1", "--require-certificate", "proof.json")
+    assert (answer["reason"], answer["step"], answer["folder"]) == ("finished", 12, "runs/small")
+    assert answer["loss"] > 0
+    assert echelon.json("report", "runs/small") == {"report": "runs/small/report.html"}
+
+
+@pytest.mark.slow
+def test_a_finished_run_has_nothing_left_to_do_and_a_fresh_one_starts_beside_it(echelon: Shell) -> None:
+    first = echelon.json("train", JOB, "--plan", "dp=1", "--out", "again")
+    assert echelon.json("train", JOB, "--plan", "dp=1", "--out", "again")["step"] == first["step"]
+    fresh = echelon.json("train", JOB, "--plan", "dp=1", "--out", "again", "--fresh")
+    assert fresh["folder"] == "again-2"
+    assert fresh["loss"] == first["loss"]
