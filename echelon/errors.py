@@ -1,15 +1,15 @@
 """Every error that echelon raises on purpose.
 
-    EchelonError                 what, where, what instead; never a traceback on the command line
-    ├── DocumentError            a plan, profile, cluster or certificate file that cannot be read as one
-    ├── PlanError                a plan that this job or these devices cannot execute (.problems lists why)
-    ├── JobError                 a job file or a Job that does not describe a training
-    ├── DataError                a data set that cannot give the samples it promised
-    ├── WorldError               ranks that are started wrongly or do not agree with each other
-    ├── LaunchError              ranks that could not be started, or one that died
-    ├── CheckpointError          a checkpoint that is missing, damaged, foreign or cannot be written
-    ├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
-    └── VerificationError        the answer of a proof is no
+EchelonError                 what, where, what instead; never a traceback on the command line
+├── DocumentError            a plan, profile, cluster or certificate file that cannot be read as one
+├── PlanError                a plan that this job or these devices cannot execute (.problems lists why)
+├── JobError                 a job file or a Job that does not describe a training
+├── DataError                a data set that cannot give the samples it promised
+├── WorldError               ranks that are started wrongly or do not agree with each other
+├── LaunchError              ranks that could not be started, or one that died
+├── CheckpointError          a checkpoint that is missing, damaged, foreign or cannot be written
+├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
+└── VerificationError        the answer of a proof is no
 """
 
 from __future__ import annotations

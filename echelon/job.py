@@ -68,7 +68,9 @@ class Job:
         if not callable(self.model) and not hasattr(self.model, "forward"):
             raise JobError(f"model={self.model!r}: give an nn.Module or a function that returns one")
         if not callable(self.optimizer):
-            raise JobError("optimizer= is a function of the parameters: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)")
+            raise JobError(
+                "optimizer= is a function of the parameters: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            )
         for name in ("loss", "inputs", "collate", "schedule"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -18,7 +18,12 @@ STORE = "ECHELON_STORE"
 
 _SOURCES = {
     "torchrun": {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"},
-    "slurm": {"rank": "SLURM_PROCID", "size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID", "local_size": "SLURM_NTASKS_PER_NODE"},
+    "slurm": {
+        "rank": "SLURM_PROCID",
+        "size": "SLURM_NTASKS",
+        "local_rank": "SLURM_LOCALID",
+        "local_size": "SLURM_NTASKS_PER_NODE",
+    },
     "mpi": {
         "rank": "OMPI_COMM_WORLD_RANK",
         "size": "OMPI_COMM_WORLD_SIZE",
@@ -82,6 +87,12 @@ def read_settings(environment: Mapping[str, str] | None = None) -> dict[str, str
     return {name.removeprefix("ECHELON_").lower(): value for name, value in env.items() if name.startswith("ECHELON_")}
 
 
+def visible_devices(environment: Mapping[str, str] | None = None) -> str:
+    """Which GPUs this process is allowed to see, as CUDA_VISIBLE_DEVICES says it; "all" without it."""
+    env = os.environ if environment is None else environment
+    return env.get("CUDA_VISIBLE_DEVICES", "all")
+
+
 def _read(env: Mapping[str, str], source: str, names: Mapping[str, str]) -> World:
     missing = [names[part] for part in ("rank", "size") if names[part] not in env]
     if missing:
@@ -108,7 +119,9 @@ def _address(env: Mapping[str, str], source: str) -> str:
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not host or not port:
         missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name))
-        raise WorldError(f"several ranks but {missing} is not set: they cannot find each other; torchrun sets it, under Slurm or MPI export it")
+        raise WorldError(
+            f"several ranks but {missing} is not set: they cannot find each other; torchrun sets it, under Slurm or MPI export it"
+        )
     if not port.isdigit():
         raise WorldError(f"MASTER_PORT={port!r} is not a port number")
     # torchrun's agent already listens on that port: torch's own env:// knows how to join it, tcp:// would bind it again.

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 _numpy: Any = np.random  # whose type stubs lack the two functions that exchange its generator
-_WORDS = 625  # MT19937: 624 words of state and the position in them
+#: Bytes of a Mersenne twister as Python and NumPy hold it: 624 words and the position in them.
+_TWISTER = 4 * 625
+
+KINDS = ("torch", "python", "numpy")
 
 
 def seeds(seed: int, epoch: int, ids: np.ndarray) -> list[int]:
-    """One well-mixed number per sample (splitmix64 over seed, epoch, id), for `seed_all`."""
+    """One well-mixed number per sample (splitmix64 over seed, epoch, id), for `seed`."""
     base = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
     mixed: list[int] = _mix(base + ids.astype(np.uint64)).tolist()
     return mixed
@@ -33,56 +35,86 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint64(31))
 
 
-def seed_all(number: int) -> None:
-    """Start all three generators from `number`. CPU only: torch.manual_seed would also reseed every accelerator."""
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
+def seed(number: int, kinds: Iterable[str] = KINDS) -> None:
+    """Start the generators of these kinds from `number`. CPU only: torch.manual_seed would also reseed every accelerator."""
+    for kind in kinds:
+        if kind == "torch":
+            torch.default_generator.manual_seed(number)
+        elif kind == "python":
+            random.seed(number)
+        else:
+            np.random.seed(number & 0xFFFFFFFF)
 
 
 class Apart:
-    """A second set of generators that takes the place of the global ones while a data set is read.
+    """A second set of generators that takes the place of the global ones while a data set is read: `with apart: ...`.
 
-    NumPy's is exchanged as an object, since copying its state takes 80 microseconds each way; that drops the spare number
-    which NumPy's old normal distribution may hold.
+    It is entered for every batch, so it costs microseconds: NumPy's generator is exchanged as an object (which drops the spare
+    number that its old normal distribution may hold), and Python's is put back only if it moved.
     """
 
     def __init__(self) -> None:
         self._torch = torch.Generator().get_state()
-        self._python = random.Random(0).getstate()
         self._numpy = np.random.MT19937(0)
-        self._words = _words(self._numpy)
+        self._python: Any = None  # None: the global one as it stands; it is seeded before it is used, or put back
+        self._python_address = _python_address()
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """While this lasts the global generators are these; then they are what they were before."""
-        before = torch.default_generator.get_state(), random.getstate(), _numpy.get_bit_generator()
+    def __enter__(self) -> Self:
+        self._outer = torch.default_generator.get_state(), self._python_words(), _numpy.get_bit_generator()
         torch.default_generator.set_state(self._torch)
-        random.setstate(self._python)
         _numpy.set_bit_generator(self._numpy)
-        self._words = _words(self._numpy)
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(before[0])
-            random.setstate(before[1])
-            _numpy.set_bit_generator(before[2])
+        if self._python is not None:
+            random.setstate(self._python)
+        self._start = _bytes(self._torch), self._python_words(), _words(self._numpy)
+        return self
 
-    def drawn(self) -> bool:
-        """Inside: whether a number was drawn since the beginning."""
-        if _words(self._numpy) != self._words:
-            return True
-        state, start = random.getstate(), self._python
-        # Drawing moves the position (last) or, after a whole round, changes the first word: no need to compare all 625.
-        if state[1][-1] != start[1][-1] or state[1][0] != start[1][0] or state[2] != start[2]:
-            return True
-        return self._torch.numpy().tobytes() != torch.default_generator.get_state().numpy().tobytes()
+    def __exit__(self, *error: object) -> None:
+        before, python, numpy = self._outer
+        torch.default_generator.set_state(before)
+        _numpy.set_bit_generator(numpy)
+        if self._python_words() != python:
+            random.setstate(python if self._python_address is None else _decoded(*python))
+
+    def drawn(self) -> set[str]:
+        """Which kinds have been drawn from, or seeded, since it was entered."""
+        now = _bytes(torch.default_generator.get_state()), self._python_words(), _words(self._numpy)
+        return {kind for kind, was, is_ in zip(KINDS, self._start, now, strict=True) if was != is_}
 
     def keep(self) -> None:
-        """Inside: go on from here the next time, instead of from where it began this time."""
+        """Go on from here when it is entered again, instead of from where it was entered this time."""
         self._torch, self._python = torch.default_generator.get_state(), random.getstate()
+
+    def _python_words(self) -> Any:
+        if self._python_address is None:
+            return random.getstate()
+        return ctypes.string_at(self._python_address, _TWISTER), _python().gauss_next
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _words(generator: np.random.MT19937) -> bytes:
-    """NumPy's state as it lies in memory: NumPy gives its address, and the struct is the algorithm's words and position."""
-    return ctypes.string_at(generator.ctypes.state_address, 4 * _WORDS)
+    """NumPy's state as it lies in memory, at the address that NumPy gives: its own copy of it takes 80 microseconds."""
+    return ctypes.string_at(generator.ctypes.state_address, _TWISTER)
+
+
+def _python() -> Any:
+    function: Any = random.random
+    return function.__self__  # the generator behind the functions of `random`
+
+
+def _python_address() -> int | None:
+    """Where CPython holds the state of `random` (`getstate` makes 625 objects of it); None if it is not found there."""
+    address = id(_python()) + object.__basicsize__
+    try:
+        found = _decoded(ctypes.string_at(address, _TWISTER), _python().gauss_next)
+    except AttributeError:
+        return None
+    return address if found == random.getstate() else None
+
+
+def _decoded(words: bytes, gauss_next: float | None) -> tuple[Any, ...]:
+    """The words in memory (position first) as `random.setstate` takes them (position last)."""
+    position, *key = np.frombuffer(words, np.uint32).tolist()
+    return 3, (*key, position), gauss_next

@@ -161,8 +161,8 @@ def _gather(tensor: Tensor, index: Tensor, pin: bool) -> Tensor:
 class Samples(Source):
     """Any data set in Python, sample by sample.
 
-    A data set that draws random numbers (augmentation) is read with the generators seeded for each sample. Whether it does
-    shows in the generators: until it does, no time goes into seeding; the batch in which it first does is read again.
+    The generators that a data set draws from (augmentation) are seeded for each sample. Which ones it draws from shows in
+    their state: no time goes into the others, and the batch in which it first draws is read again.
     """
 
     gathers = False
@@ -171,56 +171,65 @@ class Samples(Source):
         self._data, self._seed, self._length = data, seed, len(data)
         self._collate = default_collate if collate is None else collate
         self._many = getattr(data, "__getitems__", None)
-        self._generators, self._random = draws.Apart(), False
+        self._generators = draws.Apart()
+        self._draws: set[str] = set()
 
     def __len__(self) -> int:
         return self._length
 
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
-        with self._generators.inside():
-            batches = [] if self._random else self._plain(ids, sizes)
-            if self._random:
-                batches = self._seeded(ids, sizes, epoch)
+        with self._generators:
+            while True:
+                batches = self._seeded(ids, sizes, epoch) if self._draws else self._plain(ids, sizes)
+                drawn = self._generators.drawn()
+                if drawn <= self._draws:
+                    break
+                self._draws |= drawn
         return [pinned(batch) for batch in batches] if pin else batches
 
     def _plain(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any]:
-        """The batches, and the knowledge whether making them drew random numbers."""
+        """The batches of a data set that draws nothing."""
         numbers = ids.tolist()
-        samples = [self._one(number) for number in numbers] if self._many is None else self._read_many(numbers)
+        samples = self._read(numbers) if self._many is None else self._read_many(numbers)
+        if len(sizes) == 1:
+            return [self._batch(samples, numbers)]
         batches, start = [], 0
         for size in sizes:
             batches.append(self._batch(samples[start : start + size], numbers[start : start + size]))
             start += size
-        self._random = self._generators.drawn()
         return batches
 
     def _seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
-        """The batches, the generators seeded before each sample and before each collating."""
+        """The batches, with the generators seeded before each sample and before each collating."""
         numbers, seeds = ids.tolist(), draws.seeds(self._seed, epoch, ids)
+        kinds = tuple(self._draws)
         batches, start = [], 0
         for size in sizes:
             samples = []
             for place in range(start, start + size):
-                draws.seed_all(seeds[place])
-                samples.append(self._one(numbers[place]))
-            draws.seed_all(seeds[start] ^ 1)  # another number than the first sample's own
+                draws.seed(seeds[place], kinds)
+                samples += self._read(numbers[place : place + 1])
+            draws.seed(seeds[start] ^ 1, kinds)  # another number than the first sample's own
             batches.append(self._batch(samples, numbers[start : start + size]))
             start += size
         return batches
 
-    def _one(self, number: int) -> Any:
-        try:
-            return self._data[number] if self._many is None else self._many([number])[0]
-        except Exception as error:
-            raise self._failure(f"sample {number}", error) from error
+    def _read(self, numbers: list[int]) -> list[Any]:
+        """The samples, one by one."""
+        samples, data, many = [], self._data, self._many
+        for number in numbers:
+            try:
+                samples.append(data[number] if many is None else many([number])[0])
+            except Exception as error:
+                raise self._failure(f"sample {number}", error) from error
+        return samples
 
     def _read_many(self, numbers: list[int]) -> list[Any]:
         assert self._many is not None
         try:
             samples = self._many(numbers)
         except Exception as error:
-            for number in numbers:  # names the one that fails, where it also fails alone
-                self._one(number)
+            self._read(numbers)  # names the one that fails, where it also fails alone
             raise self._failure(f"samples {numbers}, read together with `__getitems__`,", error) from error
         if len(samples) != len(numbers):
             raise DataError(

@@ -63,8 +63,8 @@ class Reader:
     def next_epoch(self) -> None:
         """Begin the next epoch (the first, at first) at its first sample."""
         self.epoch, self.count = self.epoch + 1, 0
-        with self._reading.inside():
-            draws.seed_all(self._number(0))
+        with self._reading:
+            draws.seed(self._number(0))
             try:
                 if hasattr(self._data, "set_epoch"):  # as HF's streams have it, for their shuffle
                     self._data.set_epoch(self.epoch)
@@ -78,7 +78,7 @@ class Reader:
     def read(self, count: int) -> list[Any]:
         """The next `count` samples; fewer only at the epoch's end."""
         samples: list[Any] = []
-        with self._reading.inside():
+        with self._reading:
             try:
                 samples.extend(islice(self._samples, count))
                 self._reading.keep()
@@ -93,8 +93,8 @@ class Reader:
 
     def batch(self, samples: list[Any], first: int, *, pin: bool) -> Any:
         """Collated. `first` is the number of the first sample in the epoch."""
-        with self._collating.inside():
-            draws.seed_all(self._number(1 + first))
+        with self._collating:
+            draws.seed(self._number(1 + first))
             try:
                 batch = self._collate(samples)
             except Exception as error:

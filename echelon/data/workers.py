@@ -70,14 +70,20 @@ def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, work
     while True:
         batches: list[Any] = []
         while not batches or len(batches) < counts[0]:
+            died = ""
             try:
                 batch = next(made)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
+                # Of the latter kinds is what torch meets when it receives the last that the dead one had sent.
+                died = f"{type(error).__name__}: {error}"
+            if died:
+                # Let go of the workers first: while torch knows of the dead one it raises again at any signal of a child.
+                del made
                 raise DataError(
-                    f"a data worker process died: {error}; workers=0 reads in the training's own process and shows why"
-                ) from error
+                    f"a data worker process died: {died}; workers=0 reads in the training's own process and shows why"
+                )
             if isinstance(batch, _Failed):
                 raise DataError(batch.message)
             batches.append(batch)

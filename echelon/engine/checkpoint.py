@@ -137,7 +137,9 @@ def _wanted(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:
             continue
         parameter = parameters.get(path.split("/", 3)[2])
         if parameter is None:
-            raise CheckpointError(f"{folder}: optimizer state for {path.split('/', 3)[2]}, which the model does not have")
+            raise CheckpointError(
+                f"{folder}: optimizer state for {path.split('/', 3)[2]}, which the model does not have"
+            )
         if isinstance(parameter, DTensor) and entry.size == parameter.shape:
             wanted[path] = torch.empty_like(parameter, dtype=entry.properties.dtype).detach()
         else:
@@ -153,7 +155,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, or the reason why `folder` is none."""
     path = folder / MANIFEST
     if not path.exists():
-        what = "no such folder" if not folder.exists() else f"no {MANIFEST} in it: not an echelon checkpoint, or one cut short"
+        what = (
+            "no such folder"
+            if not folder.exists()
+            else f"no {MANIFEST} in it: not an echelon checkpoint, or one cut short"
+        )
         raise CheckpointError(f"{folder}: {what}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -177,7 +183,9 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         [set(group["names"]) for group in saved["groups"]] != [set(group["names"]) for group in mine["groups"]]
         for saved, mine in zip(manifest["optimizers"], state.optimizer_plain(run), strict=True)
     ):
-        raise CheckpointError(f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder")
+        raise CheckpointError(
+            f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder"
+        )
     for name, mine in (("batch", run.job.batch), ("seed", run.job.seed), ("samples", run.samples)):
         if manifest[name] != mine:
             raise CheckpointError(
@@ -198,7 +206,9 @@ def _require_whole(folder: Path, manifest: dict[str, Any], run: Run) -> None:
             raise CheckpointError(f"{path}: missing; use an older checkpoint")
         size = path.stat().st_size
         if size != entry["bytes"]:
-            raise CheckpointError(f"{path}: {size:,} bytes where {entry['bytes']:,} were written: cut short; use an older checkpoint")
+            raise CheckpointError(
+                f"{path}: {size:,} bytes where {entry['bytes']:,} were written: cut short; use an older checkpoint"
+            )
         if _sha256(path) != entry["sha256"]:
             raise CheckpointError(f"{path}: its content changed since it was written; use an older checkpoint")
 
@@ -227,9 +237,14 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # some Python versions store an enum's member as getattr(Class, "NAME")
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # some Python versions store an enum's member as getattr(Class, "NAME")
             return _member
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format)
+        dtype = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
+        )
         if module in self._MODULES or (module, name) in self._NAMES or dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")

@@ -34,7 +34,10 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
             batch = run.move(micro.batch)
             with autocast(run.precision, run.device):
                 output = call_model(job, run.model, batch)
-                values = [call_loss(job, output, batch, run.model), *(metric(output, batch) for metric in job.metrics.values())]
+                values = [
+                    call_loss(job, output, batch, run.model),
+                    *(metric(output, batch) for metric in job.metrics.values()),
+                ]
             if micro.samples:  # a filler only keeps the ranks in step
                 for row, value in zip(sums, values, strict=True):
                     row += _pair(value, micro.samples)
@@ -42,7 +45,9 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
         run.model.train()
         run.rest()
     run.ranks.sum(sums)
-    return {name: float(total / count) if count else float("nan") for name, (total, count) in zip(names, sums, strict=True)}
+    return {
+        name: float(total / count) if count else float("nan") for name, (total, count) in zip(names, sums, strict=True)
+    }
 
 
 def _micros(run: Run, data: Any) -> Iterator[Micro]:
@@ -50,7 +55,9 @@ def _micros(run: Run, data: Any) -> Iterator[Micro]:
     place["size"] = run.plan.micro or -(-run.job.batch // run.world.size)
     with run.ranks.together():
         if is_stream(data):
-            return evaluation_stream(Stream(data, collate=run.job.collate, seed=run.job.seed), **place, agree=run.ranks.gather)
+            return evaluation_stream(
+                Stream(data, collate=run.job.collate, seed=run.job.seed), **place, agree=run.ranks.gather
+            )
         return evaluation_batches(open_source(data, collate=run.job.collate, seed=run.job.seed), **place)
 
 

@@ -22,7 +22,8 @@ class _Bucket:
         first = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         self.views = [
-            view.view_as(parameter) for view, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
+            view.view_as(parameter)
+            for view, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
         ]
         self.used = self.flat[-len(sizes) :]
         self.filled: list[bool] = []

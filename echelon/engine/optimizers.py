@@ -71,5 +71,7 @@ def make_schedules(job: Job, optimizers: list[Optimizer], steps: int) -> list[An
     made = [job.schedule(optimizer, steps) if len(places) > 1 else job.schedule(optimizer) for optimizer in optimizers]
     for schedule in made:
         if not hasattr(schedule, "step"):
-            raise JobError(f"schedule= gives {type(schedule).__name__}, which has no step(); return a torch LRScheduler")
+            raise JobError(
+                f"schedule= gives {type(schedule).__name__}, which has no step(); return a torch LRScheduler"
+            )
     return made

@@ -24,7 +24,7 @@ class Ranks:
 
     def __init__(self, world: World, device: torch.device | None = None) -> None:
         self.world = world
-        self.device = device or _device(world)
+        self.device = _device(world) if device is None or device == torch.device("cuda") else device
         self._owner = False
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -98,7 +98,11 @@ class Ranks:
 def _portable(error: Exception) -> tuple[type[Exception], str]:
     from echelon.errors import EchelonError
 
-    return (type(error), str(error)) if isinstance(error, EchelonError) else (WorldError, f"{type(error).__name__}: {error}")
+    return (
+        (type(error), str(error))
+        if isinstance(error, EchelonError)
+        else (WorldError, f"{type(error).__name__}: {error}")
+    )
 
 
 def _device(world: World) -> torch.device:

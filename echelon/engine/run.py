@@ -15,7 +15,6 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from echelon.engine.build import build, equalise
 from echelon.engine.evaluate import evaluate
 from echelon.engine.exchange import Exchange
 from echelon.engine.optimizers import make_optimizers, make_schedules
+from echelon.engine.outcome import Step
 from echelon.engine.precision import LossScale, autocast
 from echelon.engine.ranks import Ranks
 from echelon.engine.shard import Sharding, unit_modules
@@ -43,17 +43,6 @@ from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.plan import Plan
 from echelon.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one optimizer step came to, the same on every rank."""
-
-    loss: Tensor  #: of the whole global batch
-    norm: Tensor | None  #: gradient norm before clipping, where it was needed
-    samples: int
-    skipped: bool = False  #: fp16 overflow: no update was made
-    asked: Tensor | None = None  #: how many ranks were asked to stop, by a signal say
 
 
 class Run:
@@ -95,11 +84,11 @@ class Run:
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
         self.step_number = 0
-        self._unchecked: tuple[int, Tensor] | None = None
-        self._asked: Tensor | None = None
+        self._previous: Step | None = None
         #: Set it on any rank (a signal handler may): every rank then learns of it in the same step, by `Step.asked`.
         self.stop_asked = False
         self._one = torch.ones((), device=self.device)
+        self._asked = self._one
 
     # What it is made of
 
@@ -113,7 +102,13 @@ class Run:
             self.total_steps, self.steps_per_epoch = job.steps, 0
             stream = Stream(job.data, collate=job.collate, seed=job.seed)
             return StreamLoader(
-                stream, batch=job.batch, rank=world.rank, ranks=world.size, micro=self.plan.micro, agree=self.ranks.gather, pin=pin
+                stream,
+                batch=job.batch,
+                rank=world.rank,
+                ranks=world.size,
+                micro=self.plan.micro,
+                agree=self.ranks.gather,
+                pin=pin,
             )
         with self.ranks.together():
             source = open_source(job.data, collate=job.collate, seed=job.seed)
@@ -164,8 +159,12 @@ class Run:
     def step(self, batch: StepBatch) -> Step:
         """One optimizer step: every micro-batch, one averaged gradient, one update."""
         loss = self.backward(batch)
-        self._check(loss)
-        return self.update(loss, batch.samples)
+        if self.device.type == "cpu":
+            self._require_number(float(loss), self.step_number)
+        else:
+            self.settle()  # an accelerator is still at work on this one: the step before is looked at
+        self._previous = self.update(loss, batch.samples)
+        return self._previous
 
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
@@ -188,7 +187,9 @@ class Run:
                 share = micro.samples / batch.samples
                 part, factor = (value if share == 1 else value * share), self._scale()
             if not part.requires_grad:
-                raise TrainingError("the loss does not depend on any trainable parameter: was it detached, or made under no_grad?")
+                raise TrainingError(
+                    "the loss does not depend on any trainable parameter: was it detached, or made under no_grad?"
+                )
             total = part.detach() if total is None else total + part.detach()
             if index == last:
                 self._statistics.send(total, self._one if items is None else items, self._one * self.stop_asked)
@@ -207,7 +208,9 @@ class Run:
         factor: float | Tensor = 1 / self._scale()
         if counted:
             if self.device.type == "cpu" and not count > 0:
-                raise TrainingError("the loss counted no item in the whole batch: (sum, count) came back with count 0 on every rank")
+                raise TrainingError(
+                    "the loss counted no item in the whole batch: (sum, count) came back with count 0 on every rank"
+                )
             assert self.nominal is not None
             factor = factor * self.nominal / count
             loss = loss / count
@@ -235,7 +238,7 @@ class Run:
         for parameter in self._parameters:
             parameter.grad = None
         self.step_number += 1
-        return Step(loss, size, samples, skipped, self._asked)
+        return Step(loss, size, self._asked, samples, skipped)
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -247,23 +250,17 @@ class Run:
             self.nominal = 2.0 ** round(math.log2(items))
         return self.nominal
 
-    def _check(self, loss: Tensor) -> None:
-        """Stop at a loss that is not a number. On an accelerator the previous step's is read: this one is still under way."""
-        due = (self.step_number, loss)
-        if self.device.type != "cpu":
-            due, self._unchecked = self._unchecked, due  # type: ignore[assignment]
-        if due is not None and self.loss_scale is None and not math.isfinite(due[1].item()):
-            raise TrainingError(
-                f"the loss is {due[1].item()} at step {due[0]}: training stopped before it could be saved; lower the learning rate, "
-                "clip gradients (clip=1.0), or look at that batch: run.loader.steps(step, step + 1)"
-            )
-
     def settle(self) -> None:
-        """Check what is still unchecked, before anything is saved or reported."""
-        if self._unchecked is not None:
-            (step, loss), self._unchecked = self._unchecked, None
-            if self.loss_scale is None and not math.isfinite(loss.item()):
-                raise TrainingError(f"the loss is {loss.item()} at step {step}: nothing was saved since; lower the learning rate or clip")
+        """Look at the last step's loss, before it is built upon, saved or reported."""
+        if self._previous is not None:
+            self._require_number(self._previous.read()[0], self.step_number - 1)
+
+    def _require_number(self, loss: float, step: int) -> None:
+        if self.loss_scale is None and not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss} at step {step}: training stopped, and nothing was saved since; lower the learning rate, clip "
+                "gradients (clip=1.0), or look at that batch: run.loader.steps(step, step + 1)"
+            )
 
     def move(self, value: Any) -> Any:
         """To the device, and to the proof's dtype where there is one. Containers keep their kind."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -39,10 +40,20 @@ def gather(run: Run) -> State | None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """The full tensor, on the CPU. A collective where the tensor is sharded."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().to("cpu", copy=True)
+    """The full tensor on rank 0's CPU (elsewhere this rank's part). A collective where the tensor is sharded.
+
+    Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
+    """
+    if not isinstance(value, DTensor):
+        return value.detach().to("cpu", copy=True)
+    group, size = value.device_mesh.get_group(), value.device_mesh.size()
+    rows = -(-value.shape[0] // size)  # fully_shard cuts dim 0 as torch.chunk does: all parts but the last are full
+    part = torch.zeros(rows, *value.shape[1:], dtype=value.dtype)
+    local = value.to_local().detach().cpu()
+    part[: local.shape[0]] = local
+    parts = [torch.empty_like(part) for _ in range(size)] if dist.get_rank(group) == 0 else None
+    dist.gather(part, parts, group_dst=0, group=group)
+    return local if parts is None else torch.cat(parts)[: value.shape[0]]
 
 
 def names(model: nn.Module) -> dict[int, str]:
@@ -84,7 +95,10 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], plain: list[dict[str, 
     """Put back what `optimizer_tensors` and `optimizer_plain` gave, through each optimizer's own load_state_dict."""
     known = names(run.model)
     for index, (optimizer, rest) in enumerate(zip(run.optimizers, plain, strict=True)):
-        order = {known[id(value)]: i for i, value in enumerate(v for group in optimizer.param_groups for v in group["params"])}
+        order = {
+            known[id(value)]: i
+            for i, value in enumerate(v for group in optimizer.param_groups for v in group["params"])
+        }
         entries = {name: dict(values) for name, values in rest["state"].items()}
         for path, value in saved.items():
             which, name, key = path.split("/", 2)

@@ -27,7 +27,9 @@ def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], No
         found = _open(path, files)
         unknown = sorted(set(found) - set(targets))
         if unknown:
-            raise JobError(f"{path}: {len(unknown)} tensors that the model does not have, the first is {unknown[0]}; is it another model's?")
+            raise JobError(
+                f"{path}: {len(unknown)} tensors that the model does not have, the first is {unknown[0]}; is it another model's?"
+            )
         for name, (shape, read) in found.items():
             target = targets[name]
             if tuple(shape) != tuple(target.shape):
@@ -35,7 +37,9 @@ def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], No
             _fill(target, read)
     missing = sorted(set(targets) - set(found) - _aliases(model, set(found)))
     if missing:
-        warn(f"{path} lacks {len(missing)} of {len(targets)} tensors, which keep their initial values: {', '.join(missing[:3])} ...")
+        warn(
+            f"{path} lacks {len(missing)} of {len(targets)} tensors, which keep their initial values: {', '.join(missing[:3])} ..."
+        )
 
 
 def _fill(target: Tensor, read: Read) -> None:
@@ -66,7 +70,9 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
     except JobError:
         raise
     except Exception as error:
-        raise JobError(f"{path}: cannot be read as weights ({error}); give a safetensors file, its index, or a torch state dict") from error
+        raise JobError(
+            f"{path}: cannot be read as weights ({error}); give a safetensors file, its index, or a torch state dict"
+        ) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise JobError(f"{path}: not a state dict of tensors; save model.state_dict()")
     return {name: (tuple(value.shape), _rows(value)) for name, value in state.items()}

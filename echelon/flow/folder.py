@@ -1,9 +1,9 @@
 """The folder of one run, and which of its checkpoints are kept.
 
-    runs/digits/
-        plan.json forecast.json profile.json cluster.json
-        events.jsonl tensorboard/ report.html
-        checkpoints/step-00000120/ ...  best.json
+runs/digits/
+    plan.json forecast.json profile.json cluster.json
+    events.jsonl tensorboard/ report.html
+    checkpoints/step-00000120/ ...  best.json
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ def _manifest(checkpoint: Path) -> Path:
 
 def choose(folder: str | Path | None, name: str, *, fresh: bool) -> Path:
     """The run's folder: the given one or runs/NAME; a fresh run never mixes with an old one, it takes the next free name."""
-    path = Path(folder) if folder is not None else Path("runs") / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+    path = (
+        Path(folder)
+        if folder is not None
+        else Path("runs") / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+    )
     if not fresh or not path.exists():
         return path
     number = 2

@@ -57,7 +57,9 @@ class Subject:
         elif not isinstance(self._job, Job) and callable(self._job):
             self._job = self._job()
         if not isinstance(self._job, Job):
-            raise JobError(f"expected an echelon.Job, a function that returns one or file.py:name, found {type(self._job).__name__}")
+            raise JobError(
+                f"expected an echelon.Job, a function that returns one or file.py:name, found {type(self._job).__name__}"
+            )
         return self._job
 
     @property
@@ -101,7 +103,7 @@ def read_plan(wanted: PlanLike) -> Plan | None:
             return Plan.load(wanted)
         return from_text(wanted)
     if not isinstance(wanted, Plan):
-        raise PlanError(f"plan={wanted!r}: give a Plan, its short form (\"dp=2 zero=1\"), a plan file, or auto")
+        raise PlanError(f'plan={wanted!r}: give a Plan, its short form ("dp=2 zero=1"), a plan file, or auto')
     return wanted
 
 

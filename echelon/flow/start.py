@@ -37,7 +37,7 @@ def run_script_again(plan: Plan) -> None:
     if main is None or Path(main).stem in _NOT_SCRIPTS or Path(main).parent.name in _NOT_SCRIPTS or hasattr(sys, "ps1"):
         raise JobError(
             f'the plan "{plan}" needs {plan.ranks} processes, which are started by running your script again, and this is not a script: '
-            "write the job to file.py and say `echelon train file.py`, or use plan=\"dp=1\""
+            'write the job to file.py and say `echelon train file.py`, or use plan="dp=1"'
         )
     raise SystemExit(_launch([sys.executable, *sys.orig_argv[1:]], plan))
 

@@ -66,7 +66,9 @@ def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] 
     try:
         chosen = Settings(**settings)
     except TypeError as error:
-        raise JobError(f"train: {str(error).replace('Settings.__init__() ', '')}; it takes {', '.join(Settings.__slots__)}") from None
+        raise JobError(
+            f"train: {str(error).replace('Settings.__init__() ', '')}; it takes {', '.join(Settings.__slots__)}"
+        ) from None
     world = read_world()
     subject = Subject(job)
     prepared = agree_plan(subject, plan, world)
@@ -122,7 +124,9 @@ class Training:
         self._subject, self._prepared, self._world, self._settings = subject, prepared, world, settings
         fresh = not settings.resume and world.main
         self._folder = RunFolder(choose(settings.folder, subject.job.name, fresh=fresh), keep=settings.keep)
-        self._observers = lambda: observers(self._folder.path, world=world, quiet=settings.quiet, forecast=prepared.forecast)
+        self._observers = lambda: observers(
+            self._folder.path, world=world, quiet=settings.quiet, forecast=prepared.forecast
+        )
         self._listeners = list(listeners)
         self._metrics: dict[str, float] = {}
         self._loss: float | None = None
@@ -159,7 +163,11 @@ class Training:
         if interrupted:
             raise SystemExit(INTERRUPTED)
         return Trained(
-            folder=self._folder.path, step=run.step_number, loss=self._loss, metrics=self._metrics, seconds=self._seconds()
+            folder=self._folder.path,
+            step=run.step_number,
+            loss=self._loss,
+            metrics=self._metrics,
+            seconds=self._seconds(),
         )
 
     # The parts of it
@@ -188,15 +196,15 @@ class Training:
 
     def _tell(self, batch: StepBatch, step: Step, seconds: float) -> bool:
         """Report a step; True when any rank was asked to stop by then."""
+        loss, asked, norm = step.read()
         if self._world.main:
-            self._loss = float(step.loss)
+            self._loss = loss
             rate = self._run.optimizers[0].param_groups[0]["lr"]
             self._emit(
                 "step", step=batch.step + 1, epoch=batch.epoch, loss=self._loss, rate=float(rate),
-                norm=None if step.norm is None else float(step.norm), samples=step.samples, seconds=seconds,
-                waited=batch.waited, skipped=step.skipped,
+                norm=norm, samples=step.samples, seconds=seconds, waited=batch.waited, skipped=step.skipped,
             )  # fmt: skip
-        return step.asked is not None and bool(step.asked > 0)
+        return asked
 
     def _boundary(self) -> bool:
         run, every = self._run, self._settings.every
@@ -251,20 +259,26 @@ class Training:
             self._saved_at = self._run.step_number
             return
         if saved:
-            raise CheckpointError(f"{self._folder.checkpoints}: none of {len(saved)} checkpoints can be read; --fresh starts anew beside them")
+            raise CheckpointError(
+                f"{self._folder.checkpoints}: none of {len(saved)} checkpoints can be read; --fresh starts anew beside them"
+            )
 
     def _finish(self, interrupted: bool) -> None:
         self._run.settle()
         self._save(final=True)
-        if self._run.world.size or True:
-            self._emit("memory", **self._memory())
+        self._emit("memory", **self._memory())
         step, total = self._run.step_number, self._run.total_steps
         if interrupted:
             again = f"echelon train {self._subject.spec}" if self._subject.spec else "the same command"
             message = f"stopped at step {step} of {total} and saved; go on with: {again}"
             self._emit("end", reason="interrupted", seconds=self._seconds(), message=message)
         else:
-            self._emit("end", reason="finished", seconds=self._seconds(), message=f"{step} steps; everything is in {self._folder.path}")
+            self._emit(
+                "end",
+                reason="finished",
+                seconds=self._seconds(),
+                message=f"{step} steps; everything is in {self._folder.path}",
+            )
         if self._world.main:
             self._report()
 
@@ -328,7 +342,9 @@ class Training:
         from echelon.verifier.identity import job_hash, model_hash, versions
 
         if self._subject.spec is None:
-            raise TrainingError("a certificate covers a job file, and this job has none: train it with `echelon train file.py`")
+            raise TrainingError(
+                "a certificate covers a job file, and this job has none: train it with `echelon train file.py`"
+            )
         require(
             self._settings.certificate, plan=self._prepared.plan, job=job_hash(self._subject.spec),
             model=model_hash(self._run.model), versions=versions(),

@@ -41,8 +41,13 @@ def launch(
             output = None if rank == 0 else (folder / f"rank-{rank}.log").open("wb")
             processes.append(
                 subprocess.Popen(
-                    command, env=_environment(base, world, folder, threads), stdin=subprocess.DEVNULL, stdout=output,
-                    stderr=output, start_new_session=True, preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                    command,
+                    env=_environment(base, world, folder, threads),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent if sys.platform == "linux" else None,
                 )  # fmt: skip
             )
             if output is not None:
@@ -93,7 +98,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
         deadline = float("inf")
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if failed is None:
-                failed = next((rank for rank, p in enumerate(processes) if p.poll() not in (None, 0, INTERRUPTED)), None)
+                failed = next(
+                    (rank for rank, p in enumerate(processes) if p.poll() not in (None, 0, INTERRUPTED)), None
+                )
                 deadline = time.monotonic() + GRACE if failed is not None else deadline
             time.sleep(0.02)
     finally:
@@ -116,12 +123,23 @@ def _blame(failed: int, processes: list[subprocess.Popen[bytes]], folder: Path) 
         error = LaunchError(first["message"] if first["ours"] else f"rank {first['rank']} failed: {first['message']}")
         error.exit_code = int(first["code"])
         return error
-    how = f"was killed by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+    how = (
+        f"was killed by signal {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"ended with exit code {code}"
+    )
     if code == -signal.SIGKILL:
         how += " (out of memory?)"
     log = folder / f"rank-{failed}.log"
     tail = log.read_text(errors="replace").strip().splitlines()[-20:] if log.exists() else []
-    return LaunchError("\n".join([f"rank {failed} of {len(processes)} {how}; the others were ended", *(f"[rank {failed}] {line}" for line in tail)]))
+    return LaunchError(
+        "\n".join(
+            [
+                f"rank {failed} of {len(processes)} {how}; the others were ended",
+                *(f"[rank {failed}] {line}" for line in tail),
+            ]
+        )
+    )
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -93,6 +93,7 @@ def checkpoints(record: Record) -> str:
     if not events:
         return section("Checkpoints", "<p>None was saved.</p>")
     rows, gone = [], 0
+    best = next((event for event in reversed(events) if event.data.get("best")), None)
     for event in events:
         path = str(event.data.get("path", ""))
         if not _exists(record.folder, path):
@@ -102,7 +103,7 @@ def checkpoints(record: Record) -> str:
         rows.append(
             [
                 f'<span class="n">{event.step:,}</span>',
-                escape(path) + (' <b class="good">best</b>' if event.data.get("best") else ""),
+                escape(path) + (' <b class="good">best</b>' if event is best else ""),
                 f'<span class="n">{units.size(saved) if saved is not None else "–"}</span>',
                 f'<span class="n">{units.seconds(spent) if spent is not None else "–"}</span>',
             ]

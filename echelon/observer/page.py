@@ -8,11 +8,11 @@ STYLE = """
 :root { color-scheme: light dark;
   --paper: #f7f6f3; --card: #fff; --ink: #1c2230; --soft: #5d6675; --rule: #e5e2db; --grid: #edeae4;
   --main: #2a66c8; --second: #c4601a; --raw: #2a66c833; --good: #1f7a4d; --bad: #b3362f; --care: #8f6400;
-  --a: #2a66c8; --b: #7d9fd9; --c: #c4601a; --d: #3f8f7b; --e: #a9a498; --f: #d9cfa8; }
+  --a: #2a66c8; --b: #7d9fd9; --c: #c4601a; --d: #3f8f7b; --e: #a9a498; --f: #d9cfa8; --g: #cfcac0; }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #11141a; --card: #191e26; --ink: #e6e9ef; --soft: #9aa4b4; --rule: #2a313c; --grid: #232a34;
   --main: #78a9f5; --second: #eb9a5b; --raw: #78a9f53d; --good: #6cc597; --bad: #ee8a83; --care: #e0b865;
-  --a: #78a9f5; --b: #46689c; --c: #eb9a5b; --d: #5fb39d; --e: #6f7684; --f: #8d8358; } }
+  --a: #78a9f5; --b: #46689c; --c: #eb9a5b; --d: #5fb39d; --e: #6f7684; --f: #8d8358; --g: #3d4552; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5; -webkit-text-size-adjust: 100%;
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }

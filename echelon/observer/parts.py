@@ -10,7 +10,7 @@ from echelon.observer import units
 from echelon.observer.chart import Line
 
 #: CSS variables of the parts of a whole.
-_HUES = ("a", "b", "c", "d", "e", "f")
+_HUES = ("a", "b", "c", "d", "e", "f", "g")
 
 
 def tile(name: str, value: str, more: str) -> str:

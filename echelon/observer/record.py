@@ -56,10 +56,15 @@ class Record:
 
     @property
     def duration(self) -> float:
-        """Seconds from each start to the last sign of life before the next, added up."""
+        """Seconds of all parts of the run: as an end counted them, with all that came before the start was told; else from the
+        start to the last sign of life."""
+        total = 0.0
         marks = [index for index, event in enumerate(self.events) if event.kind == "start"]
-        parts = itertools.pairwise([*marks, len(self.events)])
-        return sum(max(self.events[stop - 1].time - self.events[begin].time, 0.0) for begin, stop in parts)
+        for begin, stop in itertools.pairwise([*marks, len(self.events)]):
+            part = self.events[begin:stop]
+            counted = next((figure(event, "seconds") for event in part if event.kind == "end"), None)
+            total += counted or max(part[-1].time - part[0].time, 0.0)
+        return total
 
     @property
     def step_time(self) -> float | None:

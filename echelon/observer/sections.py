@@ -54,29 +54,29 @@ def curves(record: Record) -> str:
     """Loss, evaluation, learning rate, gradient norm and throughput over steps."""
     marks = _marks(record)
     losses = record.series("step", "loss")
-    cards = []
+    cards: list[tuple[str, str, str]] = []
     if losses:
         lines = [Line(label="each step", points=losses, role="raw"), Line(label="training", points=smooth(losses))]
         evaluated = record.series("evaluation", "metrics", "loss")
         if evaluated:
             lines.append(Line(label="evaluation", points=evaluated, role="second", dots=len(evaluated) <= 60))
-        cards.append(card("Loss", key(lines), chart(lines, units.number, log=True, marks=marks), wide=True))
+        cards.append(("Loss", key(lines), chart(lines, units.number, log=True, marks=marks)))
     for name in _metric_names(record):
         points = record.series("evaluation", "metrics", name)
         if name != "loss" and points:
             line = Line(label=name, points=points, role="second", dots=len(points) <= 60)
-            cards.append(card(_evaluated(name).capitalize(), "", chart([line], units.number)))
+            cards.append((_evaluated(name).capitalize(), "", chart([line], units.number)))
     rates = record.series("step", "rate")
     if rates:
-        cards.append(card("Learning rate", "", chart([Line(label="rate", points=rates)], units.number, zero=True)))
+        cards.append(("Learning rate", "", chart([Line(label="rate", points=rates)], units.number, zero=True)))
     norms = record.series("step", "norm")
     if norms:
         lines = [Line(label="each step", points=norms, role="raw"), Line(label="norm", points=smooth(norms))]
-        cards.append(card("Gradient norm, before clipping", key(lines), chart(lines, units.number, log=True)))
+        cards.append(("Gradient norm, before clipping", key(lines), chart(lines, units.number, log=True)))
     speed = [(float(event.step), (figure(event, "samples") or 0) / event.data["seconds"]) for event in record.warm]
     if speed:
         lines = [Line(label="each step", points=speed, role="raw"), Line(label="samples/s", points=smooth(speed))]
-        cards.append(card("Samples per second", key(lines), chart(lines, units.count, zero=True)))
+        cards.append(("Samples per second", key(lines), chart(lines, units.count, zero=True)))
     if not cards:
         return ""
     remarks = (
@@ -87,7 +87,10 @@ def curves(record: Record) -> str:
         remarks.append(f"The loss was not a number at {len(broken):,} steps, first at step {broken[0]:,}.")
     if not norms and losses:
         remarks.append("Gradient norms were not recorded: they are measured where the job clips gradients.")
-    return section("Curves", f'<div class="cards">{"".join(cards)}</div>' + notes(remarks))
+    # The first is wide, the others stand in pairs; one without a partner is wide too.
+    alone = {0, len(cards) - 1} if len(cards) % 2 == 0 else {0}
+    drawn = "".join(card(*parts, wide=index in alone) for index, parts in enumerate(cards))
+    return section("Curves", f'<div class="cards">{drawn}</div>' + notes(remarks))
 
 
 def times(record: Record) -> str:
@@ -130,7 +133,11 @@ def against_forecast(record: Record) -> str:
     rows = against("Step time", time.step, time.low, time.high, record.step_time, units.seconds)
     peak = record.memory.get("peak")
     measured = float(peak) if isinstance(peak, int | float) else None
-    rows += against("Peak memory of the largest rank", memory.peak, memory.low, memory.high, measured, units.size)
+    # On a CPU the whole process is measured, on a GPU what the allocator gave to the training.
+    apart = 0.0 if str(record.start.get("device", "")).startswith("cuda") else memory.framework
+    title = "Peak memory of the largest rank" + (", framework included" if apart else "")
+    told = (value + apart for value in (memory.peak, memory.low, memory.high))
+    rows += against(title, *told, measured, units.size)
     causes = [
         (name, getattr(time, name)) for name in ("forward", "backward", "exchange", "optimizer", "input", "overhead")
     ]
@@ -138,6 +145,7 @@ def against_forecast(record: Record) -> str:
         (name, getattr(memory, name))
         for name in ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets")
     ]
+    parts += [("framework", apart)]
     hidden = [f"Another {units.seconds(time.hidden)} of exchange hide behind backward."] if time.hidden > 0 else []
     at = [f"The peak is at {escape(forecast.peak_at)}."] if forecast.peak_at else []
     cards = card("Held against each other", against_key(), rows, wide=True)

@@ -54,7 +54,7 @@ class Certificate(Document):
         if self.model != model:
             reasons.append(f"the parameters' names or shapes changed: certified {self.model[:12]}, now {model[:12]}")
         if self.plan.digest != plan.digest:
-            reasons.append(f"the plan differs: certified \"{self.plan}\", now \"{plan}\"")
+            reasons.append(f'the plan differs: certified "{self.plan}", now "{plan}"')
         for name in sorted(set(self.versions) | set(versions)):
             if self.versions.get(name) != versions.get(name):
                 reasons.append(f"{name} differs: certified {self.versions.get(name)}, now {versions.get(name)}")

@@ -44,7 +44,9 @@ def require(plan: Plan, profile: Profile | None = None, cluster: Cluster | None 
     problems = check(plan, profile, cluster)
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
-        raise PlanError(f'plan "{plan}" cannot be executed:\n' + "\n".join(f"  {problem}" for problem in errors), errors)
+        raise PlanError(
+            f'plan "{plan}" cannot be executed:\n' + "\n".join(f"  {problem}" for problem in errors), errors
+        )
     return tuple(problem for problem in problems if problem.severity == "warning")
 
 
@@ -52,7 +54,9 @@ def _alone(plan: Plan) -> Iterator[Problem]:
     for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         size = getattr(plan.mesh, axis)
         if size > 1:
-            yield Problem(path=axis, value=size, rule=f"the {name} axis is not executed yet", remedy=f"use dp instead of {axis}")
+            yield Problem(
+                path=axis, value=size, rule=f"the {name} axis is not executed yet", remedy=f"use dp instead of {axis}"
+            )
     if plan.keep_gradients and plan.zero < 2:
         yield Problem(
             path="keep_gradients", value=True, rule=f"zero={plan.zero} keeps full gradients as it is",

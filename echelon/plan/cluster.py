@@ -134,7 +134,7 @@ class Device:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """The types whose matrix products were measured, fastest first."""
-        best = {curve.dtype: max(p.rate for p in curve.points) for curve in self.curves if curve.operation == "matmul"}
+        best = {curve.dtype: max(p.rate for p in curve.points) for curve in self.curves if curve.operation == "mm:nn"}
         return tuple(sorted(best, key=lambda dtype: -best[dtype]))
 
 

@@ -54,7 +54,7 @@ class Document:
         if digest is not None and digest != document.digest:
             raise DocumentError(
                 f"{source}: content hashes to {document.digest[:12]} but the file says {str(digest)[:12]}: it was "
-                "edited by hand or damaged; delete the \"hash\" line to accept the edit"
+                'edited by hand or damaged; delete the "hash" line to accept the edit'
             )
         return document
 

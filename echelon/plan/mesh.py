@@ -33,7 +33,9 @@ class Mesh:
             if type(size) is not int or size < 1:
                 raise ValueError(f"{axis}={size!r}: an axis has a whole size of at least 1")
         if (self.dp * self.cp) % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; experts are spread over those ranks")
+            raise ValueError(
+                f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; experts are spread over those ranks"
+            )
 
     @property
     def ranks(self) -> int:

@@ -19,7 +19,12 @@ _AXES = tuple(field.name for field in fields(Mesh))
 _NUMBERS = ("zero", "micro", "threads", "bucket")
 _WORDS = {"precision": get_args(Precision), "batchnorm": get_args(BatchNorm)}
 #: word in the text -> (field, value): a switch away from the default.
-_SWITCHES = {"keep": ("keep_gradients", True), "whole": ("whole", True), "compile": ("compile", True), "unfused": ("fused", False)}
+_SWITCHES = {
+    "keep": ("keep_gradients", True),
+    "whole": ("whole", True),
+    "compile": ("compile", True),
+    "unfused": ("fused", False),
+}
 
 
 def to_text(plan: Plan) -> str:
@@ -87,10 +92,16 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         lines.append("full gradients are kept between micro-batches: one exchange per step")
     if batch is not None:
         turns = rounds(batch, plan.mesh.dp, plan.micro)
-        lines.append(f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {plan.micro or -(-batch // plan.mesh.dp)} samples per rank")
+        lines.append(
+            f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {plan.micro or -(-batch // plan.mesh.dp)} samples per rank"
+        )
     elif plan.micro:
         lines.append(f"micro-batches of {plan.micro} samples per rank")
-    lines.append(f"computes in {plan.precision}" + (", compiled" if plan.compile else "") + ("" if plan.fused else ", optimizer kernels not fused"))
+    lines.append(
+        f"computes in {plan.precision}"
+        + (", compiled" if plan.compile else "")
+        + ("" if plan.fused else ", optimizer kernels not fused")
+    )
     if plan.batchnorm == "sync":
         lines.append("batch-norm statistics are taken over all ranks")
     if plan.threads:
@@ -108,6 +119,12 @@ _ZERO = (
 
 def diff(left: Plan, right: Plan) -> list[str]:
     """What differs between two plans, field by field, both sides named; empty when they are equal."""
-    rows: list[tuple[str, Callable[[Plan], Any]]] = [(axis, lambda plan, axis=axis: getattr(plan.mesh, axis)) for axis in _AXES]  # type: ignore[misc]
-    rows += [(field.name, lambda plan, name=field.name: getattr(plan, name)) for field in fields(Plan) if field.name != "mesh"]  # type: ignore[misc]
+    rows: list[tuple[str, Callable[[Plan], Any]]] = [
+        (axis, lambda plan, axis=axis: getattr(plan.mesh, axis)) for axis in _AXES
+    ]  # type: ignore[misc]
+    rows += [
+        (field.name, lambda plan, name=field.name: getattr(plan, name))
+        for field in fields(Plan)
+        if field.name != "mesh"
+    ]  # type: ignore[misc]
     return [f"{name}: {get(left)} -> {get(right)}" for name, get in rows if get(left) != get(right)]

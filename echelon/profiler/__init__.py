@@ -1,6 +1,21 @@
 """Model -> Profile by tracing; machine -> Cluster by measuring."""
 
-from echelon.profiler.machine import measure
-from echelon.profiler.model import profile
+from __future__ import annotations
 
-__all__ = ["measure", "profile"]
+from typing import TYPE_CHECKING, Any
+
+from echelon.profiler.machine import known_cluster, measure
+
+if TYPE_CHECKING:
+    from echelon.profiler.model import profile
+
+__all__ = ["known_cluster", "measure", "profile"]
+
+
+def __getattr__(name: str) -> Any:
+    # Tracing needs torch; a cluster that is known already must be had without it.
+    if name == "profile":
+        from echelon.profiler.model import profile
+
+        return profile
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

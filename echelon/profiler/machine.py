@@ -16,7 +16,7 @@ from typing import Any
 from echelon.errors import LaunchError
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.store import Store, installed_versions
-from echelon.world import cache_folder
+from echelon.world import cache_folder, visible_devices
 
 #: `progress(what, share)`: a line for people and how much is done, 0 to 1.
 Progress = Callable[[str, float], None]
@@ -35,15 +35,24 @@ _INSTRUCTIONS = {
 def measure(*, refresh: bool = False, store: Store | None = None, progress: Progress | None = None) -> Cluster:
     """The machine that is here. Timed once (under half a minute) and kept; `refresh` times it again."""
     store = store or Store(cache_folder())
-    versions = installed_versions()
-    gpus = _gpus()
-    key = " ".join(["machine", platform.node(), _processor(), str(_cores()), *gpus])
-    known = None if refresh else store.get(Cluster, key, versions=versions)
+    known = None if refresh else known_cluster(store=store)
     if known is not None:
         return known
-    cluster = _measured(len(gpus), progress or (lambda what, share: None), versions)
-    store.put(key, cluster, versions=versions)
+    versions = installed_versions()
+    cluster = _measured(len(_gpus()), progress or (lambda what, share: None), versions)
+    store.put(_key(), cluster, versions=versions)
     return cluster
+
+
+def known_cluster(*, store: Store | None = None) -> Cluster | None:
+    """The machine that is here if it was measured before; never measures, never imports torch."""
+    return (store or Store(cache_folder())).get(Cluster, _key(), versions=installed_versions())
+
+
+def _key() -> str:
+    """What makes it another machine: name, processor, cores, GPUs that this process may see."""
+    gpus = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
+    return " ".join(["machine", platform.node(), _processor(), str(_cores()), *gpus, f"visible={visible_devices()}"])
 
 
 def _measured(gpus: int, progress: Progress, versions: dict[str, str]) -> Cluster:
@@ -241,7 +250,11 @@ def _processor() -> str:
 def _instructions() -> tuple[str, ...]:
     found = _cpuinfo()
     words = set(f"{found.get('features', '')} {found.get('flags', '')}".split())
-    return tuple(name for word, name in _INSTRUCTIONS.items() if word in words)
+    names = [name for word, name in _INSTRUCTIONS.items() if word in words]
+    # Whether products in a type run at speed, whatever the extension that gives it is called.
+    names += ["bf16"] if {"avx512_bf16", "amx_bf16"} & words else []
+    names += ["fp16"] if {"avx512_fp16", "amx_fp16"} & words else []
+    return tuple(names)
 
 
 def _gpus() -> list[str]:

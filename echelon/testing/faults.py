@@ -34,11 +34,13 @@ def stop_at(
     events: Path,
     step: int,
     with_signal: signal.Signals = signal.SIGKILL,
+    delay: float = 0.0,
     environment: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> Stopped:
     """Run `command` until the event log says that it has done step number `step`, send the signal, wait for its end.
 
+    `delay` seconds pass before the signal: it can hit anything that a step or a checkpoint does.
     SIGKILL goes to every process that the command started, so that nobody can save anything. Any other signal goes to its
     process group, as Ctrl-C in a terminal does.
     """
@@ -50,6 +52,7 @@ def stop_at(
         try:
             seen = _await_step(process, events, step, deadline)
             if seen is not None:
+                time.sleep(delay)
                 _send(process, with_signal)
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -64,11 +67,11 @@ def stop_at(
 
 
 def steps_done(events: Path) -> int:
-    """The largest step number in an event log; 0 while there is none. A line that is being written is not counted."""
+    """The largest step number in an event log; 0 while there is none. A line that was cut short is not counted."""
     last = 0
     with contextlib.suppress(FileNotFoundError), events.open() as lines:
         for line in lines:
-            if line.endswith("\n"):
+            with contextlib.suppress(ValueError, KeyError):
                 event = Event.from_line(line)
                 if event.kind == "step":
                     last = max(last, event.step)
@@ -82,7 +85,7 @@ def _await_step(process: subprocess.Popen[bytes], events: Path, step: int, deadl
             return seen
         if time.monotonic() > deadline:
             raise subprocess.TimeoutExpired(process.args, 0)
-        time.sleep(0.002)
+        time.sleep(0.005)
     return None
 
 

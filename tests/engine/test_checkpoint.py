@@ -102,7 +102,9 @@ def damaged(place: Path, tmp_path: Path, how: str) -> Path:
         ("escape", "leaves the folder"),
     ],
 )
-def test_a_bad_checkpoint_is_named_on_every_rank(ranks: Pool, place: Path, tmp_path: Path, how: str, message: str) -> None:
+def test_a_bad_checkpoint_is_named_on_every_rank(
+    ranks: Pool, place: Path, tmp_path: Path, how: str, message: str
+) -> None:
     folder = damaged(place, tmp_path, how)
     found = ranks.run(2, "tests.engine.jobs:load_failure", "tied", "dp=2", str(folder))
     assert all("CheckpointError" in each and message in each for each in found), found

@@ -32,7 +32,14 @@ def alone() -> Any:
     return get
 
 
-PLANS = ["dp=2", "dp=2 zero=1 micro=2", "dp=2 zero=2 micro=3", "dp=4 zero=3", "dp=4 zero=3 micro=2 keep", "dp=3 micro=2"]
+PLANS = [
+    "dp=2",
+    "dp=2 zero=1 micro=2",
+    "dp=2 zero=2 micro=3",
+    "dp=4 zero=3",
+    "dp=4 zero=3 micro=2 keep",
+    "dp=3 micro=2",
+]
 JOBS = ["clip", "tokens", "tied", "lonely", "lora", "two", "groups", "schedule", "stream"]
 
 

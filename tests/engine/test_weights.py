@@ -71,7 +71,9 @@ def test_weights_arrive_whole(ranks: Pool, tmp_path: Path, how: str, plan: str) 
 def test_a_tied_weight_is_held_once(ranks: Pool, tmp_path: Path) -> None:
     state = {name: value.clone() for name, value in gpt(tied=True).state_dict().items() if name != "head.weight"}
     save_file(state, tmp_path / "tied.safetensors")
-    found, said = ranks.run(2, "tests.engine.test_weights:started", str(tmp_path / "tied.safetensors"), "dp=2 zero=3", True)[0]
+    found, said = ranks.run(
+        2, "tests.engine.test_weights:started", str(tmp_path / "tied.safetensors"), "dp=2 zero=3", True
+    )[0]
     assert torch.equal(found["tokens.weight"], state["tokens.weight"])
     assert said == []
 

@@ -31,7 +31,9 @@ def test_digest_is_the_same_everywhere() -> None:
 
 
 def edited(**changes: object) -> str:
-    return json.dumps({key: value for key, value in (json.loads(Plan().to_json()) | changes).items() if value != "drop"})
+    return json.dumps(
+        {key: value for key, value in (json.loads(Plan().to_json()) | changes).items() if value != "drop"}
+    )
 
 
 @pytest.mark.parametrize(

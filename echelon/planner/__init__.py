@@ -1,0 +1,6 @@
+"""Search over plans; why this one, and why not another."""
+
+from echelon.planner.explain import explain, why_not
+from echelon.planner.search import Candidate, search
+
+__all__ = ["Candidate", "explain", "search", "why_not"]

@@ -1,0 +1,133 @@
+"""The best plans of a job on a cluster: every dp, thread count, ZeRO stage and micro-batch, forecast and sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from echelon.errors import PlanError
+from echelon.plan.check import check
+from echelon.plan.cluster import Cluster
+from echelon.plan.forecast import Forecast
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+from echelon.simulator import simulate
+
+#: A plan must be this much faster to be preferred to one with fewer processes: forecasts are not finer than that.
+_WORTH = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that can be executed, and its forecast."""
+
+    plan: Plan
+    forecast: Forecast
+
+
+def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | None = None) -> tuple[Candidate, ...]:
+    """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks."""
+    everything = candidates(profile, cluster, ranks=ranks)
+    if not everything:
+        raise PlanError(_no_plan(profile, cluster, ranks))
+    fitting = [candidate for candidate in everything if candidate.forecast.fits]
+    if not fitting:
+        raise _too_large(everything)
+    fitting.sort(key=_order)
+    # Among plans of nearly the same speed the simplest one is the best.
+    limit = fitting[0].forecast.time.step * (1 + _WORTH)
+    close = [candidate for candidate in fitting if candidate.forecast.time.step <= limit]
+    best = min(close, key=_simplicity)
+    fitting.remove(best)
+    return (best, *fitting[: top - 1])
+
+
+def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:
+    """Every plan that passes `check`, whether it fits or not."""
+    found = []
+    for plan in _plans(profile, cluster, ranks):
+        if not any(problem.severity == "error" for problem in check(plan, profile, cluster)):
+            found.append(Candidate(plan=plan, forecast=simulate(profile, cluster, plan)))
+    return found
+
+
+def _plans(profile: Profile, cluster: Cluster, ranks: int | None) -> Iterator[Plan]:
+    cpu = cluster.kind == "cpu"
+    most = cluster.ranks
+    sizes = [ranks] if ranks is not None else _sizes(min(most, profile.batch))
+    for dp in sizes:
+        if not 1 <= dp <= profile.batch:
+            continue
+        threads = max(cluster.cores // dp, 1) if cpu else None
+        share = -(-profile.batch // dp)
+        for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+            # A model that could not be traced may run other blocks on other ranks: only whole sharding is safe then.
+            whole = zero > 0 and profile.traced == "real"
+            for micro in _micros(share):
+                yield Plan(
+                    mesh=Mesh(dp=dp),
+                    zero=zero,
+                    micro=micro,
+                    threads=threads,
+                    precision=profile.precision,
+                    whole=whole,
+                    model=profile.model,
+                )
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4 ... and the whole machine."""
+    sizes = [1]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == most else [*sizes, most]
+
+
+def _micros(share: int) -> list[int | None]:
+    """The whole share at once, then halves of it down to one sample."""
+    micros: list[int | None] = [None]
+    size = share
+    while size > 1:
+        size = -(-size // 2)
+        micros.append(size)
+    return micros
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    return candidate.forecast.time.step, candidate.forecast.memory.peak
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, int, int, float]:
+    plan = candidate.plan
+    return plan.ranks, plan.zero, 0 if plan.micro is None else -plan.micro, candidate.forecast.time.step
+
+
+def _no_plan(profile: Profile, cluster: Cluster, ranks: int | None) -> str:
+    asked = f" of {ranks} ranks" if ranks is not None else ""
+    return (
+        f"no plan{asked} can be executed: a batch of {profile.batch} on {cluster.ranks} "
+        f"{'cores' if cluster.kind == 'cpu' else 'devices'}; use at most {min(profile.batch, cluster.ranks)} ranks"
+    )
+
+
+def _too_large(everything: list[Candidate]) -> PlanError:
+    """Nothing fits: what the smallest one lacks, and what would help."""
+    closest = min(everything, key=lambda c: c.forecast.memory.high + c.forecast.memory.framework - c.forecast.capacity)
+    forecast = closest.forecast
+    memory = forecast.memory
+    missing = memory.high + memory.framework - forecast.capacity
+    # Parameters, gradients and optimizer state can be sharded over any number of ranks; what a sample needs cannot.
+    fixed = memory.framework + (memory.activations + memory.temporary) * memory.high / memory.peak
+    whole = (memory.high + memory.framework - fixed) * (closest.plan.mesh.dp if closest.plan.zero == 3 else 1)
+    room = forecast.capacity - fixed
+    if room > 0:
+        needed = f"about {max(-(-whole // room), closest.plan.mesh.dp + 1):.0f} devices of this size under zero=3 would hold it"
+    else:
+        needed = "one sample alone fills a device: a smaller model or shorter samples are needed"
+    error = PlanError(
+        f'no plan fits: the smallest, "{closest.plan}", needs up to {(memory.high + memory.framework) / 1e9:.2f} GB per rank and '
+        f"there are {forecast.capacity / 1e9:.2f} GB: {missing / 1e9:.2f} GB are missing (peak at {forecast.peak_at}); {needed}"
+    )
+    error.exit_code = 1
+    return error

@@ -1,0 +1,5 @@
+"""(Profile, Cluster, Plan) -> Forecast. Pure; "fits" is decided here."""
+
+from echelon.simulator.step import simulate
+
+__all__ = ["simulate"]

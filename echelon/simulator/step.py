@@ -1,0 +1,105 @@
+"""The forecast of one step: every operator priced by the cluster's curves, the exchange, the optimizer, the memory."""
+
+from __future__ import annotations
+
+from echelon.errors import PlanError
+from echelon.plan.cluster import Cluster
+from echelon.plan.forecast import Forecast, Time
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Phase, Profile
+from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
+from echelon.simulator.exchange import talk
+from echelon.simulator.load import Load, load_of
+from echelon.simulator.memory import memory
+
+#: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
+_SPREAD = 0.25
+#: Reading and collating one sample in Python costs about this many operators' overhead.
+_SAMPLE = 4
+
+
+def simulate(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
+    """What a step of `plan` takes and holds on `cluster`."""
+    for axis in ("tp", "pp", "cp", "ep"):
+        if getattr(plan.mesh, axis) > 1:
+            raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: only the data axis is forecast; use {axis}=1")
+    if profile.batch < plan.mesh.dp:
+        raise PlanError(
+            f"dp={plan.mesh.dp}: a batch of {profile.batch} cannot feed so many ranks; use dp={profile.batch} or less"
+        )
+    load = load_of(profile, cluster, plan)
+    held, where = memory(profile, plan, load)
+    return Forecast(
+        plan=plan,
+        batch=profile.batch,
+        time=_time(profile, plan, load),
+        memory=held,
+        capacity=load.capacity,
+        peak_at=where,
+        notes=_notes(profile, cluster, plan, load),
+    )
+
+
+def _time(profile: Profile, plan: Plan, load: Load) -> Time:
+    forward, backward, calls = 0.0, 0.0, 0
+    for samples in sorted(set(load.micros)):
+        times = load.micros.count(samples)
+        forward += times * _compute(profile, plan, load, samples, "forward")
+        backward += times * _compute(profile, plan, load, samples, "backward")
+        calls += times * sum(operator.count for operator in profile.operators)
+    if len(load.micros) > 1:
+        backward += (len(load.micros) - 1) * stream_seconds(load, "add_", 3 * profile.gradient_bytes)
+    host = calls * load.device.overhead * load.crowding
+    if load.device.kind == "cuda":
+        # The host runs ahead of the device: its work shows only where the device waits for it.
+        host = max(host - forward - backward, 0.0)
+    words = talk(profile, plan, load)
+    hidden = min(words.hideable * _overlap(load), backward / len(load.micros))
+    share = 1 / plan.mesh.dp if plan.zero else 1.0
+    optimizer = sum(optimizer_seconds(rule, load, fused=plan.fused, share=share) for rule in profile.optimizers)
+    if profile.clip:
+        optimizer += stream_seconds(load, "mul", 3 * share * profile.gradient_bytes)
+    reading = load.samples * (
+        stream_seconds(load, "copy_", 2 * profile.input_bytes) + _SAMPLE * load.device.overhead * load.crowding
+    )
+    parts = {
+        "forward": forward,
+        "backward": backward,
+        "exchange": words.total - hidden,
+        "optimizer": optimizer,
+        "input": reading,
+        "overhead": host,
+    }
+    step = sum(parts.values())
+    return Time(**parts, hidden=hidden, low=step * (1 - _SPREAD), high=step * (1 + _SPREAD))
+
+
+def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phase) -> float:
+    operators = [operator for operator in profile.operators if operator.phase == phase]
+    seconds = sum(o.count * operator_seconds(o, samples, load, plan.precision) for o in operators)
+    if load.device.fault and phase == "forward":
+        # What a step keeps was given back after the last one: the system hands it out anew.
+        seconds += load.device.fault * profile.kept(samples) * load.crowding
+    return seconds
+
+
+def _overlap(load: Load) -> float:
+    link = load.node.link("all_reduce", load.ranks)
+    return link.overlap if link is not None else 0.0
+
+
+def _notes(profile: Profile, cluster: Cluster, plan: Plan, load: Load) -> tuple[str, ...]:
+    notes = [*profile.notes, *cluster.notes]
+    if plan.compile:
+        notes.append(
+            "torch.compile is not forecast: the time is that of the uncompiled model, the compiled one is faster"
+        )
+    if load.crowding > 1:
+        notes.append(
+            f"{load.ranks} ranks x {load.threads} threads on {load.node.cores} cores: everything takes {load.crowding:.1f} x as long"
+        )
+    if plan.precision != profile.precision:
+        notes.append(f"profiled in {profile.precision}, planned in {plan.precision}: the memory is a rough guess")
+    if profile.device != cluster.kind:
+        notes.append(f"traced for {profile.device}, forecast for {cluster.kind}: operators may differ")
+    return tuple(notes)
