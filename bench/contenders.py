@@ -7,7 +7,9 @@ ready-cut batches from memory and no logging, progress or checkpoints: the least
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.workloads import Workload
+from bench.workloads import ENDLESS, Workload
 from echelon.world import World
 
 
@@ -150,45 +152,91 @@ class Fabric:
         pass
 
 
-class Trainer:
-    """The Lightning Trainer. It drives its own loop, so it lives in a thread that runs only while it is its turn."""
+class _Driven:
+    """A training that drives its own loop: it lives in a thread that runs only while it is its turn."""
 
-    name = "Lightning"
-
-    def __init__(self, workload: Workload, world: World, *, fused: bool) -> None:
-        self._world = world
-        self._turns: list[int] = []
+    def __init__(self) -> None:
+        self._left = 0
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._live, args=(workload, fused), daemon=True)
+        self._thread = threading.Thread(target=self._live, args=(torch.get_num_threads(),), daemon=True)
         self._thread.start()
-        self._wait()  # for the first request of a batch: the Trainer is set up
+        self._wait()  # until it asks for its first step: everything is set up
 
     def advance(self, steps: int) -> None:
-        self._turns.append(steps)
+        self._left = steps
         self._go.release()
         self._wait()
 
     def close(self) -> None:
-        self._turns.append(0)
+        self._left = -1
         self._go.release()
-        self._thread.join(10)
+        self._thread.join(30)
+
+    def loop(self) -> None:
+        """Train for as long as `more` says so, asking it before every step."""
+        raise NotImplementedError
+
+    def more(self) -> bool:
+        """Wait for a turn; False when there will be none."""
+        if self._left == 0:
+            self._done.release()
+            self._go.acquire()
+        if self._left < 0:
+            return False
+        self._left -= 1
+        return True
 
     def _wait(self) -> None:
         self._done.acquire()
         if self._error is not None:
             raise self._error
 
-    def _live(self, workload: Workload, fused: bool) -> None:
+    def _live(self, threads: int) -> None:
         try:
-            torch.set_num_threads(1)  # counted per thread
-            self._fit(workload, fused)
+            torch.set_num_threads(threads)  # counted per thread
+            self.loop()
         except BaseException as error:
             self._error = error
             self._done.release()
 
-    def _fit(self, workload: Workload, fused: bool) -> None:
+
+class Train(_Driven):
+    """`echelon.train` with all it does besides: event log, TensorBoard, progress."""
+
+    name = "echelon train"
+
+    def __init__(self, workload: Workload, world: World, *, fused: bool) -> None:
+        self._workload, self._fused = workload, fused
+        super().__init__()
+
+    def loop(self) -> None:
+        from echelon.events import Event
+        from echelon.flow.train import train
+        from echelon.plan.plan import Plan
+
+        def listen(event: Event) -> None:
+            if event.kind in ("start", "step") and not self.more():
+                raise SystemExit
+
+        plan = Plan(fused=self._fused, threads=torch.get_num_threads())
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+            train(self._workload.job(), plan, folder=folder, every=ENDLESS, listeners=[listen])
+
+
+class Trainer(_Driven):
+    """The Lightning Trainer with everything switched off that can be (`barebones`)."""
+
+    name = "Lightning"
+
+    def __init__(self, workload: Workload, world: World, *, fused: bool) -> None:
+        self._workload, self._world, self._fused = workload, world, fused
+        super().__init__()
+
+    def loop(self) -> None:
         import lightning
+
+        workload, fused = self._workload, self._fused
 
         class Module(lightning.LightningModule):
             def __init__(self) -> None:
@@ -202,27 +250,17 @@ class Trainer:
                 return workload.optimizer(self.parameters(), fused or None)
 
         trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=self._world.size,
-            strategy="ddp" if self._world.size > 1 else "auto",
-            max_epochs=1,
-            barebones=True,
+            accelerator="cpu", devices=self._world.size, strategy="ddp", max_epochs=1, barebones=True
         )
-        trainer.fit(Module(), _Turns(self._batches(workload)))
+        trainer.fit(Module(), _Sized(self._batches()))
 
-    def _batches(self, workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
-        source = workload.batches(self._world.rank, self._world.size)
-        while True:
-            self._done.release()
-            self._go.acquire()
-            turn = self._turns.pop()
-            if not turn:
-                return
-            for _ in range(turn):
-                yield next(source)
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        source = self._workload.batches(self._world.rank, self._world.size)
+        while self.more():
+            yield next(source)
 
 
-class _Turns:
+class _Sized:
     """An iterable with a length, because the Trainer fetches one batch ahead from one without: the turn would not end."""
 
     def __init__(self, batches: Iterator[Any]) -> None:

@@ -13,11 +13,12 @@ import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, publish, ratio, take_turns
-from bench.contenders import PEERS, Echelon, Plain, quietly
+from bench.contenders import PEERS, Echelon, Plain, Train, quietly
 from bench.workloads import WORKLOADS
 from echelon.testing.ranks import Pool
 from echelon.world import World
@@ -54,46 +55,49 @@ def _cpu(asked: argparse.Namespace) -> list[Row]:
         for kernel in asked.kernel.split(","):
             fused = kernel == "fused"
             if "1" in asked.ranks:
-                rows.append(_one_process(name, fused, asked))
+                rows += _one_process(name, fused, asked)
             if "2" in asked.ranks:
                 rows += _two_ranks(name, fused, asked)
     return rows
 
 
-def _one_process(name: str, fused: bool, asked: argparse.Namespace) -> Row:
-    ours, plain = race_alone(name, fused=fused, rounds=asked.rounds, seconds=asked.seconds)
-    return _row(_what(name, "one process", fused, "plain loop"), ours, plain, ONE_PROCESS)
+def _one_process(name: str, fused: bool, asked: argparse.Namespace) -> list[Row]:
+    plain, ours, whole = race_alone(name, fused=fused, rounds=asked.rounds, seconds=asked.seconds)
+    return [
+        _row(_what(name, "one process", fused, "plain loop"), ours, plain, ONE_PROCESS),
+        _row(_what(name, "one process", fused, "plain loop; with log, TensorBoard, progress"), whole, plain, None),
+    ]
 
 
-def race_alone(
-    name: str,
-    *,
-    fused: bool,
-    rounds: int,
-    seconds: float,
-    device: str = "cpu",
-    bf16: bool = False,
-    compile: bool = False,
-) -> list[Timing]:
-    """echelon and the plain loop in turns in this process."""
+def race_alone(name: str, *, fused: bool, rounds: int, seconds: float) -> list[Timing]:
+    """A plain loop, echelon's step, and `echelon.train` with all that it writes, in turns in this process."""
     workload = WORKLOADS[name]
     contenders: list[Contender] = [
-        Echelon(workload, World(), fused=fused, device=device, precision="bf16" if bf16 else "fp32", compile=compile),
-        Plain(workload, fused=fused, device=device, bf16=bf16, compile=compile),
+        Plain(workload, fused=fused),
+        Echelon(workload, World(), fused=fused),
+        Train(workload, World(), fused=fused),
     ]
-    threads = torch.get_num_threads()
-    timings = take_turns(
-        contenders,
-        block=BLOCK[name],
-        rounds=rounds,
-        seconds=seconds,
-        warmup=10 if compile else 3,
-        barrier=torch.cuda.synchronize if device == "cuda" else lambda: None,
-    )
-    assert torch.get_num_threads() == threads, "a contender changed the number of threads for all"
+    return _race(contenders, name, rounds, seconds)
+
+
+def race_on_gpu(name: str, *, rounds: int, seconds: float, compile: bool) -> list[Timing]:
+    """A plain loop and echelon's step in turns on one GPU, both in bf16 with the fused optimizer."""
+    workload = WORKLOADS[name]
+    contenders: list[Contender] = [
+        Plain(workload, fused=True, device="cuda", bf16=True, compile=compile),
+        Echelon(workload, World(), fused=True, device="cuda", precision="bf16", compile=compile),
+    ]
+    return _race(contenders, name, rounds, seconds, warmup=10, barrier=torch.cuda.synchronize)
+
+
+def _race(contenders: list[Contender], name: str, rounds: int, seconds: float, **how: Any) -> list[Timing]:
+    settings = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    timings = take_turns(contenders, block=BLOCK[name], rounds=rounds, seconds=seconds, **how)
+    after = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    assert settings == after, f"a contender changed the settings of all: {settings} became {after}"
     for contender in contenders:
         contender.close()
-    del contenders
+    contenders.clear()
     gc.collect()
     return timings
 
@@ -154,15 +158,7 @@ def race_together(
 def _cuda(asked: argparse.Namespace) -> list[Row]:
     rows = []
     for compiled in (False, True):
-        ours, plain = race_alone(
-            "gpt124m",
-            fused=True,
-            rounds=asked.rounds,
-            seconds=asked.seconds,
-            device="cuda",
-            bf16=True,
-            compile=compiled,
-        )
+        plain, ours = race_on_gpu("gpt124m", rounds=asked.rounds, seconds=asked.seconds, compile=compiled)
         where = f"one GPU, bf16{', torch.compile' if compiled else ''}"
         rows.append(_row(_what("gpt124m", where, True, "plain loop"), ours, plain, ONE_PROCESS))
         torch.compiler.reset()

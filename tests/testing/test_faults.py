@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from echelon.errors import LaunchError
+from echelon.events import Event
 from echelon.testing.faults import steps_done, stop_at
 
 # A training in small: a parent with a child in another session, which logs a step every 10 ms.
@@ -70,6 +71,14 @@ def test_interrupt_leaves_the_command_time_to_speak(training: Path, tmp_path: Pa
     stopped = stop_at(command, events=events, step=5, with_signal=signal.SIGINT, environment=ENVIRONMENT)
     assert stopped.code == 7
     assert "interrupted by hand" in stopped.output
+
+
+def test_a_line_that_was_cut_short_is_not_counted(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    assert steps_done(events) == 0
+    whole = [Event(kind="step", step=step).to_line() for step in (1, 2, 3)]
+    events.write_text(f"{whole[0]}\n{whole[2][:9]}\n{whole[1]}\n{whole[2][:-1]}")
+    assert steps_done(events) == 2
 
 
 def test_a_command_that_ends_before_the_step_is_an_error(training: Path, tmp_path: Path) -> None:

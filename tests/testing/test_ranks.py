@@ -60,7 +60,7 @@ def doubled(world: World, tensor: torch.Tensor, *, times: int) -> torch.Tensor:
 
 def test_ranks_are_reused_and_meet_in_worlds_of_any_size(ranks: Pool) -> None:
     first = ranks.run(2, total, 1.0)
-    second = ranks.run(2, "test_ranks:total", 2.0)
+    second = ranks.run(2, "tests.testing.test_ranks:total", 2.0)
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert [value for _, value in second] == [6.0, 6.0]
     assert ranks.outputs == ["rank 0 of 2\n", "rank 1 of 2\n"]
@@ -119,11 +119,11 @@ def test_no_process_outlives_the_parent(tmp_path: Path) -> None:
         "import os, signal\n"
         "from echelon.testing.ranks import Pool\n"
         "pool = Pool()\n"
-        "pool.run(2, 'test_ranks:total', 1.0)\n"
-        "print(*[pid for pid, _ in pool.run(2, 'test_ranks:total', 1.0)], flush=True)\n"
+        "pool.run(2, 'tests.testing.test_ranks:total', 1.0)\n"
+        "print(*[pid for pid, _ in pool.run(2, 'tests.testing.test_ranks:total', 1.0)], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    path = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
