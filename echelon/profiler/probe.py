@@ -80,7 +80,7 @@ class Probe:
         start = time.perf_counter()
         call()
         self._sync()
-        first = time.perf_counter() - start
+        first = self._slowest(time.perf_counter() - start)
         repeats = max(min(int(_PATIENCE / max(first, 1e-6)), 200), 1)
         inner = max(repeats // 8, 1)  # short calls are timed in groups, so that the clock itself does not count
         found = [first]
@@ -100,6 +100,14 @@ class Probe:
         vote = torch.tensor(float(willing), device=self.device)
         dist.all_reduce(vote, dist.ReduceOp.MIN)
         return bool(vote.item())
+
+    def _slowest(self, seconds: float) -> float:
+        """The longest over the ranks: all repeat a call equally often, or one would wait for ever in its collective."""
+        if self.ranks == 1:
+            return seconds
+        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)
 
     def _sync(self) -> None:
         if self.device == "cuda":
