@@ -1,10 +1,11 @@
 """The proof that a plan computes what one device computes.
 
-reference.py   one device, plain PyTorch, float64: the truth
+reference.py   one device, plain PyTorch, float64: the truth; recipe.py and feed.py: how it reads a job and its data
 still.py       dropout off and casts to float32 lifted, the same way in both runs
 compare.py     how far two sets of tensors are apart
 noise.py       what rounding alone may do: the parameters under Adam, parts that stay in float32
 diagnose.py    the first divergent tensor in forward order, and what the error looks like
-verify.py      both runs in step, and the certificate
-identity.py    what a certificate is for; gate.py: a certificate that a run may rely on
+case.py        one proof as rank 0 sees it
+verify.py      both runs beside each other on every rank, and the certificate
+identity.py    what a certificate is for; gate.py: one that a run may rely on
 """

@@ -135,11 +135,11 @@ class Survey(TorchDispatchMode):
             self._hooks.pop().remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        before = torch.get_rng_state() if draws else None
+        before = _generators() if torch.Tag.nondeterministic_seeded in func.tags else []
         result = func(*args, **(kwargs or {}))
         where = (self._stack[-1] or "the model itself") if self._stack else "the loss or backward"
-        if before is not None and (_device_draws(args, kwargs) or not torch.equal(before, torch.get_rng_state())):
+        # Such an operator may draw nothing, as attention without dropout: a generator that moved tells.
+        if any(not torch.equal(old, new) for old, new in zip(before, _generators() if before else [], strict=True)):
             self.random.setdefault(where, str(func))
         # Slices and constants of a float32 table round nothing; arithmetic on such values does.
         computed = not func.is_view and any(_floating(leaf) for leaf in tree_leaves((args, kwargs)))
@@ -152,6 +152,9 @@ def _floating(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _device_draws(args: Any, kwargs: Any) -> bool:
-    """An accelerator has a generator of its own; there a drawing operator is taken at its word."""
-    return any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves((args, kwargs or {})))
+def _generators() -> list[Tensor]:
+    return (
+        [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else [torch.get_rng_state()]
+    )

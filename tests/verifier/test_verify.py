@@ -184,6 +184,18 @@ def test_drift_is_told_in_the_plans_own_precision() -> None:
         assert "drift leaves out gradients that are zero in truth and rounding alone: key.bias" in certificate.notes
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_on_a_gpu(precision: str) -> None:
+    for name in ("gpt", "norm"):
+        certificate = verify(
+            proofs.make_job(name), Plan(precision=precision), world=World(), device=torch.device("cuda", 0)
+        )
+        require_verified(certificate)
+        assert not any("could not be held" in note for note in certificate.notes)
+
+
 def test_a_loss_that_is_not_a_number_is_not_verified() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output.mean() * math.nan
