@@ -84,6 +84,7 @@ def machine(record: Record) -> str:
         return section("Machine", f"<p>{escape(cluster)}</p>")
     cards = "".join(_node(node) for node in cluster.nodes[:8])
     more = [f"And {len(cluster.nodes) - 8} more nodes."] if len(cluster.nodes) > 8 else []
+    more += [escape(note) for note in cluster.notes]
     return section("Machine", f'<div class="cards">{cards}</div>{notes(more)}')
 
 
@@ -180,12 +181,13 @@ def _node(node: Node) -> str:
     ]
     if device.instructions:
         pairs.append(("instructions", escape(", ".join(device.instructions))))
-    rates = [
-        f"{dtype} {units.count(max(point.rate for c in device.curves if c.operation == 'matmul' and c.dtype == dtype for point in c.points) / 1e9)} GFLOP/s"
-        for dtype in device.dtypes
-    ]
-    if rates:
-        pairs.append(("matrix products", escape(", ".join(rates))))
+    fastest: dict[str, float] = {}
+    for curve in device.curves:
+        if curve.operation.startswith("mm"):
+            fastest[curve.dtype] = max(fastest.get(curve.dtype, 0.0), *(point.rate for point in curve.points))
+    if fastest:
+        words = ", ".join(f"{dtype} {units.digits(rate / 1e9)} GFLOP/s" for dtype, rate in fastest.items())
+        pairs.append(("matrix products", escape(words)))
     for link in {(link.operation, link.backend): link for link in node.links}.values():
         words = f"{units.size(link.bandwidth)}/s, {units.seconds(link.latency)} at least ({link.backend}, {link.ranks} ranks)"
         pairs.append((link.operation.replace("_", "-"), escape(words)))

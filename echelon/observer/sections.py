@@ -136,8 +136,7 @@ def against_forecast(record: Record) -> str:
     # On a CPU the whole process is measured, on a GPU what the allocator gave to the training.
     apart = 0.0 if str(record.start.get("device", "")).startswith("cuda") else memory.framework
     title = "Peak memory of the largest rank" + (", framework included" if apart else "")
-    told = (value + apart for value in (memory.peak, memory.low, memory.high))
-    rows += against(title, *told, measured, units.size)
+    rows += against(title, memory.peak + apart, memory.low + apart, memory.high + apart, measured, units.size)
     causes = [
         (name, getattr(time, name)) for name in ("forward", "backward", "exchange", "optimizer", "input", "overhead")
     ]

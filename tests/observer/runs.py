@@ -98,7 +98,7 @@ def plan() -> Plan:
 
 def cluster() -> Cluster:
     """One machine of two cores."""
-    curve = Curve(operation="matmul", points=(Point((512.0, 512.0, 512.0), 9.1e10),))
+    curve = Curve(operation="mm:nn", points=(Point((512.0, 512.0, 512.0), 9.1e10),))
     link = Link(operation="all_reduce", backend="gloo", ranks=2, points=((1024.0, 6e-5), (2.5e7, 0.011)))
     cpu = Device(
         kind="cpu",

@@ -72,8 +72,8 @@ def test_a_finished_run(run_folder: MakeRun) -> None:
     words = read(path)
     for expected in (
         "digits", "finished", "dp=2 zero=1 micro=64 threads=1", "2 ranks on cpu", "421,642 parameters", "of 400", "Loss", "Accuracy", "Learning rate",
-        "Gradient norm", "Samples per second", "forecast 31.0 ms (27.0 ms to 36.0 ms)", "151 MB", "+7.4 %, outside the interval",
-        "Data waits are", "Xeon Platinum 8481C", "91 GFLOP/s", "step-00000400", "5 more were saved and later removed", "zero", "2.13.0",
+        "Gradient norm", "Samples per second", "forecast 31.0 ms (27.0 ms to 36.0 ms)", "measured 151 MB (−57 %, outside the interval)", "framework included",
+        "Data waits are", "Xeon Platinum 8481C", "float32 91.0 GFLOP/s", "step-00000400", "5 more were saved and later removed", "zero", "2.13.0",
         "echelon train examples/digits.py --plan 'dp=2 zero=1 micro=64 threads=1'", "seed 7", "optimizer state is sharded",
     ):  # fmt: skip
         assert expected in words, expected
@@ -87,6 +87,20 @@ def test_the_summary_gives_the_figures_of_the_log(run_folder: MakeRun) -> None:
     rate = 256 * len(warm) / sum(warm)
     assert f"throughput {rate:,.0f} samples/s" in words
     assert f"{100 * rate * 0.027 / 256:.0f} % of 2 × one rank alone" in words
+
+
+def test_on_a_gpu_the_framework_is_not_part_of_what_is_measured(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    for event in (
+        start(total=9, device="cuda:0"),
+        step(1),
+        Event(kind="memory", time=NOW + 1, data={"peak": 151_000_000}),
+    ):
+        log(event)
+    forecast().save(tmp_path / "forecast.json")
+    words = read(write_report(tmp_path))
+    assert "measured 151 MB (+7.4 %, outside the interval)" in words
+    assert "framework included" not in words
 
 
 @pytest.mark.parametrize(
