@@ -47,7 +47,7 @@ def launch(
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=die_with_parent if sys.platform == "linux" else None,
                 )  # fmt: skip
             )
             if output is not None:
@@ -153,6 +153,6 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
             time.sleep(0.02)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: be killed when the launcher dies, however it dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,0 +1,109 @@
+"""Local ranks: they know the world, the first to fail is blamed in one message, and none outlives the launch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from echelon.errors import LaunchError
+from echelon.launchers.local import INTERRUPTED, launch
+
+
+def script(folder: Path, text: str) -> list[str]:
+    path = folder / "script.py"
+    path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + text)
+    return [sys.executable, str(path)]
+
+
+def test_every_rank_knows_the_world(tmp_path: Path) -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]
+    text = f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.txt'), 'w').write(' '.join(os.environ[n] for n in {names}))"
+    assert launch(script(tmp_path, text), 3, threads=2) == 0
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)] == [f"{rank} 3 {rank} 3 2 lo" for rank in range(3)]
+
+
+def test_the_rank_that_failed_is_blamed_with_its_words(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 of 3 ended with exit code 7.*\[rank 1\] oh no"):
+        launch(script(tmp_path, "if rank == 1: print('oh no'); sys.exit(7)\ntime.sleep(60)"), 3)
+
+
+def test_a_killed_rank_is_blamed_and_the_others_end(tmp_path: Path) -> None:
+    text = f"""
+open(os.path.join({str(tmp_path)!r}, f'{{rank}}.pid'), 'w').write(str(os.getpid()))
+if rank == 2:
+    time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 2 of 3 was killed by signal SIGKILL"):
+        launch(script(tmp_path, text), 3)
+    assert time.monotonic() - begin < 30
+    for rank in range(3):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"{rank}.pid").read_text()), 0)
+
+
+def test_a_rank_tells_its_error_in_one_message(tmp_path: Path) -> None:
+    text = """
+from echelon.errors import VerificationError
+from echelon.launchers.handover import leave_word
+if rank == 1:
+    leave_word(VerificationError("it is off by a factor of 2"), rank)
+    sys.exit(1)
+time.sleep(60)
+"""
+    with pytest.raises(LaunchError, match="^it is off by a factor of 2$") as caught:
+        launch(script(tmp_path, text), 2)
+    assert caught.value.exit_code == 1
+
+
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(LaunchError, match="rank 0 of 2 could not be started"):
+        launch(["/no/such/program"], 2)
+
+
+def test_an_interrupt_reaches_every_rank_once(tmp_path: Path) -> None:
+    text = f"""
+count = 0
+def count_one(*_):
+    global count
+    count += 1
+signal.signal(signal.SIGINT, count_one)
+open(os.path.join({str(tmp_path)!r}, f'{{rank}}.ready'), 'w').close()
+limit = time.time() + 30
+while not count and time.time() < limit: time.sleep(0.01)
+time.sleep(0.3)
+sys.exit({INTERRUPTED} if count == 1 else 1)
+"""
+    command = script(tmp_path, text)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"from echelon.launchers.local import launch; raise SystemExit(launch({command!r}, 2))"]
+    )
+    limit = time.monotonic() + 30
+    while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() < limit:
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(30) == INTERRUPTED
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    text = f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.pid'), 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    command = script(tmp_path, text)
+    parent = subprocess.Popen([sys.executable, "-c", f"from echelon.launchers.local import launch; launch({command!r}, 2)"])
+    limit = time.monotonic() + 30
+    while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < limit:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    time.sleep(0.5)
+    for rank in range(2):
+        status = Path(f"/proc/{(tmp_path / f'{rank}.pid').read_text()}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text()
