@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,10 @@ class Probe:
             torch.cuda.set_device(rank)
         if ranks > 1:
             backend = "nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+            # A short timeout: if one process dies the others must not wait for half an hour.
+            dist.init_process_group(
+                backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+            )
 
     def run(self) -> None:
         """Measure everything and report it."""
@@ -52,7 +56,8 @@ class Probe:
         self.say(kind="overhead", seconds=self._overhead())
         end = time.monotonic() + self._seconds
         for trial in trials(self.device):
-            if self._agree(time.monotonic() < end):
+            # On a machine that is busy with other things the time runs out; rates are then read off neighbouring points.
+            if self._least(end - time.monotonic()) > 0:
                 self._rate(trial)
         if self.device == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -80,8 +85,9 @@ class Probe:
         start = time.perf_counter()
         call()
         self._sync()
-        first = self._slowest(time.perf_counter() - start)
-        repeats = max(min(int(_PATIENCE / max(first, 1e-6)), 200), 1)
+        first = time.perf_counter() - start
+        # The ranks repeat equally often: what they time may be a collective.
+        repeats = int(self._least(max(min(int(_PATIENCE / max(first, 1e-6)), 200), 1)))
         inner = max(repeats // 8, 1)  # short calls are timed in groups, so that the clock itself does not count
         found = [first]
         for _ in range(max(repeats // inner, 1)):
@@ -92,22 +98,13 @@ class Probe:
             found.append((time.perf_counter() - start) / inner)
         return sorted(found)[len(found) // 4]
 
-    def _agree(self, willing: bool) -> bool:
-        """Whether every rank goes on: on a machine that is busy with other things the time runs out, and rates are then
-        read off neighbouring points."""
+    def _least(self, value: float) -> float:
+        """The smallest of the ranks' values."""
         if self.ranks == 1:
-            return willing
-        vote = torch.tensor(float(willing), device=self.device)
+            return value
+        vote = torch.tensor(float(value), device=self.device)
         dist.all_reduce(vote, dist.ReduceOp.MIN)
-        return bool(vote.item())
-
-    def _slowest(self, seconds: float) -> float:
-        """The longest over the ranks: all repeat a call equally often, or one would wait for ever in its collective."""
-        if self.ranks == 1:
-            return seconds
-        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
+        return vote.item()
 
     def _sync(self) -> None:
         if self.device == "cuda":
