@@ -11,6 +11,8 @@ import typer
 from echelon.cli.common import Debug, Json, bytes_text, console, measured, print_json, seconds_text, table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from echelon.plan.cluster import Cluster, Device
 
 
@@ -40,7 +42,9 @@ def doctor(
     for node in cluster.nodes:
         screen.print(f"{node.name}: {node.cores} cores, {bytes_text(node.memory)} of memory")
         for device in node.devices:
-            screen.print(_device(device))
+            instructions = f"; instructions: {', '.join(device.instructions)}" if device.instructions else ""
+            screen.print(f"{device.kind} {device.name}: {bytes_text(device.memory)}{instructions}")
+            screen.print(_rates(device))
         if node.links:
             rows = table("between ranks", "by", "ranks", "latency", "bandwidth", left=2)
             for link in node.links:
@@ -56,17 +60,34 @@ def doctor(
         screen.print(f"will not work: {problem}")
 
 
-def _device(device: Device) -> str:
-    instructions = ", ".join(device.instructions) or "none that matter"
-    lines = [f"  {device.kind} {device.name}: {bytes_text(device.memory)}; instructions: {instructions}"]
+#: Family of operators -> how their names begin, what is counted, and how much of it is the unit.
+_FAMILIES = {
+    "matrix products": (("mm", "addmm", "bmm", "baddbmm"), "GFLOP/s", 1e9),
+    "convolutions": (("convolution",), "GFLOP/s", 1e9),
+    "attention": (("scaled_dot", "_scaled_dot", "_flash", "_efficient"), "GFLOP/s", 1e9),
+    "optimizers": (("AdamW", "SGD", "Adagrad", "plain-SGD"), "M elements/s", 1e6),
+    "element by element": (("",), "GB/s", 1e9),
+}
+
+
+def _rates(device: Device) -> Table:
+    """The best rate of each family of operators, by type and by how many ranks compute at once."""
+    best: dict[tuple[str, str, str], float] = {}
     for curve in device.curves:
-        best = max(point.rate for point in curve.points)
-        # Products are counted in floating-point operations, everything else in bytes.
-        counts = curve.operation in ("matmul", "convolution", "attention")
-        rate = f"{best / 1e9:,.0f} GFLOP/s" if counts else f"{bytes_text(best)}/s"
-        load = f"{curve.ranks} x {curve.threads} threads" if device.kind == "cpu" else f"{curve.ranks} ranks"
-        lines.append(f"    {curve.operation} {curve.dtype}, {load}: up to {rate} per rank")
-    return "\n".join(lines)
+        family = next(name for name, (starts, _, _) in _FAMILIES.items() if curve.operation.startswith(starts))
+        load = (
+            f"{curve.ranks} x {curve.threads} thread{'s' * (curve.threads > 1)}"
+            if device.kind == "cpu"
+            else f"{curve.ranks}"
+        )
+        key = (family, curve.dtype, load)
+        best[key] = max(best.get(key, 0.0), *(point.rate for point in curve.points))
+    rows = table("measured", "type", "ranks", "up to, per rank", left=3)
+    for family, (_, unit, size) in _FAMILIES.items():
+        for (name, dtype, load), rate in sorted(best.items()):
+            if name == family:
+                rows.add_row(family, dtype, load, f"{rate / size:,.3g} {unit}")
+    return rows
 
 
 def _versions() -> dict[str, str]:
