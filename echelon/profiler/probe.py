@@ -76,27 +76,28 @@ class Probe:
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 
-    def time(self, call: Callable[[], object]) -> float:
-        """Seconds of one call: the lower quartile of repetitions, since disturbances only ever add."""
+    def time(self, call: Callable[[], object], *, waits: bool = False) -> float:
+        """Seconds of one call: the lower quartile of repetitions, since disturbances only ever add. `waits`: it is a message."""
         call()
         self._sync()
         if self.ranks > 1:
             dist.barrier()
-        start = time.perf_counter()
-        call()
-        self._sync()
-        first = time.perf_counter() - start
+        first = self._once(call, 1, waits)
         # The ranks repeat equally often: what they time may be a collective.
         repeats = int(self._least(max(min(int(_PATIENCE / max(first, 1e-6)), 200), 1)))
         inner = max(repeats // 8, 1)  # short calls are timed in groups, so that the clock itself does not count
-        found = [first]
-        for _ in range(max(repeats // inner, 1)):
-            start = time.perf_counter()
-            for _ in range(inner):
-                call()
-            self._sync()
-            found.append((time.perf_counter() - start) / inner)
+        found = [first, *(self._once(call, inner, waits) for _ in range(max(repeats // inner, 1)))]
         return sorted(found)[len(found) // 4]
+
+    def _once(self, call: Callable[[], object], inner: int, waits: bool) -> float:
+        start, busy = time.perf_counter(), time.process_time()
+        for _ in range(inner):
+            call()
+        self._sync()
+        wall, busy = time.perf_counter() - start, time.process_time() - busy
+        # One thread that computes is never idle by itself: what its clock lacks against the wall's, others took.
+        alone = self.device == "cpu" and self.threads == 1 and not waits
+        return (min(wall, busy) if alone else wall) / inner
 
     def _least(self, value: float) -> float:
         """The smallest of the ranks' values."""
@@ -190,7 +191,12 @@ class Probe:
             }
             for name, call in calls.items():
                 self.say(
-                    kind="link", operation=name, backend=backend, ranks=self.ranks, bytes=size, seconds=self.time(call)
+                    kind="link",
+                    operation=name,
+                    backend=backend,
+                    ranks=self.ranks,
+                    bytes=size,
+                    seconds=self.time(call, waits=True),
                 )
         self.say(kind="overlap", operation="all_reduce", share=self._overlap())
 
@@ -208,7 +214,9 @@ class Probe:
             compute()
             work.wait()
 
-        alone, talk, together = self.time(compute), self.time(lambda: dist.all_reduce(message)), self.time(both)
+        alone, talk, together = (
+            self.time(call, waits=True) for call in (compute, partial(dist.all_reduce, message), both)
+        )
         return min(max((alone + talk - together) / min(alone, talk), 0.0), 1.0)
 
 

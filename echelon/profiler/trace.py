@@ -245,15 +245,9 @@ def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str,
         return "convolution", dims, _counted(func, args, kwargs, out)
     if "scaled_dot_product" in name and "attention" in name:
         q, k = (args[1], args[2]) if "backward" in name else (args[0], args[1])
-        lots, queries, keys, width = (
-            float(size) for size in (q.shape[0] * q.shape[1], q.shape[-2], k.shape[-2], q.shape[-1])
-        )
-        products = 5 if "backward" in name else 2  # backward computes the scores again, then four products
-        return (
-            "attention",
-            (lots, queries, keys, width),
-            2.0 * products * lots * queries * keys * width,
-        )
+        shape = (float(q.shape[0] * q.shape[1]), float(q.shape[-2]), float(k.shape[-2]), float(q.shape[-1]))
+        # Backward computes the scores again, then four products.
+        return "attention", shape, (10.0 if "backward" in name else 4.0) * math.prod(shape)
     return "stream", (), _counted(func, args, kwargs, out)
 
 

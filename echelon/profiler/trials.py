@@ -6,6 +6,7 @@ measuring and tracing cannot disagree on what an operator moves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -18,22 +19,48 @@ Trial = Callable[[], object]
 
 
 def trials(device: str) -> Iterator[Trial]:
-    """Every call worth timing on a device of this kind. Tensors live until the next trial is asked for."""
+    """Every call worth timing on a device of this kind, kinds in turn: when time runs out each kind has been seen.
+
+    Tensors live until the next trial of their kind is asked for.
+    """
     if device == "cpu":
-        yield from matmuls(device, torch.float32, (64, 512, 2048), largest=2**31)
-        yield from convolutions(device, torch.float32, 8)
-        yield from attentions(device, torch.float32, 4)
-        yield from streams(device, torch.float32, (2**16, 2**20, 2**24))
-        for dtype in (torch.bfloat16, torch.float16):
-            # Without instructions for it half precision is a hundred times slower: one small product tells.
-            a = torch.ones(128, 128, dtype=dtype)
-            yield partial(torch.mm, a, a)
-        return
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield from matmuls(device, dtype, (256, 2048, 16384), largest=2**39)
-        yield from convolutions(device, dtype, 128)
-        yield from attentions(device, dtype, 32)
-        yield from streams(device, dtype, (2**20, 2**24, 2**28))
+        return _in_turn(
+            matmuls(device, torch.float32, (64, 512, 2048), largest=2**31),
+            convolutions(device, torch.float32, 8),
+            attentions(device, torch.float32, 4),
+            *(streams(device, torch.float32, size) for size in (2**24, 2**20, 2**16)),
+            _halves(),
+        )
+    return _in_turn(
+        *(
+            kind
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+            for kind in (
+                matmuls(device, dtype, (256, 2048, 16384), largest=2**39),
+                convolutions(device, dtype, 128),
+                attentions(device, dtype, 32),
+                *(streams(device, dtype, size) for size in (2**28, 2**24, 2**20)),
+            )
+        )
+    )
+
+
+def _in_turn(*kinds: Iterator[Trial]) -> Iterator[Trial]:
+    waiting = list(kinds)
+    while waiting:
+        for kind in list(waiting):
+            trial = next(kind, None)
+            if trial is None:
+                waiting.remove(kind)
+            else:
+                yield trial
+
+
+def _halves() -> Iterator[Trial]:
+    """Without instructions for it half precision is a hundred times slower on a CPU: one small product tells."""
+    for dtype in (torch.bfloat16, torch.float16):
+        a = torch.ones(128, 128, dtype=dtype)
+        yield partial(torch.mm, a, a)
 
 
 def heavy(device: str) -> Iterator[Trial]:
@@ -45,7 +72,8 @@ def heavy(device: str) -> Iterator[Trial]:
 def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest: int) -> Iterator[Trial]:
     """Products of all shapes in the layouts of a linear layer: forward, gradient of the input, gradient of the weight."""
     made = _maker(device, dtype)
-    for m, n, k in product(sizes, repeat=3):
+    # Largest first: they are what steps are made of.
+    for m, n, k in sorted(product(sizes, repeat=3), key=math.prod, reverse=True):
         if m * n * k > largest:
             continue
         bias, x, w, g, y = made(n), made(m, k), made(n, k), made(k, m), made(k, n)
@@ -95,45 +123,44 @@ def attentions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Trial]
         yield partial(torch.autograd.grad, out, (q, k, v), out, retain_graph=True)
 
 
-def streams(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[Trial]:
-    """Operators that go by the bytes they move, at tensors of `sizes` bytes."""
+def streams(device: str, dtype: torch.dtype, size: int) -> Iterator[Trial]:
+    """Operators that go by the bytes they move, at tensors of `size` bytes."""
     made = _maker(device, dtype)
     width = 512
-    for size in sizes:
-        rows = max(size // (width * torch.empty((), dtype=dtype).element_size()), 1)
-        x, y = made(rows, width), made(rows, width)
-        scale, shift = made(width), made(width)
-        yield partial(torch.add, x, y)
-        yield partial(torch.mul, x, y)
-        yield partial(x.copy_, y)
-        yield partial(x.add_, y)
-        yield partial(x.clone)
-        yield partial(x.t().clone, memory_format=torch.contiguous_format)
-        yield partial(torch.cat, (x, y))
-        yield partial(torch.relu, x)
-        yield partial(aten.threshold_backward, x, y, 0)
-        yield partial(aten.gelu, x)
-        yield partial(aten.gelu_backward, x, y)
-        yield partial(aten.silu, x)
-        yield partial(aten.silu_backward, x, y)
-        yield partial(torch.tanh, x)
-        yield partial(torch.exp, x)
-        yield partial(x.sum, 0, keepdim=True)
-        yield partial(x.mean, 1)
-        yield partial(x.bernoulli, 0.5)
-        yield partial(aten.native_dropout, x, 0.1, True)
-        yield partial(aten.mse_loss, x, y)
-        yield partial(aten.mse_loss_backward, x[0, 0], x, y, 1)
-        yield partial(aten._softmax, x, 1, False)
-        yield partial(aten._softmax_backward_data, x, y, 1, dtype)
-        yield partial(aten._log_softmax, x, 1, False)
-        yield partial(aten._log_softmax_backward_data, x, y, 1, dtype)
-        yield from _norms(x, y, scale, shift, rows, width)
-        yield from _lookups(x, device, rows, width)
-        if dtype is not torch.float32 and device == "cuda":
-            yield partial(x.to, torch.float32)
-            z = x.to(torch.float32)
-            yield partial(z.to, dtype)
+    rows = max(size // (width * torch.empty((), dtype=dtype).element_size()), 1)
+    x, y = made(rows, width), made(rows, width)
+    scale, shift = made(width), made(width)
+    yield partial(torch.add, x, y)
+    yield partial(torch.mul, x, y)
+    yield partial(x.copy_, y)
+    yield partial(x.add_, y)
+    yield partial(x.clone)
+    yield partial(x.t().clone, memory_format=torch.contiguous_format)
+    yield partial(torch.cat, (x, y))
+    yield partial(torch.relu, x)
+    yield partial(aten.threshold_backward, x, y, 0)
+    yield partial(aten.gelu, x)
+    yield partial(aten.gelu_backward, x, y)
+    yield partial(aten.silu, x)
+    yield partial(aten.silu_backward, x, y)
+    yield partial(torch.tanh, x)
+    yield partial(torch.exp, x)
+    yield partial(x.sum, 0, keepdim=True)
+    yield partial(x.mean, 1)
+    yield partial(x.bernoulli, 0.5)
+    yield partial(aten.native_dropout, x, 0.1, True)
+    yield partial(aten.mse_loss, x, y)
+    yield partial(aten.mse_loss_backward, x[0, 0], x, y, 1)
+    yield partial(aten._softmax, x, 1, False)
+    yield partial(aten._softmax_backward_data, x, y, 1, dtype)
+    yield partial(aten._log_softmax, x, 1, False)
+    yield partial(aten._log_softmax_backward_data, x, y, 1, dtype)
+    yield from _norms(x, y, scale, shift, rows, width)
+    yield from _lookups(x, device, rows, width)
+    if dtype is not torch.float32 and device == "cuda":
+        yield partial(x.to, torch.float32)
+        z = x.to(torch.float32)
+        yield partial(z.to, dtype)
 
 
 def _norms(x: Tensor, y: Tensor, scale: Tensor, shift: Tensor, rows: int, width: int) -> Iterator[Trial]:
