@@ -86,7 +86,7 @@ def _device(kind: Any, index: int, reports: list[tuple[int, int, dict[str, Any]]
     for ranks, threads, report in reports:
         if report["kind"] == "rate":
             curve = points.setdefault((report["operation"], report["dtype"], ranks, threads), {})
-            curve[tuple(report["dims"])] = report["rate"]
+            curve[tuple(map(float, report["dims"]))] = report["rate"]
         elif ranks == 1:
             single.setdefault(report["kind"], report)
     curves = tuple(
@@ -118,11 +118,11 @@ def _device(kind: Any, index: int, reports: list[tuple[int, int, dict[str, Any]]
 
 def _links(reports: list[tuple[int, int, dict[str, Any]]]) -> tuple[Link, ...]:
     points: dict[tuple[Any, str, int], list[tuple[float, float]]] = {}
-    overlap = {ranks: report["share"] for ranks, _, report in reports if report["kind"] == "overlap"}
+    overlap = {ranks: float(report["share"]) for ranks, _, report in reports if report["kind"] == "overlap"}
     for ranks, _, report in reports:
         if report["kind"] == "link":
             points.setdefault((report["operation"], report["backend"], ranks), []).append(
-                (report["bytes"], report["seconds"])
+                (float(report["bytes"]), report["seconds"])  # a document keeps float and int apart
             )
     return tuple(
         Link(
