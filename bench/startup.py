@@ -105,7 +105,8 @@ dist.destroy_process_group()
 """
 
 LAUNCH = {
-    "accelerate launch": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+    # `--cpu` would start one process, or want mpirun; the script itself asks for the CPU.
+    "accelerate launch": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
                           "--mixed_precision", "no", "--dynamo_backend", "no", "with_accelerate.py"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "with_torchrun.py"],
 }  # fmt: skip

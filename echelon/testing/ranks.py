@@ -207,7 +207,7 @@ def _collect(team: Sequence[_Worker], timeout: float) -> tuple[list[Answer | Non
     while pending:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
-            return answers, list(pending.values()), not failed
+            return answers, list(pending.values()), not failed and not all(answers)
         for pipe in ready:
             rank = pending[pipe]
             try:
@@ -221,6 +221,8 @@ def _collect(team: Sequence[_Worker], timeout: float) -> tuple[list[Answer | Non
                 del pending[pipe]
             if not failed and (message is None or (isinstance(message, Answer) and message.traceback)):
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+            if all(answers):
+                deadline = time.monotonic() + GRACE  # only tidying is left, and that must not cost the answers
     return answers, [], False
 
 
