@@ -142,10 +142,7 @@ def call_model(job: Job, model: nn.Module, batch: Any) -> Any:
 
 def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None) -> Tensor | tuple[Tensor, Any]:
     """The batch's loss: a scalar mean, or `(sum, count)`. `model` tells how a model's own loss counts its labels."""
-    if job.loss is not None:
-        loss = job.loss(output, batch)
-    else:
-        loss = _own_loss(output, batch, model)
+    loss = job.loss(output, batch) if job.loss is not None else _own_loss(output, batch, model)
     if isinstance(loss, tuple):
         if len(loss) != 2 or getattr(loss[0], "numel", lambda: 0)() != 1:
             raise JobError(f"loss= gave a tuple of {len(loss)}: give a scalar mean, or (sum, count) with a scalar sum")

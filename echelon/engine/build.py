@@ -48,7 +48,7 @@ def _made(job: Job, empty: bool) -> nn.Module:
 
 
 def _called(job: Job) -> nn.Module:
-    model = job.model()  # type: ignore[operator]
+    model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
     return model
@@ -97,7 +97,7 @@ def _require_same(model: nn.Module, ranks: Ranks) -> None:
         return
     lists = ranks.gather(mine)  # only now: the whole list of a large model is megabytes
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    here, there = dict((n, s) for n, s, _ in lists[0]), dict((n, s) for n, s, _ in lists[other])
+    here, there = {n: s for n, s, _ in lists[0]}, {n: s for n, s, _ in lists[other]}
     name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
     raise WorldError(
         f"model= returns different models per rank: {name} is {here.get(name, 'absent')} on rank 0 and "

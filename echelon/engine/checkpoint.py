@@ -227,7 +227,7 @@ class _Reader(FileSystemReader):
 
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata  # type: ignore[no-any-return]
+        return metadata
 
 
 class _Unpickler(pickle.Unpickler):

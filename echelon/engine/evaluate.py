@@ -51,14 +51,13 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
 
 
 def _micros(run: Run, data: Any) -> Iterator[Micro]:
-    place: dict[str, int] = {"rank": run.world.rank, "ranks": run.world.size}
-    place["size"] = run.plan.micro or -(-run.job.batch // run.world.size)
+    rank, ranks, size = run.world.rank, run.world.size, run.plan.micro or -(-run.job.batch // run.world.size)
+    collate, seed = run.job.collate, run.job.seed
     with run.ranks.together():
         if is_stream(data):
-            return evaluation_stream(
-                Stream(data, collate=run.job.collate, seed=run.job.seed), **place, agree=run.ranks.gather
-            )
-        return evaluation_batches(open_source(data, collate=run.job.collate, seed=run.job.seed), **place)
+            stream = Stream(data, collate=collate, seed=seed)
+            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=run.ranks.gather)
+        return evaluation_batches(open_source(data, collate=collate, seed=seed), rank=rank, ranks=ranks, size=size)
 
 
 def _pair(value: Any, samples: int) -> Tensor:

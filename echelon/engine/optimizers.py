@@ -29,10 +29,11 @@ def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimize
     except (TypeError, AttributeError, ValueError):
         # A factory that looks at each parameter (`p.ndim > 1`) fails on a pair; if it fails on parameters too, that is the error.
         made = job.optimizer(value for _, value in trainable)
-    optimizers = list(made) if isinstance(made, list | tuple) else [made]
-    for optimizer in optimizers:
+    optimizers: list[Optimizer] = []
+    for optimizer in made if isinstance(made, list | tuple) else [made]:
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
+        optimizers.append(optimizer)
         _require_live(optimizer, model)
         if fused:
             _fuse(optimizer)

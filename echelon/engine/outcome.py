@@ -43,4 +43,4 @@ class Later:
     def read(self) -> list[float]:
         if self._done is not None:
             self._done.synchronize()
-        return self._host.tolist()  # type: ignore[no-any-return]
+        return self._host.tolist()

@@ -11,7 +11,7 @@ All three shard parameters at rest. They differ in how long the gathered copies 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def _shares(unit: nn.Module, uses: Counter[int]) -> bool:
     return any(uses[key] > count for key, count in inside.items())
 
 
-def _fill_unused(modules: list[FSDPModule], used: set[int]) -> None:
+def _fill_unused(modules: Sequence[FSDPModule], used: set[int]) -> None:
     """Give zeros to parameters that this rank's samples did not reach, and note in `used` those that they did.
 
     fully_shard leaves such parameters out of the message: where ranks reach different ones their messages differ in length,

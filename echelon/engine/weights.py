@@ -22,7 +22,7 @@ Read = Callable[[slice | None], Tensor]
 def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], None]) -> None:
     """Fill parameters and buffers from a safetensors file, its `.index.json`, or a torch state dict (read without pickle)."""
     path = Path(path)
-    targets = {name: value for name, value in model.state_dict(keep_vars=True).items()}
+    targets = dict(model.state_dict(keep_vars=True).items())
     with ExitStack() as files:
         found = _open(path, files)
         unknown = sorted(set(found) - set(targets))
@@ -65,7 +65,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
             from safetensors import safe_open
 
             handle = files.enter_context(safe_open(str(path), framework="pt"))
-            return {name: _lazy(handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118: not a dict
+            return {name: _lazy(handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except JobError:
         raise

@@ -22,9 +22,9 @@ from echelon.plan.text import from_text
 from echelon.world import cache_folder
 
 if TYPE_CHECKING:
-    from echelon.planner import Candidate
     from echelon.plan.cluster import Cluster
     from echelon.plan.forecast import Forecast
+    from echelon.planner import Candidate
 
 JobLike = Job | Callable[[], Job] | str
 PlanLike = Plan | str | None

@@ -368,5 +368,5 @@ class Training:
         try:
             yield
         finally:
-            for number, handler in before.items():
-                usual(number, handler)
+            for saved, handler in before.items():
+                usual(saved, handler)

@@ -48,7 +48,7 @@ def launch(
                     stderr=output,
                     start_new_session=True,
                     preexec_fn=die_with_parent if sys.platform == "linux" else None,
-                )  # fmt: skip
+                )
             )
             if output is not None:
                 output.close()

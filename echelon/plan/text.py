@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -119,12 +118,10 @@ _ZERO = (
 
 def diff(left: Plan, right: Plan) -> list[str]:
     """What differs between two plans, field by field, both sides named; empty when they are equal."""
-    rows: list[tuple[str, Callable[[Plan], Any]]] = [
-        (axis, lambda plan, axis=axis: getattr(plan.mesh, axis)) for axis in _AXES
-    ]  # type: ignore[misc]
-    rows += [
-        (field.name, lambda plan, name=field.name: getattr(plan, name))
-        for field in fields(Plan)
-        if field.name != "mesh"
-    ]  # type: ignore[misc]
-    return [f"{name}: {get(left)} -> {get(right)}" for name, get in rows if get(left) != get(right)]
+
+    def flat(plan: Plan) -> dict[str, object]:
+        rest = {field.name: getattr(plan, field.name) for field in fields(Plan) if field.name != "mesh"}
+        return {axis: getattr(plan.mesh, axis) for axis in _AXES} | rest
+
+    here, there = flat(left), flat(right)
+    return [f"{name}: {here[name]} -> {there[name]}" for name in here if here[name] != there[name]]

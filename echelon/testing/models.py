@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,9 +22,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, width = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
         x = x + self.dropout(self.out(mixed))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
@@ -90,7 +90,7 @@ class MLP(nn.Sequential):
                  norm: bool = False) -> None:  # fmt: skip
         sizes = [inputs or width, *[width] * (layers - 1), classes or width]
         parts: list[nn.Module] = []
-        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for i, (a, b) in enumerate(itertools.pairwise(sizes)):
             parts.append(nn.Linear(a, b))
             if i < layers - 1:
                 parts += [nn.BatchNorm1d(b)] if norm else []

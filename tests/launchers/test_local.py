@@ -23,9 +23,13 @@ def script(folder: Path, text: str) -> list[str]:
 
 def test_every_rank_knows_the_world(tmp_path: Path) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]
-    text = f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.txt'), 'w').write(' '.join(os.environ[n] for n in {names}))"
+    text = (
+        f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.txt'), 'w').write(' '.join(os.environ[n] for n in {names}))"
+    )
     assert launch(script(tmp_path, text), 3, threads=2) == 0
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)] == [f"{rank} 3 {rank} 3 2 lo" for rank in range(3)]
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)] == [
+        f"{rank} 3 {rank} 3 2 lo" for rank in range(3)
+    ]
 
 
 def test_the_rank_that_failed_is_blamed_with_its_words(tmp_path: Path) -> None:
@@ -58,7 +62,7 @@ if rank == 1:
     sys.exit(1)
 time.sleep(60)
 """
-    with pytest.raises(LaunchError, match="^it is off by a factor of 2$") as caught:
+    with pytest.raises(LaunchError, match=r"^it is off by a factor of 2$") as caught:
         launch(script(tmp_path, text), 2)
     assert caught.value.exit_code == 1
 
@@ -96,7 +100,9 @@ sys.exit({INTERRUPTED} if count == 1 else 1)
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     text = f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.pid'), 'w').write(str(os.getpid()))\ntime.sleep(60)"
     command = script(tmp_path, text)
-    parent = subprocess.Popen([sys.executable, "-c", f"from echelon.launchers.local import launch; launch({command!r}, 2)"])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"from echelon.launchers.local import launch; launch({command!r}, 2)"]
+    )
     limit = time.monotonic() + 30
     while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < limit:
         time.sleep(0.02)
