@@ -55,17 +55,20 @@ class Apart:
 
     def __init__(self) -> None:
         self._torch = torch.Generator().get_state()
+        self._torch_bytes = _bytes(self._torch)
         self._numpy = np.random.MT19937(0)
         self._python: Any = None  # None: the global one as it stands; it is seeded before it is used, or put back
         self._python_address = _python_address()
 
     def __enter__(self) -> Self:
-        self._outer = torch.default_generator.get_state(), self._python_words(), _numpy.get_bit_generator()
+        python = self._python_words()
+        self._outer = torch.default_generator.get_state(), python, _numpy.get_bit_generator()
         torch.default_generator.set_state(self._torch)
         _numpy.set_bit_generator(self._numpy)
         if self._python is not None:
             random.setstate(self._python)
-        self._start = _bytes(self._torch), self._python_words(), _words(self._numpy)
+            python = self._python_words()
+        self._start = self._torch_bytes, python, _words(self._numpy)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -83,6 +86,7 @@ class Apart:
     def keep(self) -> None:
         """Go on from here when it is entered again, instead of from where it was entered this time."""
         self._torch, self._python = torch.default_generator.get_state(), random.getstate()
+        self._torch_bytes = _bytes(self._torch)
 
     def _python_words(self) -> Any:
         if self._python_address is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from echelon.data import draws
+from echelon.data.collate import collate as collate_as_torch
+from echelon.data.collate import pinned
 from echelon.data.describe import collation_error, kind_of
+from echelon.data.gather import Gather, gather_of
 from echelon.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -54,9 +56,9 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
         ) from error
     if samples < 1:
         raise DataError(f"{kind_of(data)} is empty: a training needs at least one sample")
-    columns = None if collate else _columns(data)
-    if columns is not None:
-        return Tensors(*columns)
+    tensors = None if collate else _tensors(data)
+    if tensors is not None:
+        return tensors
     if not hasattr(data, "__getitem__") and not hasattr(data, "__getitems__"):
         raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
     return Samples(data, collate=collate, seed=seed)
@@ -87,75 +89,52 @@ def _refuse_what_is_no_data_set(data: Any) -> None:
         )
 
 
-Columns = tuple[tuple[Tensor, ...], Tensor | None, bool]
-
-
-def _columns(data: Any) -> Columns | None:
-    """What `Tensors` needs where one gather gives what collating single samples would; None where it would not."""
+def _tensors(data: Any) -> Tensors | None:
+    """`data` as columns, where one gather gives what collating single samples would; None where it would not."""
     if type(data) is Subset:
-        inner = _columns(data.dataset)
-        if inner is None:
-            return None
-        tensors, rows, single = inner
-        chosen = torch.as_tensor(np.asarray(data.indices, dtype=np.int64))
-        return tensors, chosen if rows is None else rows[chosen], single
-    if isinstance(data, np.ndarray):
-        column = _as_tensor(data)
-        return None if column is None else ((column,), None, True)
-    if isinstance(data, Tensor):
-        tensors, single = (data,), True
-    elif type(data) is TensorDataset:  # a subclass may do anything in its __getitem__
-        tensors, single = data.tensors, False
-    else:
+        whole = _tensors(data.dataset)
+        return None if whole is None else whole.only(data.indices)
+    # A subclass may do anything in its __getitem__: only the class itself is known to give rows.
+    columns = data.tensors if type(data) is TensorDataset else (data,)
+    gathers = [gather for gather in map(gather_of, columns) if gather is not None]
+    if len(gathers) < len(columns):
         return None
-    plain = all(
-        type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad for tensor in tensors
-    )
-    return (tensors, None, single) if plain else None
-
-
-def _as_tensor(array: np.ndarray) -> Tensor | None:
-    """The same memory as a tensor, where torch can have it so (no strings, no reversed axes)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # of memory that cannot be written, as a memory map's: it is only read
-        try:
-            return torch.from_numpy(array)
-        except (TypeError, ValueError):
-            return None
+    return Tensors(gathers, length=len(data), single=type(data) is not TensorDataset)
 
 
 class Tensors(Source):
-    """Columns in memory: a share of a batch is one `index_select` per column, its micro-batches are views of that."""
+    """Columns in memory: a share of a batch is one gather per column, its micro-batches are views of that."""
 
     gathers = True
 
-    def __init__(self, tensors: Sequence[Tensor], rows: Tensor | None = None, single: bool = False) -> None:
-        self._tensors, self._rows, self._single = tuple(tensors), rows, single
+    def __init__(self, columns: Sequence[Gather], *, length: int, rows: np.ndarray | None = None, single: bool) -> None:
+        """`rows`: which rows are the samples (None: all). `single`: a sample is a row itself, not a tuple of one."""
+        self._columns, self._length, self._rows, self._single = tuple(columns), length, rows, single
+
+    def only(self, places: Sequence[int]) -> Tensors:
+        """The samples at these places, as torch's Subset has them."""
+        chosen = np.asarray(places, dtype=np.int64)
+        outside = chosen[(chosen < -self._length) | (chosen >= self._length)]
+        if len(outside):
+            raise DataError(
+                f"Subset names sample {outside[0]} of a data set of {self._length}: its indices must lie in it; "
+                "make the Subset of this data set"
+            )
+        chosen = chosen % self._length  # -1 is the last
+        rows = chosen if self._rows is None else self._rows[chosen]
+        return Tensors(self._columns, length=len(rows), rows=rows, single=self._single)
 
     def __len__(self) -> int:
-        return len(self._tensors[0] if self._rows is None else self._rows)
+        return self._length
 
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
-        index = torch.from_numpy(ids.copy())  # a view of a shared permutation is read-only, which torch warns about
         if self._rows is not None:
-            index = self._rows[index]
-        columns = [_gather(tensor, index, pin) for tensor in self._tensors]
+            ids = self._rows[ids]
+        columns = [gather(ids, pin) for gather in self._columns]
         if len(sizes) == 1:
             return columns if self._single else [columns]
-        cuts = [column.split(list(sizes)) for column in columns]
+        cuts = [torch.split(column, list(sizes)) for column in columns]
         return list(cuts[0]) if self._single else [list(part) for part in zip(*cuts, strict=True)]
-
-
-def _gather(tensor: Tensor, index: Tensor, pin: bool) -> Tensor:
-    if tensor.device.type != "cpu":
-        return tensor.index_select(0, index.to(tensor.device))
-    if not pin:
-        return tensor.index_select(0, index)
-    # Straight into page-locked memory: the copy to the device then needs no second copy here.
-    out = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
-    return torch.index_select(tensor, 0, index, out=out)
 
 
 class Samples(Source):
@@ -169,7 +148,7 @@ class Samples(Source):
 
     def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
         self._data, self._seed, self._length = data, seed, len(data)
-        self._collate = default_collate if collate is None else collate
+        self._collate = collate_as_torch if collate is None else collate
         self._many = getattr(data, "__getitems__", None)
         self._generators = draws.Apart()
         self._draws: set[str] = set()
@@ -248,26 +227,4 @@ class Samples(Source):
         try:
             return self._collate(samples)
         except Exception as error:
-            raise collation_error(samples, numbers, error, self._collate is not default_collate) from error
-
-
-def pinned(batch: Any) -> Any:
-    """The batch in page-locked memory, from which copies to a device run beside the computation."""
-    if isinstance(batch, Tensor):
-        return batch.pin_memory()
-    if isinstance(batch, Mapping):
-        moved = {key: pinned(value) for key, value in batch.items()}
-        return moved if type(batch) is dict else _like(batch, moved)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(pinned(value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)([pinned(value) for value in batch])
-    return batch.pin_memory() if hasattr(batch, "pin_memory") else batch
-
-
-def _like(batch: Any, moved: dict[Any, Any]) -> Any:
-    """`moved` as the same kind of mapping (HF's BatchEncoding and its relatives have more arguments than a dict)."""
-    try:
-        return type(batch)(moved)
-    except TypeError:
-        return moved
+            raise collation_error(samples, numbers, error, self._collate is not collate_as_torch) from error

@@ -13,12 +13,13 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
-from torch.utils.data import default_collate
 
 from echelon.data import draws
+from echelon.data.collate import collate as collate_as_torch
+from echelon.data.collate import pinned
 from echelon.data.describe import collation_error, kind_of
 from echelon.data.loader import Micro, StepBatch
-from echelon.data.source import Collate, is_stream, pinned
+from echelon.data.source import Collate, is_stream
 from echelon.errors import DataError
 from echelon.plan.split import Slice, cut, split
 
@@ -40,7 +41,7 @@ class Stream:
                 f"{kind_of(data)} is not a stream (torch IterableDataset): read it by number, with open_source"
             )
         self._data, self._seed = data, seed
-        self._collate = default_collate if collate is None else collate
+        self._collate = collate_as_torch if collate is None else collate
 
     def reader(self) -> Reader:
         """A new way through the stream, from its first sample."""
@@ -99,7 +100,7 @@ class Reader:
                 batch = self._collate(samples)
             except Exception as error:
                 numbers = list(range(first, first + len(samples)))
-                raise collation_error(samples, numbers, error, self._collate is not default_collate) from error
+                raise collation_error(samples, numbers, error, self._collate is not collate_as_torch) from error
         return pinned(batch) if pin else batch
 
     def _number(self, what: int) -> int:

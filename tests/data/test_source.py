@@ -74,6 +74,17 @@ COLUMNS = TensorDataset(torch.randn(20, 3, 4), torch.arange(20))
 DATA = {
     "tensors": COLUMNS,
     "strided tensors": TensorDataset(torch.randn(4, 20).T, torch.randn(20, 6)[:, ::2]),
+    "tensors of types that NumPy lacks": TensorDataset(
+        torch.randn(20, 3).bfloat16(), torch.zeros(20).to(torch.float8_e5m2)
+    ),
+    "small numbers, truths, unsigned": TensorDataset(
+        torch.arange(20).half(), torch.arange(20) > 9, torch.arange(20).to(torch.uint16)
+    ),
+    "conjugated tensor": TensorDataset(torch.randn(20, 2, dtype=torch.complex64).conj()),
+    "a tensor with gradients": TensorDataset(torch.randn(20, 2, requires_grad=True)),
+    "an array of text": np.array([str(index) for index in range(20)]),
+    "an array of the other byte order": np.arange(20).astype(">i4"),
+    "subset with places from the end": Subset(COLUMNS, list(range(-20, 0))),
     "one column": TensorDataset(torch.arange(20)),
     "subset of tensors": Subset(COLUMNS, list(range(19, -1, -1))),
     "subset of a subset": Subset(Subset(COLUMNS, list(range(19, -1, -1))), list(range(18))),
@@ -112,11 +123,22 @@ def test_parts_are_the_batch_cut(name: str) -> None:
         assert same(parts, want)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in DATA if "tensor" in name or "array" in name or name == "random_split"]
-)
+GATHERED = [
+    *(
+        "tensors",
+        "strided tensors",
+        "tensors of types that NumPy lacks",
+        "small numbers, truths, unsigned",
+        "one column",
+    ),
+    *("subset of tensors", "subset of a subset", "subset with places from the end", "random_split"),
+    *("a tensor", "an array", "an array of numbers", "a reversed array"),
+]
+
+
+@pytest.mark.parametrize("name", DATA)
 def test_columns_in_memory_are_gathered(name: str) -> None:
-    assert open_source(DATA[name]).gathers == (name != "a reversed array")
+    assert open_source(DATA[name]).gathers == (name in GATHERED)
 
 
 def test_a_read_only_memory_map_is_gathered_in_place(tmp_path: Path) -> None:
@@ -250,6 +272,7 @@ class Endless(IterableDataset[int]):
         ({"train": [1], "test": [2]}, r"dict with the keys 'train', 'test': give one of its data sets"),
         ("data/train", r"'data/train' is text: give a torch Dataset"),
         (DataLoader([1, 2]), r"data is a DataLoader: give its data set, data=loader.dataset"),
+        (Subset(COLUMNS, [3, 20]), r"Subset names sample 20 of a data set of 20: its indices must lie in it"),
         (Endless(), r"Endless is a stream \(IterableDataset\)"),
         (torch.tensor(3.0), r"tensor has no length"),
     ],

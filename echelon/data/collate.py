@@ -1,0 +1,51 @@
+"""Samples into a batch, and a batch into page-locked memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, get_worker_info
+
+
+def collate(samples: list[Any]) -> Any:
+    """What torch's default_collate gives, for tuples of tensors and numbers in half its time."""
+    if type(samples[0]) is not tuple or get_worker_info() is not None:  # in a worker torch collates into shared memory
+        return default_collate(samples)
+    return [_column(values) for values in zip(*samples, strict=True)]
+
+
+def _column(values: tuple[Any, ...]) -> Any:
+    kinds = set(map(type, values))
+    if kinds == {Tensor}:
+        return torch.stack(values)
+    if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
+        return torch.from_numpy(np.array(values, np.int64))
+    if kinds == {float}:
+        return torch.from_numpy(np.array(values, np.float64))
+    return default_collate(list(values))
+
+
+def pinned(batch: Any) -> Any:
+    """The batch in page-locked memory, from which copies to a device run beside the computation."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        moved = {key: pinned(value) for key, value in batch.items()}
+        return moved if type(batch) is dict else _like(batch, moved)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(pinned(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)([pinned(value) for value in batch])
+    return batch.pin_memory() if hasattr(batch, "pin_memory") else batch
+
+
+def _like(batch: Any, moved: dict[Any, Any]) -> Any:
+    """`moved` as the same kind of mapping (HF's BatchEncoding and its relatives have more arguments than a dict)."""
+    try:
+        return type(batch)(moved)
+    except TypeError:
+        return moved
