@@ -6,11 +6,13 @@ bit-equal at three ranks or more. Here the layout follows from the parameters al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from echelon.errors import TrainingError
 
 
 class _Bucket:
@@ -36,15 +38,24 @@ class _Bucket:
         self.missing = len(self.parameters)
         self.work = None
 
-    def fill(self, index: int) -> None:
-        """Take a parameter's finished gradient in; from now on its `.grad` is the bucket's view."""
+    def take(self, index: int) -> None:
+        """Move a parameter's gradient in; from now on its `.grad` is the bucket's view, and later micro-batches add to that."""
         parameter, view = self.parameters[index], self.views[index]
         if parameter.grad is not view:
             assert parameter.grad is not None
             view.copy_(parameter.grad)
             parameter.grad = view
+
+    def fill(self, index: int) -> None:
+        """A parameter's gradient is final."""
+        if self.work is not None:
+            raise TrainingError(
+                "a gradient was computed twice in one backward, after it had been exchanged (reentrant checkpointing does that): "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self.take(index)
+        self.missing -= not self.filled[index]
         self.filled[index] = True
-        self.missing -= 1
 
     def launch(self) -> None:
         if self.missing:
@@ -79,12 +90,14 @@ class Exchange:
             for index, parameter in enumerate(bucket.parameters):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket, index)))
 
-    def _hook(self, bucket: _Bucket, index: int):  # type: ignore[no-untyped-def]
+    def _hook(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
-            if self._armed:
-                bucket.fill(index)
-                if not bucket.missing:
-                    self._launch_ready()
+            if not self._armed:
+                bucket.take(index)
+                return
+            bucket.fill(index)
+            if not bucket.missing:
+                self._launch_ready()
 
         return ready
 
