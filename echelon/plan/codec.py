@@ -77,7 +77,8 @@ class Document:
     @property
     def digest(self) -> str:
         """SHA-256 of the content: equal documents have equal digests on every machine."""
-        plain = json.dumps([self.KIND, self.VERSION, to_plain(self)], sort_keys=True, separators=(",", ":"))
+        content = _numbers_by_value(to_plain(self))
+        plain = json.dumps([self.KIND, self.VERSION, content], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(plain.encode()).hexdigest()
 
 
@@ -94,6 +95,15 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError(f"{type(value).__name__} has no place in a document")
+
+
+def _numbers_by_value(plain: Any) -> Any:
+    """With 4096.0 as 4096: a float field that was given an int reads back as a float, and the two documents are equal."""
+    if isinstance(plain, dict):
+        return {key: _numbers_by_value(item) for key, item in plain.items()}
+    if isinstance(plain, list):
+        return [_numbers_by_value(item) for item in plain]
+    return int(plain) if isinstance(plain, float) and plain.is_integer() else plain
 
 
 @cache

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from echelon.errors import DocumentError
+from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.plan import Plan
 from tests.plan.strategies import plans
 
@@ -28,6 +29,14 @@ def test_digest_tells_plans_apart(left: Plan, right: Plan) -> None:
 def test_digest_is_the_same_everywhere() -> None:
     # Certificates of other machines name plans by it: a change of this value is a new VERSION.
     assert Plan().digest[:16] == "2e90ee2e6b048cf3"
+
+
+def test_an_int_in_a_float_field_survives_the_way() -> None:
+    finding = Finding(kind="loss", tensors=1, worst=0, where="loss", bound=1)
+    certificate = Certificate(
+        plan=Plan(), job="", model="", versions={}, batch=8, steps=2, verified=True, findings=(finding,)
+    )
+    assert Certificate.from_json(certificate.to_json()) == certificate
 
 
 def edited(**changes: object) -> str:
