@@ -59,7 +59,7 @@ pre { background: var(--grid); border-radius: 8px; padding: 14px 16px; margin: 8
 .stack { display: flex; height: 14px; border-radius: 7px; overflow: hidden; gap: 1px; background: var(--grid); }
 .stack i { display: block; min-width: 1px; }
 .legend { list-style: none; margin: 12px 0 0; padding: 0; font-size: 14px; }
-.legend li { display: grid; grid-template-columns: 18px 1fr auto 62px; padding: 2px 0; align-items: baseline; }
+.legend li { display: grid; grid-template-columns: 18px 1fr auto 70px; padding: 2px 0; align-items: baseline; }
 .legend i { width: 10px; height: 10px; border-radius: 3px; display: inline-block; } .legend .n { text-align: right; }
 .n { font-variant-numeric: tabular-nums; white-space: nowrap; }
 .against { margin: 0 0 20px; } .against:last-child { margin-bottom: 4px; }
