@@ -47,6 +47,7 @@ class Subject:
 
     def __init__(self, job: JobLike) -> None:
         self._job = job
+        self._given = isinstance(job, str)  # as file.py:name; the key must not change once the job is loaded
         self.spec = job if isinstance(job, str) else main_file()
 
     @property
@@ -67,9 +68,9 @@ class Subject:
         """Under which its documents are kept; None for a job without a file."""
         if self.spec is None:
             return None
-        if isinstance(self._job, str):
-            file, _, name = self._job.rpartition(".py:")
-            return f"{Path(file + '.py' if file else self._job).resolve()}:{name if file else 'job'}"
+        if self._given:
+            file, _, name = self.spec.rpartition(".py:")
+            return f"{Path(file + '.py' if file else self.spec).resolve()}:{name if file else 'job'}"
         return f"{Path(self.spec).resolve()}:{self.job.name}"
 
     def profile(self) -> Profile:
