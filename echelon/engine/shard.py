@@ -10,6 +10,7 @@ All three shard parameters at rest. They differ in how long the gathered copies 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,9 +81,12 @@ class Sharding:
         for part in [*([] if plan.whole else unit_modules(model)), model]:
             # Values arrive and are cut unit by unit: the whole model is never on one device.
             realise(part, ranks, done)
-            fully_shard(part, mesh=mesh, reshard_after_forward=plan.zero == 3)
+            # The root's own parameters are the last of forward and the first of backward: freed, they were gathered again at once.
+            fully_shard(part, mesh=mesh, reshard_after_forward=plan.zero == 3 and part is not model)
             done.clear()
         assert isinstance(model, FSDPModule)
+        # The warning is about a gather that an output changed in place would skip; the root stays gathered until its backward.
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view")
         self._root = model
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
