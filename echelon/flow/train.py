@@ -18,6 +18,7 @@ from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject, prepare
 from echelon.flow.start import require_world, run_script_again, tell_launcher
 from echelon.launchers.handover import handed_plan
 from echelon.launchers.local import INTERRUPTED
+from echelon.plan.store import installed_versions
 from echelon.world import World, read_world
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Training:
             self._folder.path, world=world, quiet=settings.quiet, forecast=prepared.forecast
         )
         self._listeners = list(listeners)
+        self._started, self._early = False, list[str]()
         self._metrics: dict[str, float] = {}
         self._loss: float | None = None
         self._saved_at = -1
@@ -150,7 +152,8 @@ class Training:
             self._listeners += self._observers()
             self._resume()
             self._emit("start", **self._start_facts())
-            for warning in self._prepared.warnings:
+            self._started = True
+            for warning in (*self._prepared.warnings, *self._early):
                 self._warn(warning)
             with self._signals():
                 interrupted = self._loop()
@@ -219,7 +222,13 @@ class Training:
         if run.job.evaluation is not None and (ends_epoch or end):
             begin = time.perf_counter()
             self._metrics = run.evaluate()
-            self._emit("evaluation", epoch=self._epoch(), metrics=self._metrics, seconds=time.perf_counter() - begin)
+            self._emit(
+                "evaluation",
+                epoch=self._epoch(),
+                metrics=self._metrics,
+                samples=len(run.job.evaluation) if hasattr(run.job.evaluation, "__len__") else None,
+                seconds=time.perf_counter() - begin,
+            )
         if end or (ends_epoch if every is None else run.step_number % every == 0):
             self._save(final=end)
 
@@ -299,8 +308,10 @@ class Training:
             listener(event)
 
     def _warn(self, message: str) -> None:
-        if hasattr(self, "_run"):
+        if self._started:
             self._emit("warning", message=message)
+        else:
+            self._early.append(message)  # nobody listens yet
 
     def _start_facts(self) -> dict[str, Any]:
         run, job = self._run, self._subject.job
@@ -308,7 +319,7 @@ class Training:
             "job": job.name, "plan": str(run.plan), "ranks": self._world.size, "batch": job.batch, "steps": run.total_steps,
             "steps_per_epoch": run.steps_per_epoch, "epochs": job.epochs, "samples": run.samples,
             "parameters": sum(value.numel() for value in run.model.parameters()), "resumed_from": run.step_number,
-            "device": str(run.device), "run": str(self._folder.path), "file": self._subject.spec, "seed": job.seed,
+            "device": str(run.device), "run": str(self._folder.path), "file": self._subject.spec, "seed": job.seed, "versions": installed_versions(),
         }  # fmt: skip
 
     def _memory(self) -> dict[str, int]:
