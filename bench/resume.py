@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from bench.common import Row, publish
+from echelon.observer import read_events
 from echelon.testing.faults import Stopped, stop_at
 
 STEPS, EVERY = 40, 3
@@ -85,6 +86,8 @@ class Outcome:
     different: tuple[str, ...]
     killed: int
     interrupted: int
+    #: The steps from which the second and the third start went on: it could have begun anew, and the bits would agree too.
+    resumed: tuple[int, ...]
 
 
 def cells(ranks: Iterable[int], seed: int) -> list[Cell]:
@@ -138,7 +141,14 @@ def break_and_resume(cell: Cell, folder: Path) -> Outcome:
     different = [
         name for name in names if name not in whole or name not in broken or not same_bits(whole[name], broken[name])
     ]
-    return Outcome(tensors=len(names), different=tuple(different), killed=killed.step, interrupted=interrupted.step)
+    starts = [event for event in read_events(folder / "broken") if event.kind == "start"]
+    return Outcome(
+        tensors=len(names),
+        different=tuple(different),
+        killed=killed.step,
+        interrupted=interrupted.step,
+        resumed=tuple(int(event.data["resumed_from"]) for event in starts[1:]),
+    )
 
 
 def _finish(command: Sequence[str], environment: dict[str, str]) -> None:
@@ -183,7 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             outcome = break_and_resume(cell, Path(folder))
         what = {"ranks": str(cell.ranks), "zero": str(cell.zero), "tensors": str(outcome.tensors)}
-        stops = {"killed after step": str(outcome.killed), "interrupted after step": str(outcome.interrupted)}
+        stops = {
+            "killed after step": str(outcome.killed),
+            "interrupted after": str(outcome.interrupted),
+            "went on from": " and ".join(map(str, outcome.resumed)),
+        }
         text = f"{len(outcome.different)} differ{': ' + outcome.different[0] if outcome.different else ''}"
         detail = {"different": outcome.different}
         rows.append(Row(what=what | stops, value=len(outcome.different), text=text, limit=0, detail=detail))

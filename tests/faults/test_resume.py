@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.resume import break_and_resume, cells, same_bits
+from bench.resume import EVERY, break_and_resume, cells, same_bits
 
 
 @pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 2), pytest.param(4, 3, marks=pytest.mark.slow)])
@@ -15,6 +15,10 @@ def test_killed_and_interrupted_ends_with_the_same_bits(tmp_path: Path, ranks: i
     cell = cells([ranks], seed=ranks)[zero]
     outcome = break_and_resume(cell, tmp_path)
     assert outcome.different == ()
+    after_kill, after_interrupt = outcome.resumed
+    assert after_kill % EVERY == 0
+    assert after_kill > 0 or outcome.killed < 2 * EVERY
+    assert after_interrupt >= outcome.interrupted  # Ctrl-C saves the step it stopped at
     assert outcome.tensors == 11 + 3 * 8  # parameters and buffers; AdamW's step and two moments of each parameter
 
 
