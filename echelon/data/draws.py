@@ -81,6 +81,8 @@ class Apart:
     def drawn(self) -> set[str]:
         """Which kinds have been drawn from, or seeded, since it was entered."""
         now = _bytes(torch.default_generator.get_state()), self._python_words(), _words(self._numpy)
+        if now == self._start:
+            return set()
         return {kind for kind, was, is_ in zip(KINDS, self._start, now, strict=True) if was != is_}
 
     def keep(self) -> None:

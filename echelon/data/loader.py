@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,13 +16,13 @@ from echelon.data.order import Order
 from echelon.data.source import Source
 from echelon.data.workers import Request, from_workers
 from echelon.errors import DataError
-from echelon.plan.split import Slice, cut, split
+from echelon.plan.split import cut, split
 
 #: Shares that are gathered ahead while the device computes: one ready, one being made.
 _AHEAD = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Micro:
     """One micro-batch: the collated `batch` and how many `samples` of it count (0: a filler that only keeps step)."""
 
@@ -39,6 +39,14 @@ class StepBatch:
     samples: int
     micros: tuple[Micro, ...]
     waited: float
+
+
+class _Share(NamedTuple):
+    """Positions `start` to `stop` of the global batch, in micro-batches of `sizes`."""
+
+    start: int
+    stop: int
+    sizes: list[int]
 
 
 class Loader:
@@ -67,7 +75,7 @@ class Loader:
         self.source, self.order = source, order
         self._rank, self._ranks, self._micro = rank, ranks, micro
         self._pin, self._workers = pin, workers
-        self._shares: dict[int, list[Slice]] = {}  # by the batch's size, of which there are two at most
+        self._shares: dict[int, _Share] = {}  # by the batch's size, of which there are two at most
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps `start` to `stop` (exclusive); a run that begins at `start` sees what an unbroken one would."""
@@ -89,32 +97,27 @@ class Loader:
 
     def _steps(self, start: int, stop: int) -> Iterator[StepBatch]:
         order = self.order
-        with closing(self._fetched(start, stop)) as fetched:
+        requests = map(self._request, range(start, stop))
+        with closing(_fetch(self.source, requests, pin=self._pin, workers=self._workers)) as fetched:
             for step in range(start, stop):
                 begin = time.perf_counter()
                 batches = next(fetched)
                 size = order.size(step)
-                micros = tuple(
-                    Micro(batch=batch, samples=part.size)
-                    for batch, part in zip(batches, self._share(size), strict=True)
-                )
+                micros = tuple(map(Micro, batches, self._share(size).sizes))
                 waited = time.perf_counter() - begin
                 yield StepBatch(step=step, epoch=order.epoch_of(step), samples=size, micros=micros, waited=waited)
 
-    def _fetched(self, start: int, stop: int) -> Generator[list[Any]]:
-        """The collated micro-batches, step by step, by the way that suits the source."""
-        requests = (self._request(step) for step in range(start, stop))
-        return _fetch(self.source, requests, pin=self._pin, workers=self._workers)
-
     def _request(self, step: int) -> Request:
-        share = self._share(self.order.size(step))
-        ids = self.order.ids(step, share[0].start, share[-1].stop)
-        return Request(ids=ids, sizes=[part.size for part in share], epoch=self.order.epoch_of(step))
+        order = self.order
+        share = self._share(order.size(step))
+        return Request(order.ids(step, share.start, share.stop), share.sizes, order.epoch_of(step))
 
-    def _share(self, size: int) -> list[Slice]:
+    def _share(self, size: int) -> _Share:
         share = self._shares.get(size)
         if share is None:
-            share = self._shares[size] = split(size, self._ranks, self._micro)[self._rank]
+            parts = split(size, self._ranks, self._micro)[self._rank]
+            share = _Share(parts[0].start, parts[-1].stop, [part.size for part in parts])
+            self._shares[size] = share
         return share
 
 
@@ -137,12 +140,12 @@ def evaluation_batches(
     requests = (_evaluation_request(start, stop) for start, stop in parts)
     with closing(_fetch(source, requests, pin=pin, workers=workers)) as fetched:
         for (start, stop), batches in zip(parts, fetched, strict=True):
-            yield Micro(batch=batches[0], samples=stop - start)
+            yield Micro(batches[0], stop - start)
 
 
 def _evaluation_request(start: int, stop: int) -> Request:
     ids = np.arange(start, stop, dtype=np.int64) if stop > start else np.zeros(1, np.int64)
-    return Request(ids=ids, sizes=[len(ids)], epoch=0)
+    return Request(ids, [len(ids)], 0)
 
 
 def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: int) -> Generator[list[Any]]:

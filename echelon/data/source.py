@@ -152,19 +152,25 @@ class Samples(Source):
         self._many = getattr(data, "__getitems__", None)
         self._generators = draws.Apart()
         self._draws: set[str] = set()
+        # A list put together by torch runs nobody's code that could draw: nothing to watch.
+        self._silent = type(data) in (list, tuple) and collate is None
 
     def __len__(self) -> int:
         return self._length
 
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+        batches = self._plain(ids, sizes) if self._silent else self._watched(ids, sizes, epoch)
+        return [pinned(batch) for batch in batches] if pin else batches
+
+    def _watched(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
+        """The batches, with those generators seeded that reading them draws from."""
         with self._generators:
             while True:
                 batches = self._seeded(ids, sizes, epoch) if self._draws else self._plain(ids, sizes)
                 drawn = self._generators.drawn()
                 if drawn <= self._draws:
-                    break
+                    return batches
                 self._draws |= drawn
-        return [pinned(batch) for batch in batches] if pin else batches
 
     def _plain(self, ids: np.ndarray, sizes: Sequence[int]) -> list[Any]:
         """The batches of a data set that draws nothing."""
