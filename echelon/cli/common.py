@@ -60,7 +60,7 @@ def table(*columns: str, title: str | None = None, left: int = 1) -> Table:
 
     made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(columns):
-        made.add_column(name, justify="left" if number < left else "right", overflow="fold")
+        made.add_column(name, justify="left" if number < left else "right", overflow="fold", no_wrap=number >= left)
     return made
 
 

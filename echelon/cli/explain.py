@@ -73,11 +73,14 @@ def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | No
         }
         plans += [other] if not any(problem.severity == "error" for problem in problems) else []
     if profile is not None and machines is not None:
+        from echelon.planner import why_not
         from echelon.simulator import simulate
 
         places: list[dict[str, Any]] = [answer, answer.get("other", {})]
         for each, place in zip(plans, places, strict=False):
             place["cost"] = _cost(simulate(profile, machines, each))
+        if other is not None:
+            answer["other"]["verdict"] = why_not(profile, machines, other, wanted)
     return answer
 
 
@@ -99,19 +102,10 @@ def _words(answer: dict[str, Any]) -> str:
         lines += ["", f'why not "{other["plan"]}"', *(f"  {line}" for line in other["differs"] + other["problems"])]
         lines += [] if other["differs"] else ["  it is the same plan"]
         if "cost" in other:
-            lines.append(f"  {_price(other['cost'])}")
-            lines.append(f"  {_verdict(answer['cost'], other['cost'])}")
+            lines += [f"  {_price(other['cost'])}", f"  {other['verdict']}"]
     return "\n".join(lines)
 
 
 def _price(cost: dict[str, Any]) -> str:
     fits = "fits" if cost["fits"] else "does not fit"
     return f"{seconds_text(cost['step'])} a step, {bytes_text(cost['memory'])} of {bytes_text(cost['capacity'])} per rank: {fits}"
-
-
-def _verdict(mine: dict[str, Any], other: dict[str, Any]) -> str:
-    if not other["fits"]:
-        return "memory binds: it needs more than a rank has"
-    slower = other["step"] / mine["step"] - 1
-    more = other["memory"] - mine["memory"]
-    return f"it takes {abs(slower):.0%} {'more' if slower > 0 else 'less'} time and {bytes_text(abs(more))} {'more' if more > 0 else 'less'} memory per rank"

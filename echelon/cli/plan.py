@@ -20,6 +20,8 @@ from echelon.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from echelon.planner import Candidate
 
 
@@ -44,7 +46,7 @@ def plan(
     profile, machines = Subject(file).profile(), read_cluster(cluster)
     candidates = search(profile, machines, top=top)
     best = candidates[0]
-    if out is not None and best.forecast.fits:
+    if out is not None:
         best.plan.save(out)
     if json:
         rows = [
@@ -52,29 +54,25 @@ def plan(
             for each in candidates
         ]
         print_json({"plan": str(best.plan), "document": to_plain(best.plan), "candidates": rows})
-    else:
-        screen = console()
-        screen.print(
-            f"{profile.name}: {profile.elements:,} parameters, batch {profile.batch}, {profile.precision}; "
-            f"{machines.name}: {machines.ranks} {'cores' if machines.kind == 'cpu' else 'devices'}"
-        )
-        screen.print(_table(candidates))
-        if best.forecast.fits:
-            screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
-    if not best.forecast.fits:
-        typer.echo(
-            "no plan fits: the best one needs more memory than a rank has; use more ranks or a smaller batch", err=True
-        )
-        raise typer.Exit(1)
+        return
+    screen = console()
+    screen.print(
+        f"{profile.name}: {profile.elements:,} parameters, batch {profile.batch}, {profile.precision}; "
+        f"{machines.name}: {machines.ranks} {'cores' if machines.kind == 'cpu' else 'devices'}, "
+        f"{bytes_text(best.forecast.capacity)} for a rank of the best"
+    )
+    screen.print(_table(candidates))
+    screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
+    for note in best.forecast.notes:
+        screen.print(f"note: {note}")
 
 
-def _table(candidates: tuple[Candidate, ...]) -> object:
-    rows = table("plan", "step", "samples/s", "compute", "exchange", "optimizer", "memory", "of", "fits")
+def _table(candidates: tuple[Candidate, ...]) -> Table:
+    rows = table("plan", "step", "samples/s", "compute", "exchange", "memory")
     for each in candidates:
-        time, memory = each.forecast.time, each.forecast.memory
+        time = each.forecast.time
         rows.add_row(
             str(each.plan), seconds_text(time.step), f"{each.forecast.rate:,.0f}", seconds_text(time.forward + time.backward),
-            seconds_text(time.exchange), seconds_text(time.optimizer), bytes_text(memory.total),
-            bytes_text(each.forecast.capacity), "yes" if each.forecast.fits else "no",
+            seconds_text(time.exchange), bytes_text(each.forecast.memory.total),
         )  # fmt: skip
     return rows

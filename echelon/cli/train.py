@@ -11,6 +11,7 @@ from echelon.cli.common import Debug, File, Json, console, measured, print_json,
 from echelon.cli.settings import FILE, Setting, resolve
 
 if TYPE_CHECKING:
+    from echelon.flow.prepare import Subject
     from echelon.plan.plan import Plan
 
 
@@ -87,9 +88,7 @@ def _run(file: str, values: dict[str, Any], json: bool) -> int:
         prepared = prepare(subject, wanted)
         if prepared.plan.ranks > 1:
             if json:
-                options["folder"] = str(
-                    _folder(options, prepared.profile.name if prepared.profile else subject.job.name)
-                )
+                options["folder"] = str(_folder(options, subject))
             code = run_ranks("train", file, prepared.plan, options)
             if json:
                 print_json(_summary(Path(options["folder"])))
@@ -101,10 +100,11 @@ def _run(file: str, values: dict[str, Any], json: bool) -> int:
     return 0
 
 
-def _folder(options: dict[str, Any], name: str) -> Path:
+def _folder(options: dict[str, Any], subject: Subject) -> Path:
     """The folder that the ranks will take, known beforehand so that their events can be read afterwards."""
     from echelon.flow.folder import choose
 
+    name = subject.job.name if options["folder"] is None else ""
     return choose(options["folder"], name, fresh=not options["resume"])
 
 

@@ -19,11 +19,11 @@ JOB = str(Path(__file__).with_name("job.py"))
 
 
 class Shell:
-    """Runs `echelon` in a folder of its own, with a cache of its own."""
+    """Runs `echelon` in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
-        self._environment = {**os.environ, "ECHELON_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+        self._environment = {**os.environ, "ECHELON_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
 
     def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         """Run it and expect an exit code."""
@@ -41,8 +41,8 @@ class Shell:
 
 
 @pytest.fixture(scope="module")
-def echelon(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    shell = Shell(tmp_path_factory.mktemp("shell"))
+def echelon(tmp_path_factory: pytest.TempPathFactory, known_machine: Path) -> Shell:
+    shell = Shell(tmp_path_factory.mktemp("shell"), known_machine)
     shell("doctor", "-o", "cluster.json")
     return shell
 
@@ -62,6 +62,20 @@ def test_plan_writes_the_best_one(echelon: Shell) -> None:
     assert all(each["fits"] for each in answer["candidates"][:1])
     text = echelon("plan", JOB, "--cluster", "cluster.json").stdout
     assert answer["plan"] in text
+
+
+def test_what_is_known_is_not_made_again(echelon: Shell) -> None:
+    echelon("plan", JOB)
+    kept = [
+        entry
+        for entry in echelon.json("cache", "show")["entries"]
+        if entry["key"] == f"{JOB}:job" or entry["kind"] == "cluster"
+    ]
+    assert {entry["kind"] for entry in kept} == {"profile", "cluster"}
+    assert all(entry["good"] for entry in kept)
+    before = {entry["path"]: Path(entry["path"]).stat().st_mtime_ns for entry in kept}
+    echelon("plan", JOB)
+    assert {path: Path(path).stat().st_mtime_ns for path in before} == before
 
 
 def test_simulate_is_what_plan_said(echelon: Shell) -> None:
@@ -87,7 +101,7 @@ def test_explain_prices_both_plans(echelon: Shell) -> None:
     answer = echelon.json("explain", "dp=1", "--why-not", "dp=2", "--job", JOB)
     assert answer["cost"]["step"] > 0
     assert answer["other"]["cost"]["fits"]
-    assert "time and" in echelon("explain", "dp=1", "--why-not", "dp=2", "--job", JOB).stdout
+    assert '"dp=2" against "dp=1"' in echelon("explain", "dp=1", "--why-not", "dp=2", "--job", JOB).stdout
 
 
 def test_a_plan_that_cannot_be_is_wrong_use(echelon: Shell) -> None:

@@ -16,15 +16,9 @@ ROOT = Path(__file__).parents[2]
 DIGITS, GPT = (str(ROOT / "examples" / name) for name in ("digits.py", "gpt.py"))
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache of its own, so that the machine is measured once for all of these."""
-    return tmp_path_factory.mktemp("home")
-
-
-def run(home: Path, folder: Path, *command: str) -> list[Event]:
+def run(known_machine: Path, folder: Path, *command: str) -> list[Event]:
     """Run a command in `folder`; the events of the one run that it leaves there."""
-    environment = {**os.environ, "ECHELON_CACHE": str(home / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "ECHELON_CACHE": str(known_machine), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -45,15 +39,15 @@ def losses(events: list[Event]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_digits_is_right_on_97_of_100(home: Path, tmp_path: Path) -> None:
-    events = run(home, tmp_path, DIGITS)
+def test_digits_is_right_on_97_of_100(known_machine: Path, tmp_path: Path) -> None:
+    events = run(known_machine, tmp_path, DIGITS)
     metrics = [event.data["metrics"] for event in events if event.kind == "evaluation"]
     assert len(metrics) == 12
     assert metrics[-1]["accuracy"] > 0.97
 
 
 @pytest.mark.slow
-def test_every_way_to_start_gives_the_same_losses(home: Path, tmp_path: Path) -> None:
+def test_every_way_to_start_gives_the_same_losses(known_machine: Path, tmp_path: Path) -> None:
     """One process, two ranks of ours, two of torchrun's."""
     script = tmp_path / "tiny.py"
     script.write_text(Path(GPT).read_text().replace("echelon.train(job)", "echelon.train(tiny, 'dp=1')"))
@@ -68,7 +62,7 @@ def test_every_way_to_start_gives_the_same_losses(home: Path, tmp_path: Path) ->
     for way, command in ways.items():
         folder = tmp_path / way
         folder.mkdir()
-        found[way] = losses(run(home, folder, *command))
+        found[way] = losses(run(known_machine, folder, *command))
     assert len(found["python"]) == 30
     assert found["torchrun"] == found["echelon"]
     assert found["echelon"] == pytest.approx(found["python"], rel=1e-4)
