@@ -57,7 +57,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"echelon.{_HOMES[name]}"), name)
-    if name in ("data", "nn", "optim"):
+    if name in ("data", "nn"):
         return import_module(f"echelon.{name}")
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")
 

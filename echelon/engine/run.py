@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import torch
@@ -311,6 +311,12 @@ class Run:
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever plan wrote it."""
         checkpoint.load(self, Path(folder))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Give back what the run holds: hooks on the parameters, the process group if it was joined here."""

@@ -1,0 +1,81 @@
+"""A script that keeps its own loop, proves its plan or fails: started by plain `python`, it becomes its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = """
+import json, sys, torch, echelon
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+def job():
+    return echelon.Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=TensorDataset(numbers(40, 8), torch.arange(40) % 4),
+        batch=16,
+        epochs=2,
+    )
+"""
+LOOP = """
+with echelon.parallelize(job, PLAN) as run:
+    losses = [float(run.step(batch).loss) for batch in run.batches()]
+    if run.world.main:
+        open("losses.json", "w").write(json.dumps(losses))
+"""
+
+
+def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(JOB + text)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"ECHELON_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_an_own_loop_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
+    losses = []
+    for plan in ("dp=1", "dp=2 zero=1"):
+        done = script(tmp_path, LOOP.replace("PLAN", repr(plan)))
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads((tmp_path / "losses.json").read_text()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 6
+
+
+def test_a_script_proves_its_plan(tmp_path: Path) -> None:
+    done = script(tmp_path, "print(echelon.verify(job, 'dp=2', out='certificate.json').verified)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True"
+    assert json.loads((tmp_path / "certificate.json").read_text())["verified"] is True
+
+
+def test_an_error_of_the_ranks_is_one_message(tmp_path: Path) -> None:
+    text = "echelon.train(echelon.Job(**{name: getattr(job(), name) for name in echelon.Job.__slots__} | {'batch': 1}), 'dp=2')"
+    done = script(tmp_path, text)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == [done.stderr.strip()], done.stderr
+    assert "a batch of 1 cannot feed 2 data ranks" in done.stderr
+
+
+def test_a_plan_for_other_ranks_than_were_started(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(JOB + "echelon.train(job, 'dp=2')")
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert 'the plan "dp=2" is for 2 ranks and 1 were started' in done.stderr
