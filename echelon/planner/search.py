@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | Non
         raise PlanError(_no_plan(profile, cluster, ranks))
     fitting = [candidate for candidate in everything if candidate.forecast.fits]
     if not fitting:
-        raise _too_large(everything)
+        raise _too_large(everything, cluster.kind)
     fitting.sort(key=_order)
     # Among plans of nearly the same speed the simplest one is the best.
     limit = fitting[0].forecast.time.step * (1 + _WORTH)
@@ -98,9 +99,9 @@ def _order(candidate: Candidate) -> tuple[float, float]:
     return candidate.forecast.time.step, candidate.forecast.memory.peak
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, int, float]:
+def _simplicity(candidate: Candidate) -> tuple[int, int, float, float]:
     plan = candidate.plan
-    return plan.ranks, plan.zero, 0 if plan.micro is None else -plan.micro, candidate.forecast.time.step
+    return plan.ranks, plan.zero, -(plan.micro or math.inf), candidate.forecast.time.step
 
 
 def _no_plan(profile: Profile, cluster: Cluster, ranks: int | None) -> str:
@@ -111,23 +112,33 @@ def _no_plan(profile: Profile, cluster: Cluster, ranks: int | None) -> str:
     )
 
 
-def _too_large(everything: list[Candidate]) -> PlanError:
-    """Nothing fits: what the smallest one lacks, and what would help."""
-    closest = min(everything, key=lambda c: c.forecast.memory.high + c.forecast.memory.framework - c.forecast.capacity)
+def _too_large(everything: list[Candidate], kind: str) -> PlanError:
+    """Nothing fits: what the closest one lacks, and what would help."""
+    closest = min(everything, key=lambda candidate: _needed(candidate.forecast) / candidate.forecast.capacity)
     forecast = closest.forecast
-    memory = forecast.memory
-    missing = memory.high + memory.framework - forecast.capacity
-    # Parameters, gradients and optimizer state can be sharded over any number of ranks; what a sample needs cannot.
-    fixed = memory.framework + (memory.activations + memory.temporary) * memory.high / memory.peak
-    whole = (memory.high + memory.framework - fixed) * (closest.plan.mesh.dp if closest.plan.zero == 3 else 1)
-    room = forecast.capacity - fixed
-    if room > 0:
-        needed = f"about {max(-(-whole // room), closest.plan.mesh.dp + 1):.0f} devices of this size under zero=3 would hold it"
-    else:
-        needed = "one sample alone fills a device: a smaller model or shorter samples are needed"
     error = PlanError(
-        f'no plan fits: the smallest, "{closest.plan}", needs up to {(memory.high + memory.framework) / 1e9:.2f} GB per rank and '
-        f"there are {forecast.capacity / 1e9:.2f} GB: {missing / 1e9:.2f} GB are missing (peak at {forecast.peak_at}); {needed}"
+        f'no plan fits: the closest, "{closest.plan}", needs up to {_needed(forecast) / 1e9:.2f} GB per rank and there are '
+        f"{forecast.capacity / 1e9:.2f} GB: {(_needed(forecast) - forecast.capacity) / 1e9:.2f} GB are missing (the peak is at "
+        f"{forecast.peak_at}); {_remedy(everything, closest, kind)}"
     )
     error.exit_code = 1
     return error
+
+
+def _needed(forecast: Forecast) -> float:
+    return forecast.memory.high + forecast.memory.framework
+
+
+def _remedy(everything: list[Candidate], closest: Candidate, kind: str) -> str:
+    if kind == "cpu":
+        # The ranks of a machine share its memory: more of them do not help.
+        least = min(_needed(c.forecast) * c.plan.ranks for c in everything)
+        return f"a machine with {least / 0.95 / 1e9:.1f} GB would hold it, or a smaller model"
+    memory = closest.forecast.memory
+    # Parameters, gradients and optimizer state can be sharded over any number of ranks; what a sample needs cannot.
+    fixed = memory.framework + (memory.activations + memory.temporary) * memory.high / memory.peak
+    room = closest.forecast.capacity - fixed
+    if room <= 0:
+        return "one sample alone fills a device: a smaller model or shorter samples are needed"
+    state = (_needed(closest.forecast) - fixed) * (closest.plan.mesh.dp if closest.plan.zero == 3 else 1)
+    return f"about {max(math.ceil(state / room), closest.plan.mesh.dp + 1)} devices of this size under zero=3 would hold it"

@@ -107,6 +107,7 @@ def peaks(first: Trace, second: Trace) -> tuple[Moment, ...]:
         moments.setdefault(moment)
     best = set()
     for size in _SIZES:
+        best.add(max(moments, key=lambda m: m.kept.at(size)))
         for share in _SHARES:
             best.add(max(moments, key=lambda m: m.alive.at(size) + share * m.gradients))
     return tuple(moment for moment in moments if moment in best)

@@ -91,11 +91,24 @@ def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest:
 def convolutions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Trial]:
     """(channels in, out, kernel, side, stride, groups), forward and backward."""
     made = _maker(device, dtype)
-    for inner, outer, kernel, side, stride, groups in (
-        (3, 32, 3, 32, 1, 1), (16, 16, 3, 32, 1, 1), (64, 64, 3, 32, 1, 1), (64, 128, 3, 32, 2, 1), (128, 128, 3, 16, 1, 1),
-        (256, 256, 3, 8, 1, 1), (512, 512, 3, 4, 1, 1), (64, 128, 1, 32, 2, 1), (64, 64, 1, 32, 1, 1), (256, 512, 1, 8, 2, 1),
-        (3, 64, 7, 112, 2, 1), (64, 64, 3, 16, 1, 64),
-    ):  # fmt: skip
+    same = (
+        (64, 32),
+        (64, 16),
+        (128, 8),
+        (256, 4),
+        (32, 32),
+        (128, 16),
+        (256, 8),
+        (512, 4),
+        (16, 32),
+        (32, 16),
+        (64, 8),
+    )
+    other = (
+        (3, 32, 3, 32, 1, 1), (64, 128, 3, 32, 2, 1), (64, 128, 1, 32, 2, 1), (64, 64, 1, 32, 1, 1), (128, 256, 3, 16, 2, 1),
+        (256, 512, 1, 8, 2, 1), (3, 64, 7, 112, 2, 1), (64, 64, 3, 16, 1, 64),
+    )  # fmt: skip
+    for inner, outer, kernel, side, stride, groups in (*other, *((c, c, 3, size, 1, 1) for c, size in same)):
         x, w = made(samples, inner, side, side), made(outer, inner // groups, kernel, kernel)
         pads = (kernel // 2, kernel // 2)
         options = ([stride, stride], pads, [1, 1], False, [0, 0], groups)

@@ -77,9 +77,10 @@ def _time(profile: Profile, plan: Plan, load: Load) -> Time:
 def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phase) -> float:
     operators = [operator for operator in profile.operators if operator.phase == phase]
     seconds = sum(o.count * operator_seconds(o, samples, load, plan.precision) for o in operators)
-    if load.device.fault and phase == "forward":
-        # What a step keeps was given back after the last one: the system hands it out anew.
-        seconds += load.device.fault * profile.kept(samples) * load.crowding
+    if load.device.fault:
+        # What a step keeps was given back after the last one: the system hands it out anew. So are gradients of one rank alone.
+        fresh = profile.kept(samples) if phase == "forward" else profile.gradient_bytes * (plan.mesh.dp == 1)
+        seconds += load.device.fault * fresh * load.crowding
     return seconds
 
 

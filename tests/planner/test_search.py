@@ -1,0 +1,91 @@
+"""Whatever `search` returns can be executed and fits; what it says about it is true."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import PlanError
+from echelon.plan.check import check
+from echelon.plan.profile import Profile
+from echelon.planner import explain, search, why_not
+from echelon.planner.search import candidates
+from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, profiles
+
+
+@given(profiles, st.sampled_from([1, 2, 4]), st.sampled_from([1e9, 4e9, 64e9]))
+@settings(max_examples=40, deadline=None)
+def test_plans_pass_check_and_fit(profile: Profile, cores: int, memory: float) -> None:
+    cluster = make_cluster(cores=cores, memory=memory)
+    try:
+        found = search(profile, cluster, top=8)
+    except PlanError:
+        assert not any(candidate.forecast.fits for candidate in candidates(profile, cluster))
+        return
+    for candidate in found:
+        assert candidate.forecast.fits
+        assert not [problem for problem in check(candidate.plan, profile, cluster) if problem.severity == "error"]
+    steps = [candidate.forecast.time.step for candidate in candidates(profile, cluster) if candidate.forecast.fits]
+    assert found[0].forecast.time.step <= min(steps) * 1.02 + 1e-12
+
+
+def test_one_process_wins_where_exchange_costs_more_than_it_saves() -> None:
+    profile, cluster = make_profile(blocks=12, width=1024, length=1, batch=4), make_cluster(cores=2, link=1e8)
+    best = search(profile, cluster)[0].plan
+    assert best.ranks == 1
+    assert best.threads == 2
+
+
+def test_ranks_win_where_a_device_is_needed_for_memory() -> None:
+    profile = make_profile(blocks=12, width=1024, length=256, batch=64)
+    whole = min(candidates(profile, make_cluster(cores=4)), key=lambda c: c.forecast.memory.peak)
+    assert whole.plan.micro == 1 or whole.plan.zero == 3
+
+
+def test_little_memory_forces_small_micro_batches() -> None:
+    profile = make_profile(blocks=8, width=512, length=256, batch=64)
+    roomy = search(profile, make_cluster(cores=1))[0]
+    # RSS of the framework counts too: leave room for it and a third of the peak.
+    memory = (roomy.forecast.memory.framework + roomy.forecast.memory.peak * 0.6) / 0.95
+    tight = search(profile, make_cluster(cores=1, memory=memory))[0]
+    assert roomy.plan.micro is None
+    assert tight.plan.micro is not None
+    assert tight.plan.micro < 64
+
+
+def test_number_of_ranks_can_be_given() -> None:
+    found = search(make_profile(), make_cluster(cores=4), ranks=2)
+    assert {candidate.plan.ranks for candidate in found} == {2}
+    with pytest.raises(PlanError, match="64 ranks"):
+        search(make_profile(batch=16), make_cluster(), ranks=64)
+
+
+def test_a_model_too_large_says_how_much_is_missing_and_what_would_hold_it() -> None:
+    profile = make_profile(blocks=12, width=4096, length=1)
+    with pytest.raises(PlanError, match=r"GB are missing .* a machine with \d+\.\d GB would hold it") as caught:
+        search(profile, make_cluster(memory=2e9))
+    assert caught.value.exit_code == 1
+    enough = float(str(caught.value).split("a machine with ")[1].split()[0]) + 0.1
+    assert search(profile, make_cluster(memory=enough * 1e9))
+
+
+def test_a_model_too_large_for_gpus_says_how_many_would_hold_it() -> None:
+    profile = make_profile(blocks=40, width=4096, length=1)
+    with pytest.raises(PlanError, match=r"about \d+ devices of this size under zero=3") as caught:
+        search(profile, make_gpus(2, 4e9))
+    count = int(str(caught.value).split("about ")[1].split()[0])
+    assert search(profile, make_gpus(2 * count, 4e9))
+
+
+def test_explain_and_why_not_name_cause_and_constraint() -> None:
+    profile, cluster = make_profile(blocks=8, width=1024), make_cluster(cores=2)
+    found = search(profile, cluster, top=3)
+    told = explain(found)
+    assert str(found[0].plan) in told
+    assert "time:" in told
+    assert "memory per rank:" in told
+    assert "slower" in why_not(profile, cluster, plan(dp=2, zero=3, micro=1), found[0].plan)
+    assert "cannot be executed" in why_not(profile, cluster, plan(dp=32), found[0].plan)
+    small = make_cluster(cores=2, memory=1e9)
+    assert "does not fit" in why_not(make_profile(blocks=12, width=2048), small, plan(), found[0].plan)

@@ -1,0 +1,230 @@
+"""Profiles against closed forms and against a real run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from echelon.errors import DataError, JobError
+from echelon.job import Job
+from echelon.plan.profile import units
+from echelon.profiler import profile
+from echelon.testing.models import GPT, MLP, ResNet
+
+
+def gpt_job(batch: int = 8, **fields: Any) -> Job:
+    shape = {"vocab": 128, "context": 32, "width": 64, "layers": 3, "heads": 4} | fields
+    rows = [(torch.zeros(32, dtype=torch.long), torch.zeros(32, dtype=torch.long)) for _ in range(16)]
+    return Job(
+        model=lambda: GPT(**shape),
+        loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        data=rows,
+        batch=batch,
+        steps=1,
+    )
+
+
+def image_job(model: Any, batch: int = 8) -> Job:
+    return Job(
+        model=model,
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        data=[(torch.zeros(3, 32, 32), i % 10) for i in range(16)],
+        batch=batch,
+        steps=1,
+    )
+
+
+def vector_job(model: Any, **fields: Any) -> Job:
+    values: dict[str, Any] = {
+        "loss": lambda output, batch: F.mse_loss(output, batch[-1]),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters),
+        "data": [(torch.ones(16), torch.ones(16)) for _ in range(16)],
+        "batch": 8,
+        "steps": 1,
+    }
+    return Job(model=model, **(values | fields))
+
+
+def kept_for_real(job: Job, samples: int) -> float:
+    """Bytes that a real forward keeps for backward, each storage once, parameters aside."""
+    torch.manual_seed(0)
+    model = job.model()
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = torch.utils.data.default_collate([job.data[i % len(job.data)] for i in range(samples)])
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = job.loss(model(*batch[:-1]), batch)
+    del loss
+    return sum(kept.values())
+
+
+def test_gpt_flops_are_6nd_and_attention() -> None:
+    found = profile(gpt_job())
+    tokens, width, length, layers = 8 * 32, 64, 32, 3
+    products = found.elements - (128 + 32) * width  # embeddings are looked up, not multiplied
+    products -= sum(p.elements for p in found.parameters if len(p.shape) == 1)
+    scores = layers * tokens * length * width * (4 + 10)  # forward 4, backward 10 (flash computes scores again)
+    assert found.flops(8) == pytest.approx(6 * products * tokens + scores, rel=0.01)
+    assert found.flops(8, "forward") + found.flops(8, "backward") == found.flops(8)
+
+
+def test_parameters_and_state_are_counted_exactly() -> None:
+    found, model = profile(gpt_job()), gpt_job().model()
+    assert found.elements == sum(p.numel() for p in model.parameters())
+    assert found.bytes == found.gradient_bytes == 4 * found.elements
+    assert found.state_bytes == pytest.approx(2 * found.bytes, rel=1e-3)
+    assert found.traced == "fake"
+    assert found.samples == 16
+    assert found.input_bytes == 2 * 32 * 8
+
+
+@pytest.mark.parametrize(
+    "job",
+    [gpt_job(), image_job(lambda: ResNet(width=8)), vector_job(lambda: MLP(width=16))],
+    ids=["gpt", "resnet", "mlp"],
+)
+@pytest.mark.parametrize("samples", [2, 5, 8])
+def test_kept_bytes_are_those_of_a_real_run(job: Job, samples: int) -> None:
+    assert profile(job).kept(samples) == pytest.approx(kept_for_real(job, samples), rel=0.02)
+
+
+def test_repeated_blocks_are_folded() -> None:
+    found = profile(gpt_job())
+    modules = {module.path: module for module in found.modules}
+    assert modules["blocks.*"].count == 3
+    assert modules["blocks.*.up"].count == 3
+    assert not any(path.startswith("blocks.0") for path in modules)
+    assert sum(o.count for o in found.operators if o.module == "blocks.*.up" and o.phase == "forward") == 3
+    assert found.units == ("blocks.0", "blocks.1", "blocks.2")
+    deeper = profile(gpt_job(layers=6))
+    assert len(deeper.operators) == len(found.operators)
+    assert len(deeper.modules) == len(found.modules)
+
+
+def test_blocks_that_differ_are_not_folded() -> None:
+    paths = {module.path for module in profile(image_job(lambda: ResNet(width=8))).modules}
+    assert {"stages.0", "stages.7"} <= paths
+
+
+def test_shared_parameters_are_found_once() -> None:
+    found = profile(gpt_job(tied=True))
+    shared = [parameter for parameter in found.parameters if parameter.aliases]
+    assert [(p.name, p.aliases) for p in shared] == [("tokens.weight", ("head.weight",))]
+    assert found.bytes == profile(gpt_job()).bytes - 128 * 64 * 4
+
+
+def test_batch_norm_couples_samples() -> None:
+    found = profile(image_job(lambda: ResNet(width=8)))
+    assert found.coupled
+    assert "stem.1" in found.norms
+    assert not profile(gpt_job()).coupled
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    def model() -> nn.Module:
+        made = MLP(width=16)
+        made[0].weight.requires_grad_(False)
+        return made
+
+    found = profile(vector_job(model))
+    assert found.gradient_bytes == found.bytes - 16 * 16 * 4
+    assert max(moment.gradients for moment in found.moments) <= found.gradient_bytes
+
+
+def test_a_given_module_is_left_as_it_was() -> None:
+    model = MLP(width=16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = profile(vector_job(model))
+    assert found.traced == "fake"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert not model[0]._forward_hooks
+
+
+class Gated(nn.Module):
+    """Looks at values to decide what runs: no trace without them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if x.sum().item() > -1e9 else x
+
+
+def test_a_model_that_cannot_be_traced_is_run() -> None:
+    found = profile(vector_job(Gated))
+    assert found.traced == "real"
+    assert "two small steps" in found.notes[0]
+    assert found.flops(8) == pytest.approx(2 * 2 * 8 * 16 * 16 * 2 + 8 * 2 * 16 * 16, rel=0.01)
+
+
+def test_dict_batches_and_own_losses_are_traced() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.linear(x), labels)}
+
+    data = [{"x": torch.ones(4), "labels": 1, "unused": 0} for _ in range(8)]
+    found = profile(vector_job(Own, loss=None, data=data))
+    assert found.traced == "fake"
+    assert found.flops(8, "forward") == 2 * 8 * 4 * 3
+
+
+def test_bad_jobs_say_so() -> None:
+    with pytest.raises(JobError, match=r"shape \(8, 16\)|shape \(2, 16\)"):
+        profile(vector_job(lambda: MLP(width=16), loss=lambda output, batch: output))
+    with pytest.raises(DataError, match="empty"):
+        profile(vector_job(lambda: MLP(width=16), data=[]))
+    with pytest.raises(JobError, match=r"not an nn\.Module"):
+        profile(vector_job(lambda: 3))
+
+
+def test_optimizer_state_of_any_optimizer() -> None:
+    class Half(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for value in group["params"]:
+                    self.state[value].setdefault("half", torch.zeros_like(value[: len(value) // 2]))
+
+    found = profile(vector_job(lambda: MLP(width=16, layers=2), optimizer=Half))
+    assert found.state_bytes == found.bytes // 2
+    plain = profile(vector_job(lambda: MLP(width=16), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, fused=True)))
+    assert plain.state_bytes == 0
+
+
+def test_units_are_repeated_blocks_of_weight() -> None:
+    def tree(model: nn.Module) -> list[tuple[str, str, int]]:
+        return [
+            (path, type(m).__name__, sum(p.numel() * 4 for p in m.parameters(recurse=False)))
+            for path, m in model.named_modules()
+        ]
+
+    assert units(tree(nn.Linear(4, 4))) == ()
+    assert units(tree(MLP(width=8, layers=3))) == ("0", "2", "4")
+    assert units(tree(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()))) == ()
+    nested = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    assert units(tree(nested)) == ("0", "1")
+    lopsided = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(2, 2))
+    assert units(tree(lopsided)) == ("0", "1")

@@ -1,0 +1,93 @@
+"""Kept documents: found while they hold, remade when anything they were made from changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.plan.plan import Plan
+from echelon.plan.store import Store, hash_files, installed_versions, user_files
+
+NOW = {"torch": "1", "echelon": "2"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+def test_what_was_put_is_found_by_kind_and_key(store: Store) -> None:
+    store.put("a", Plan(zero=1), versions=NOW)
+    assert store.get(Plan, "a", versions=NOW) == Plan(zero=1)
+    assert store.get(Plan, "b", versions=NOW) is None
+    store.put("a", Plan(zero=2), versions=NOW)
+    assert store.get(Plan, "a", versions=NOW) == Plan(zero=2)
+
+
+def test_another_version_is_not_used(store: Store) -> None:
+    store.put("a", Plan(), versions=NOW)
+    assert store.get(Plan, "a", versions=NOW | {"torch": "9"}) is None
+
+
+def test_a_changed_or_missing_source_is_not_used(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "job.py"
+    source.write_text("one")
+    store.put("a", Plan(), versions=NOW, sources=hash_files([source]))
+    assert store.get(Plan, "a", versions=NOW) == Plan()
+    source.write_text("two")
+    assert store.get(Plan, "a", versions=NOW) is None
+    source.unlink()
+    assert store.get(Plan, "a", versions=NOW) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "a"}', "\x00"])
+def test_a_damaged_entry_counts_as_absent(store: Store, text: str) -> None:
+    path = store.put("a", Plan(), versions=NOW)
+    path.write_text(text)
+    assert store.get(Plan, "a", versions=NOW) is None
+    assert [entry.good for entry in store.show(versions=NOW)] == [False]
+    store.put("a", Plan(), versions=NOW)
+    assert store.get(Plan, "a", versions=NOW) == Plan()
+
+
+def test_a_damaged_document_inside_counts_as_absent(store: Store) -> None:
+    path = store.put("a", Plan(zero=1), versions=NOW)
+    path.write_text(path.read_text().replace('\\"zero\\": 1', '\\"zero\\": 7'))
+    assert store.get(Plan, "a", versions=NOW) is None
+
+
+def test_show_and_clear(store: Store) -> None:
+    assert store.show(versions=NOW) == ()
+    assert store.clear() == 0
+    store.put("a", Plan(), versions=NOW)
+    store.put("b", Plan(), versions={"torch": "old"})
+    assert sorted((entry.key, entry.good) for entry in store.show(versions=NOW)) == [("a", True), ("b", False)]
+    assert store.clear() == 2
+    assert store.get(Plan, "a", versions=NOW) is None
+    assert not list(store.folder.glob("*.partial"))
+
+
+def test_user_files_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_net_for_store.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import my_net_for_store  # type: ignore[import-not-found]
+
+    found = user_files(
+        {"own": my_net_for_store, "json": sys.modules["json"], "pytest": pytest, "us": sys.modules["echelon.errors"]}
+    )
+    assert found == [(tmp_path / "my_net_for_store.py").resolve()]
+
+
+def test_looking_things_up_needs_no_torch() -> None:
+    code = (
+        "import sys; from echelon.profiler import known_cluster; from echelon.planner import search; known_cluster(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_versions_name_torch_and_echelon() -> None:
+    assert {"torch", "echelon", "python"} <= set(installed_versions())

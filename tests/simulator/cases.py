@@ -1,0 +1,124 @@
+"""Models and machines for tests of the simulator and the planner, drawn by Hypothesis; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Amount, Module, Moment, Operator, Parameter, Profile, Rule
+
+
+def make_profile(
+    *, blocks: int = 4, width: int = 256, batch: int = 16, length: int = 32, samples: int = 0, clip: bool = False
+) -> Profile:
+    """A stack of square linear layers, as the profiler would describe it."""
+    parameters = tuple(Parameter(name=f"blocks.{i}.weight", shape=(width, width)) for i in range(blocks))
+    size = width * width * 4
+    rows = Amount(0.0, float(length))
+    product = Amount(0.0, 2.0 * length * width * width)
+    moved = Amount(float(size), 8.0 * length * width)
+    kept = Amount(0.0, 4.0 * length * width * blocks)
+    square = (Amount(1.0), rows, Amount(float(width)), Amount(float(width)))
+
+    def operator(name: str, phase: str, count: int) -> Operator:
+        return Operator(
+            name=name, kind="matmul", phase=phase, module="blocks.*", count=count, dims=square, flops=product, moved=moved,
+            made=Amount(0.0, 4.0 * length * width),
+        )  # fmt: skip
+
+    return Profile(
+        model="test",
+        name="Stack",
+        batch=batch,
+        precision="fp32",
+        device="cpu",
+        parameters=parameters,
+        modules=(Module(path="blocks.*", kind="Linear", count=blocks, parameters=size, flops=product, kept=kept * (1 / blocks)),),
+        operators=(
+            operator("addmm:nt", "forward", blocks),
+            operator("mm:nn", "backward", blocks),
+            operator("mm:tn", "backward", blocks),
+            Operator(name="relu", kind="stream", phase="forward", module="", count=blocks, moved=Amount(0.0, 8.0 * length * width)),
+        ),
+        moments=(
+            Moment(where="loss", phase="backward", alive=kept * 1.25, kept=kept, gradients=0.0, blocks=blocks),
+            Moment(
+                where="blocks.*", phase="backward", alive=kept * (1 / blocks) + Amount(float(size)), kept=kept * (1 / blocks),
+                gradients=float(size * (blocks - 1)), blocks=2,
+            ),
+        ),
+        optimizers=(Rule(name="AdamW", state=2 * size * blocks, temporary=size, elements=width * width * blocks, fused=True),),
+        units=tuple(f"blocks.{i}" for i in range(blocks)),
+        unit_bytes=(size,) * blocks,
+        input_bytes=4 * length,
+        samples=samples,
+        clip=clip,
+    )  # fmt: skip
+
+
+def make_cluster(
+    *, cores: int = 4, memory: float = 64e9, flops: float = 4e10, bandwidth: float = 1e10, link: float = 2e9,
+    overlap: float = 0.0,
+) -> Cluster:  # fmt: skip
+    """A CPU machine whose cores scale perfectly."""
+    curves = []
+    for ranks in (1, 2, 4):
+        if ranks > cores:
+            continue
+        threads = cores // ranks
+        for name in ("mm:nn", "addmm:nt", "mm:tn"):
+            points = tuple(
+                Point((float(s), float(s), float(s)), flops * threads * share)
+                for s, share in ((64, 0.3), (512, 0.8), (2048, 1.0))
+            )
+            curves.append(Curve(operation=name, ranks=ranks, threads=threads, points=points))
+        for name in ("add", "copy_", "add_", "mul"):
+            curves.append(
+                Curve(operation=name, ranks=ranks, threads=threads, points=(Point((2.0**20,), bandwidth / ranks),))
+            )
+        for name in ("AdamW:fused", "AdamW"):
+            curves.append(
+                Curve(operation=name, ranks=ranks, threads=threads, points=(Point((2.0**22,), bandwidth / 28 / ranks),))
+            )
+    links = tuple(
+        Link(
+            operation=operation, backend="gloo", ranks=ranks, points=((4096.0, 1e-4), (2.0**25, 1e-4 + 2**25 / link)), overlap=overlap
+        )
+        for operation in ("all_reduce", "reduce_scatter", "all_gather")
+        for ranks in (2, 4)
+    )  # fmt: skip
+    device = Device(
+        kind="cpu", name="test", memory=int(memory), cores=cores, curves=tuple(curves), overhead=1e-5, framework=int(3e8),
+        grain=2.0**21, retained=3e7,
+    )  # fmt: skip
+    node = Node(name="here", cores=cores, memory=int(memory), devices=(device,), links=links)
+    return Cluster(name="test", nodes=(node,), versions={})
+
+
+def make_gpus(count: int, memory: float) -> Cluster:
+    """A node of GPUs as fast as that machine, with memory of their own."""
+    node = make_cluster().nodes[0]
+    device = replace(node.devices[0], kind="cuda", memory=int(memory), cores=1)
+    return Cluster(name="gpus", nodes=(replace(node, devices=(device,) * count),), versions={})
+
+
+def plan(dp: int = 1, zero: int = 0, micro: int | None = None, threads: int | None = None, **fields: object) -> Plan:
+    """A plan of the data axis."""
+    return Plan(mesh=Mesh(dp=dp), zero=zero, micro=micro, threads=threads, **fields)  # type: ignore[arg-type]
+
+
+profiles = st.builds(
+    make_profile,
+    blocks=st.integers(1, 12),
+    width=st.sampled_from([64, 256, 1024]),
+    batch=st.integers(4, 64),
+    length=st.sampled_from([1, 16, 256]),
+    clip=st.booleans(),
+)
+plans = st.builds(
+    plan, dp=st.sampled_from([1, 2, 3, 4]), zero=st.integers(0, 3), micro=st.one_of(st.none(), st.integers(1, 16))
+)

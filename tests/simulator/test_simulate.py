@@ -1,0 +1,152 @@
+"""What must hold of every forecast, whatever the model and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import PlanError
+from echelon.plan.cluster import Cluster, Curve, Point, rounded
+from echelon.plan.forecast import Forecast
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+from echelon.simulator import simulate
+from echelon.simulator.exchange import buckets
+from tests.simulator.cases import make_cluster, make_profile, plan, plans, profiles
+
+
+@given(profiles, plans)
+def test_documents_survive_the_codec(profile: Profile, wanted: Plan) -> None:
+    cluster = make_cluster()
+    forecast = simulate(profile, cluster, wanted)
+    assert Profile.from_json(profile.to_json()) == profile
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert Forecast.from_json(forecast.to_json()) == forecast
+
+
+@given(profiles, plans, st.floats(1.0, 8.0))
+def test_faster_parts_never_make_a_step_slower(profile: Profile, wanted: Plan, factor: float) -> None:
+    base = simulate(profile, make_cluster(), wanted).time.step
+    for faster in (
+        make_cluster(link=2e9 * factor),
+        make_cluster(bandwidth=1e10 * factor),
+        make_cluster(flops=4e10 * factor),
+        make_cluster(overlap=min(0.1 * factor, 1.0)),
+    ):
+        assert simulate(profile, faster, wanted).time.step <= base * (1 + 1e-9)
+
+
+@given(profiles, st.integers(1, 3))
+def test_sharded_state_falls_with_ranks(profile: Profile, zero: int) -> None:
+    cluster = make_cluster(cores=4)
+    few, many = (simulate(profile, cluster, plan(dp=dp, zero=zero)).memory for dp in (2, 4))
+    assert many.optimizer < few.optimizer
+    assert many.peak < few.peak
+
+
+def test_zero_3_holds_a_share_of_parameters_gradients_and_state() -> None:
+    profile, cluster = make_profile(blocks=8, width=1024), make_cluster(cores=4)
+    held = simulate(profile, cluster, plan(dp=4, zero=3)).memory
+    whole = simulate(profile, cluster, plan(dp=1, micro=4)).memory
+    for part in ("parameters", "gradients", "optimizer"):
+        assert getattr(held, part) == pytest.approx(getattr(whole, part) / 4, rel=0.1), part
+
+
+@given(profiles, st.integers(0, 3))
+def test_smaller_micro_batches_need_no_more_activation_memory(profile: Profile, zero: int) -> None:
+    cluster = make_cluster()
+    sizes = [
+        simulate(profile, cluster, plan(dp=2, zero=zero, micro=micro)).memory.activations for micro in (None, 4, 2, 1)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(profiles, plans)
+@settings(max_examples=50)
+def test_parts_are_not_negative_and_the_interval_holds_the_value(profile: Profile, wanted: Plan) -> None:
+    forecast = simulate(profile, make_cluster(), wanted)
+    parts = ("forward", "backward", "exchange", "hidden", "optimizer", "input", "overhead")
+    assert all(getattr(forecast.time, part) >= 0 for part in parts)
+    assert forecast.time.low <= forecast.time.step <= forecast.time.high
+    assert forecast.memory.low <= forecast.memory.peak <= forecast.memory.high
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    time = simulate(make_profile(), make_cluster(), plan(dp=1, zero=3)).time
+    assert time.exchange == time.hidden == 0.0
+
+
+def test_ranks_beyond_the_cores_are_priced_as_slower() -> None:
+    profile, cluster = make_profile(batch=16), make_cluster(cores=2)
+    two = simulate(profile, cluster, plan(dp=2, threads=1))
+    crowded = simulate(profile, cluster, plan(dp=4, threads=1))
+    assert crowded.time.step > two.time.step
+    assert any("cores" in note for note in crowded.notes)
+
+
+def test_fits_only_when_the_upper_end_fits() -> None:
+    profile = make_profile(blocks=8, width=1024)
+    memory = simulate(profile, make_cluster(), plan()).memory
+    between = (memory.peak + memory.high) / 2 + memory.framework
+    assert not simulate(profile, make_cluster(memory=between / 0.95), plan()).fits
+    assert simulate(profile, make_cluster(memory=(memory.high + memory.framework) / 0.95 + 1e6), plan()).fits
+
+
+def test_exchange_hides_only_as_far_as_the_link_overlaps() -> None:
+    profile = make_profile(blocks=8, width=1024)
+    shown = simulate(profile, make_cluster(), plan(dp=2)).time
+    half = simulate(profile, make_cluster(overlap=0.5), plan(dp=2)).time
+    assert shown.hidden == 0.0
+    assert half.exchange + half.hidden == pytest.approx(shown.exchange)
+    assert 0 < half.hidden < half.exchange
+
+
+def test_buckets_hold_every_gradient_once_and_the_first_is_small() -> None:
+    profile = make_profile(blocks=12, width=1024)  # 4 MB each
+    sizes = buckets(profile, plan(bucket=8))
+    assert sum(sizes) == profile.gradient_bytes
+    assert sizes[0] == 4 * 2**20
+    assert max(sizes) <= 8 * 2**20
+
+
+def test_accumulation_needs_a_second_copy_of_replicated_gradients() -> None:
+    profile, cluster = make_profile(), make_cluster()
+    once, often = (simulate(profile, cluster, plan(dp=2, micro=micro)).memory.gradients for micro in (None, 1))
+    assert often > 1.5 * once
+
+
+def test_other_axes_are_refused() -> None:
+    with pytest.raises(PlanError, match="tp=2"):
+        simulate(make_profile(), make_cluster(), Plan(mesh=Mesh(tp=2)))
+    with pytest.raises(PlanError, match="dp=8"):
+        simulate(make_profile(batch=4), make_cluster(), plan(dp=8))
+
+
+def test_unmeasured_cases_are_noted() -> None:
+    profile = make_profile()
+    assert any("compile" in note for note in simulate(profile, make_cluster(), plan(compile=True)).notes)
+    other = simulate(replace(profile, precision="bf16"), make_cluster(), plan())
+    assert other.memory.high > 1.4 * other.memory.peak
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(1e6, 1e12)), min_size=1, max_size=8), st.floats(0.1, 1e6))
+def test_a_curve_stays_within_its_points(points: list[tuple[float, float]], at: float) -> None:
+    curve = Curve(operation="add", points=tuple(Point((dim,), rate) for dim, rate in points))
+    rates = [rate for _, rate in points]
+    assert min(rates) * (1 - 1e-9) <= curve.rate((at,)) <= max(rates) * (1 + 1e-9)
+
+
+def test_a_curve_answers_its_own_points() -> None:
+    curve = Curve(operation="mm", points=(Point((64.0, 64.0), 1e9), Point((512.0, 512.0), 8e9)))
+    assert curve.rate((64, 64)) == 1e9
+    assert 1e9 < curve.rate((128, 256)) < 8e9
+    assert curve.rate((4096, 4096)) == 8e9
+
+
+def test_allocators_round_large_blocks_up() -> None:
+    assert rounded(64e6, 1, 2**21) == 64e6 + 2**21
+    assert rounded(1e6, 50, 2**21) < 1.2e6
