@@ -185,7 +185,7 @@ class Samples(Source):
         return batches
 
     def _seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
-        """The batches, with the generators seeded before each sample and before each collating."""
+        """The batches, with the generators seeded before each sample; a collate that draws goes on from the last one's."""
         numbers, seeds = ids.tolist(), draws.seeds(self._seed, epoch, ids)
         kinds = tuple(self._draws)
         batches, start = [], 0
@@ -194,7 +194,6 @@ class Samples(Source):
             for place in range(start, start + size):
                 draws.seed(seeds[place], kinds)
                 samples += self._read(numbers[place : place + 1])
-            draws.seed(seeds[start] ^ 1, kinds)  # another number than the first sample's own
             batches.append(self._batch(samples, numbers[start : start + size]))
             start += size
         return batches

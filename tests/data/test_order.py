@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -96,6 +97,16 @@ def test_the_shuffle_is_uniform() -> None:
     order = Order(samples=8, batch=8)
     places = np.bincount([batch(order, number).index(0) for number in range(4000)], minlength=8)
     assert ((places - 500) ** 2 / 500).sum() < 42
+
+
+def test_old_epochs_are_forgotten() -> None:
+    order = Order(samples=100_000, batch=50_000)
+    tracemalloc.start()
+    for step in range(20):
+        order.ids(step, 0, 1)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 3 * 8 * order.samples
 
 
 def test_without_shuffle_the_order_is_the_data_sets() -> None:

@@ -348,13 +348,12 @@ def test_a_collate_that_fails_is_blamed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["tensors", "a data set", "a list of namedtuples", "a list of tuples"])
+@pytest.mark.parametrize("name", [*GATHERED, "a data set", "a list of namedtuples", "a list of tuples"])
 def test_pinned_batches(name: str) -> None:
     source = open_source(DATA[name])
     pinned, plain = source.take(IDS, 0, pin=True), source.take(IDS, 0)
-    tensors = [
-        value for value in (pinned.values() if isinstance(pinned, dict) else pinned) if isinstance(value, Tensor)
-    ]
+    values = pinned.values() if isinstance(pinned, dict) else [pinned] if isinstance(pinned, Tensor) else pinned
+    tensors = [value for value in values if isinstance(value, Tensor)]
     assert tensors
     assert all(tensor.is_pinned() for tensor in tensors)
     assert same(pinned, plain)

@@ -42,7 +42,9 @@ class Shuffled(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from torch.randperm(30).tolist()
         for _ in range(7):
-            yield random.random() + np.random.randn()
+            yield random.random()
+            yield np.random.rand()
+            yield torch.rand(()).item()
 
 
 class OnlyOnce(IterableDataset[Any]):
@@ -140,12 +142,13 @@ def test_a_stream_draws_the_same_on_any_ranks_and_disturbs_nobody() -> None:
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     want = drawn()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    one = steps(Shuffled(), batch=8, stop=12, collate=mask)
-    assert steps(Shuffled(), batch=8, ranks=3, micro=1, start=2, stop=12, collate=mask) == one[2:]
+    one = steps(Shuffled(), batch=8, stop=14, collate=mask)
+    assert steps(Shuffled(), batch=8, ranks=3, micro=1, start=2, stop=14, collate=mask) == one[2:]
     assert drawn() == want
     epochs = [[value for epoch, _, values in one if epoch == number for value in values] for number in (0, 1)]
     assert sorted(epochs[0][:30]) == list(range(30))
-    assert epochs[0] != epochs[1]
+    assert len(set(epochs[0] + epochs[1])) == 30 + 2 * 21
+    assert epochs[0][:30] != epochs[1][:30]
     assert steps(Shuffled(), batch=8, stop=1, seed=5) != one[:1]
 
 
