@@ -46,13 +46,13 @@ def whole(value: Tensor) -> Tensor:
     """
     if not isinstance(value, DTensor):
         return value.detach().to("cpu", copy=True)
-    group, size = value.device_mesh.get_group(), value.device_mesh.size()
+    size = dist.get_world_size()  # the data axis is the whole world
     rows = -(-value.shape[0] // size)  # fully_shard cuts dim 0 as torch.chunk does: all parts but the last are full
     part = torch.zeros(rows, *value.shape[1:], dtype=value.dtype)
     local = value.to_local().detach().cpu()
     part[: local.shape[0]] = local
-    parts = [torch.empty_like(part) for _ in range(size)] if dist.get_rank(group) == 0 else None
-    dist.gather(part, parts, group_dst=0, group=group)
+    parts = [torch.empty_like(part) for _ in range(size)] if dist.get_rank() == 0 else None
+    dist.gather(part, parts)
     return local if parts is None else torch.cat(parts)[: value.shape[0]]
 
 

@@ -186,7 +186,7 @@ def _norms(x: Tensor, y: Tensor, scale: Tensor, shift: Tensor, rows: int, width:
         return
     image, other = x.view(images, channels, side, side), y.view(images, channels, side, side)
     a, b = scale[:channels].float(), shift[:channels].float()
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and x.dtype is not torch.bfloat16:  # torch takes its own kernel for bf16
         saved = aten.cudnn_batch_norm(image, a, b, a.clone(), b.clone(), True, 0.1, 1e-5)
         yield partial(aten.cudnn_batch_norm, image, a, b, a, b, True, 0.1, 1e-5)
         yield partial(aten.cudnn_batch_norm_backward, image, other, a, a, b, saved[1], saved[2], 1e-5, saved[3])
