@@ -26,7 +26,7 @@ check: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/mypy --strict $(wildcard echelon/plan echelon/simulator echelon/planner)
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff format .
