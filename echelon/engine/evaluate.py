@@ -57,7 +57,8 @@ def _micros(run: Run, data: Any) -> Iterator[Micro]:
         if is_stream(data):
             stream = Stream(data, collate=collate, seed=seed)
             return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=run.ranks.gather)
-        return evaluation_batches(open_source(data, collate=collate, seed=seed), rank=rank, ranks=ranks, size=size)
+        source, pin = open_source(data, collate=collate, seed=seed), run.device.type == "cuda"
+        return evaluation_batches(source, rank=rank, ranks=ranks, size=size, pin=pin, workers=run.workers)
 
 
 def _pair(value: Any, samples: int) -> Tensor:

@@ -14,7 +14,7 @@ from echelon.errors import JobError
 from echelon.job import Job
 
 #: Those that take fused=True in their constructor; the same switch in a group turns the kernel on later.
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 #: Of these, the kernels that know sharded tensors.
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 

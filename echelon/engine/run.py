@@ -70,7 +70,8 @@ class Run:
             torch.set_num_threads(plan.threads)
         if self.precision == "tf32":
             torch.set_float32_matmul_precision("high")
-        self.loader = self._open_data(workers)
+        self.workers = workers
+        self.loader = self._open_data()
         self._sharding: Sharding | None = None
         self._exchange: Exchange | None = None
         self.model = self._build(warn)
@@ -92,7 +93,7 @@ class Run:
 
     # What it is made of
 
-    def _open_data(self, workers: int) -> Loader | StreamLoader:
+    def _open_data(self) -> Loader | StreamLoader:
         job, world, pin = self.job, self.world, self.device.type == "cuda"
         #: Samples in the data set; 0: a stream, of unknown length.
         self.samples = 0
@@ -116,7 +117,9 @@ class Run:
         self._require_equal_data(len(source))
         self.samples, self.steps_per_epoch = order.samples, order.steps_per_epoch
         self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
-        return Loader(source, order, rank=world.rank, ranks=world.size, micro=self.plan.micro, pin=pin, workers=workers)
+        return Loader(
+            source, order, rank=world.rank, ranks=world.size, micro=self.plan.micro, pin=pin, workers=self.workers
+        )
 
     def _require_equal_data(self, samples: int) -> None:
         lengths = self.ranks.gather(samples)

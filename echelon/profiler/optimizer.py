@@ -14,7 +14,7 @@ from echelon.job import Job
 from echelon.plan.profile import Rule
 from echelon.profiler.trace import Recorder
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 #: State per parameter element where a step on the meta device fails: what nearly all optimizers hold at most.
 _GUESS = 2
 
