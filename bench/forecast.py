@@ -222,7 +222,7 @@ def _row(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.forecast", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", help="models whose name starts so")
     parser.add_argument("--rounds", type=int, default=2, help="times that every case is run")
     parser.add_argument("--refresh", action="store_true", help="measure the machine again")

@@ -109,6 +109,8 @@ class Moment:
     kept: Amount  #: the part of `alive` that waits for backward
     gradients: float
     blocks: int = 0  #: tensors of a megabyte or more among `alive`: allocators round each up
+    operator: str = ""  #: what runs at that moment, and the bytes it moves: its library may take a workspace
+    moved: Amount = Amount()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

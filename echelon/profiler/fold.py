@@ -103,11 +103,15 @@ def peaks(first: Trace, second: Trace) -> tuple[Moment, ...]:
             kept=line.amount(small.kept, large.kept),
             gradients=large.gradients,
             blocks=large.blocks,
+            operator=large.name,
+            moved=line.amount(small.moved, large.moved),
         )
         moments.setdefault(moment)
     best = set()
     for size in _SIZES:
         best.add(max(moments, key=lambda m: m.kept.at(size)))
+        # Convolutions may take a workspace as large as what they move.
+        best.add(max(moments, key=lambda m: m.alive.at(size) + ("conv" in m.operator) * m.moved.at(size)))
         for share in _SHARES:
             best.add(max(moments, key=lambda m: m.alive.at(size) + share * m.gradients))
     return tuple(moment for moment in moments if moment in best)

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.plan.cluster import rounded
-from echelon.profiler.trace import Recorder, counting, recording
+from echelon.profiler.trace import Call, Recorder, counting, recording
 from echelon.profiler.trials import Trial, heavy, trials
 
 #: Seconds that one trial is repeated for, at most; one repetition at least.
-_PATIENCE = 0.04
+_PATIENCE = {"cpu": 0.04, "cuda": 0.01}
 _MESSAGES = (2**12, 2**16, 2**20, 2**23, 2**25)
 
 
@@ -61,10 +61,10 @@ class Probe:
             if self._least(end - time.monotonic()) > 0:
                 self._rate(trial)
         if self.device == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+            torch.set_float32_matmul_precision("high")
             for trial in heavy(self.device):
                 self._rate(trial, dtype="tf32")
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+            torch.set_float32_matmul_precision("highest")
         self._optimizers()
         if self.ranks > 1:
             self._links()
@@ -83,7 +83,7 @@ class Probe:
             dist.barrier()
         first = self._once(call, 1, waits)
         # The ranks repeat equally often: what they time may be a collective.
-        repeats = int(self._least(max(min(int(_PATIENCE / max(first, 1e-6)), 200), 1)))
+        repeats = int(self._least(max(min(int(_PATIENCE[self.device] / max(first, 1e-6)), 200), 1)))
         inner = max(repeats // 8, 1)  # short calls are timed in groups, so that the clock itself does not count
         found = [first, *(self._once(call, inner, waits) for _ in range(max(repeats // inner, 1)))]
         return sorted(found)[len(found) // 4]
@@ -112,12 +112,18 @@ class Probe:
 
     def _rate(self, trial: Trial, dtype: str = "") -> None:
         try:
-            with Recorder(1) as recorder:
+            with torch.autograd.set_multithreading_enabled(False), Recorder(1) as recorder:
                 trial()
             # A call may copy or reshape on the side: what it is named after is its main operator.
             call = max(recorder.trace.calls, key=lambda c: (c.flops, c.moved))
+            if self.device == "cuda":
+                self._workspace(trial, call, dtype)
             seconds = self.time(trial)
-        except (RuntimeError, NotImplementedError) as error:  # an operator or type that this build does not have
+        except (
+            RuntimeError,
+            NotImplementedError,
+            ValueError,
+        ) as error:  # an operator or type that this build does not have
             self.say(kind="skipped", reason=str(error).splitlines()[0][:120])
             return
         dims = list(call.dims[1:]) if call.kind != "stream" else [call.moved]
@@ -125,6 +131,22 @@ class Probe:
             dims = _convolution_dims(call.dims)
         work = call.flops if call.kind != "stream" else call.moved
         self.say(kind="rate", operation=call.name, dtype=dtype or call.dtype, dims=dims, rate=work / seconds)
+
+    def _workspace(self, trial: Trial, call: Call, dtype: str) -> None:
+        """Bytes that a call takes and gives back besides what it returns, per byte that it moves."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trial()
+        extra = torch.cuda.max_memory_allocated() - before - call.made
+        if extra > 0.02 * call.moved and call.moved > 2**20:
+            self.say(
+                kind="rate",
+                operation=f"workspace {call.name}",
+                dtype=dtype or call.dtype,
+                dims=[call.moved],
+                rate=extra / call.moved,
+            )
 
     def _memory(self) -> dict[str, float]:
         """What a process holds beyond what is alive in it."""
@@ -150,7 +172,7 @@ class Probe:
             layers.zero_grad()
 
         step()
-        with Recorder(1) as recorder:
+        with torch.autograd.set_multithreading_enabled(False), Recorder(1) as recorder:
             step()
         return self.time(step) / len(recorder.trace.calls)
 
@@ -164,18 +186,15 @@ class Probe:
                 held = [nn.Parameter(torch.ones(shape, device=self.device)) for shape in shapes]
                 for value in held:
                     value.grad = torch.ones_like(value)
-                optimizer = kind(held, lr=1e-9, fused=fused, **options)  # type: ignore[arg-type]
                 elements = sum(value.numel() for value in held)
                 name = kind.__name__ + (":fused" if fused else "")
                 if kind is torch.optim.SGD and not options:
                     name = "plain-" + name
-                self.say(
-                    kind="rate",
-                    operation=name,
-                    dtype="float32",
-                    dims=[elements],
-                    rate=elements / self.time(optimizer.step),
-                )
+                try:
+                    seconds = self.time(kind(held, lr=1e-9, fused=fused, **options).step)  # type: ignore[arg-type]
+                except RuntimeError:  # Adagrad has no fused kernel on CUDA
+                    continue
+                self.say(kind="rate", operation=name, dtype="float32", dims=[elements], rate=elements / seconds)
 
     def _links(self) -> None:
         backend = dist.get_backend()
@@ -248,7 +267,7 @@ def reference_step(device: str, width: int, samples: int) -> tuple[float, float]
         optimizer.zero_grad()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     grown = _peak(device)
-    with recording(model, samples) as recorder:
+    with recording(model, samples) as recorder, torch.autograd.set_multithreading_enabled(False):
         for parameter in model.parameters():
             recorder.ignore(parameter)
             parameter.register_post_accumulate_grad_hook(counting(recorder))

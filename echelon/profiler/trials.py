@@ -49,7 +49,13 @@ def _in_turn(*kinds: Iterator[Trial]) -> Iterator[Trial]:
     waiting = list(kinds)
     while waiting:
         for kind in list(waiting):
-            trial = next(kind, None)
+            try:
+                trial = next(kind, None)
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # too large for this device, or not built for it: no more of this kind
+                trial = None
             if trial is None:
                 waiting.remove(kind)
             else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.plan.cluster import rounded
 from echelon.plan.forecast import Memory
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Moment, Profile
-from echelon.simulator.exchange import buckets
 from echelon.simulator.load import Load
 
 #: How far a peak may lie from the forecast: replicated plans, and sharded ones whose gathered copies come and go.
@@ -25,7 +24,7 @@ class Held:
     gradients: float
     optimizer: float
     buckets: float
-    #: Gradients that grow during backward and go at its end (a share of those done at a moment).
+    #: What each byte of gradient that is done adds at a moment of backward; below zero where it frees more than it takes.
     growing: float
     #: Gathered parameters and messages under way.
     passing: float
@@ -36,19 +35,21 @@ def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
     device = load.device
     held = _held(profile, plan, load)
     moment, samples = _peak(profile, load, held), load.largest
-    alive = moment.alive.at(samples)
+    alive = moment.alive.at(samples) + _workspace(moment, load)
     kept = min(moment.kept.at(samples), alive)
     gradients = held.gradients + held.growing * moment.gradients
     where = f"{moment.where} ({moment.phase})"
-    step = _optimizer_extra(profile, plan) + max(held.gradients, held.growing * profile.gradient_bytes)
-    if step > gradients + alive:
-        alive, kept, where = _optimizer_extra(profile, plan), 0.0, "optimizer step"
-        gradients = max(held.gradients, held.growing * profile.gradient_bytes)
+    end = held.gradients + held.growing * profile.gradient_bytes
+    if end + _optimizer_extra(profile, plan) > gradients + alive:
+        alive, kept, where, gradients = _optimizer_extra(profile, plan), 0.0, "optimizer step", end
     large = sum(parameter.bytes >= 2**20 for parameter in profile.parameters)
 
     def taken(size: float, blocks: float) -> float:
         return rounded(size, blocks, device.grain)
 
+    if gradients < 0:  # gathered parameters that are gone by then
+        held = replace(held, parameters=held.parameters + gradients)
+        gradients = 0.0
     parameters = taken(held.parameters + profile.buffers, large)
     optimizer = taken(held.optimizer, large * (held.optimizer / max(held.parameters, 1.0)))
     gradients = taken(gradients, large)
@@ -56,7 +57,8 @@ def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
     loose = taken(alive - kept, moment.blocks) + taken(held.passing, large)
     unreturned = min(device.retained, _UNRETURNED * (activations + loose + gradients))
     temporary = loose + unreturned + device.workspace
-    peak = parameters + gradients + optimizer + activations + temporary + held.buckets
+    buckets = taken(held.buckets, large)
+    peak = parameters + gradients + optimizer + activations + temporary + buckets
     spread = _SPREAD[plan.zero > 0 and plan.mesh.dp > 1]
     if plan.precision != profile.precision:
         spread = 0.5
@@ -66,7 +68,7 @@ def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
         optimizer=optimizer,
         activations=activations,
         temporary=temporary,
-        buckets=held.buckets,
+        buckets=buckets,
         framework=device.framework,
         low=peak * (1 - spread),
         high=peak * (1 + spread),
@@ -80,25 +82,37 @@ def _held(profile: Profile, plan: Plan, load: Load) -> Held:
         return Held(size, gradients if several else 0.0, state, 0.0, 0.0 if several else 1.0, 0.0)
     if plan.zero == 0:
         # Gradients live in the buckets; while micro-batches are summed they have a second home until the last of them.
-        largest = max(buckets(profile, plan))
-        return Held(size, gradients * (2 if several else 1), state, largest, 0.0, 0.0)
-    largest = float(max(profile.unit_bytes, default=0))
-    root = size - sum(profile.unit_bytes)
-    full = several and (plan.zero == 1 or plan.keep_gradients)
-    # One unit's gradients on their way: as computed, and flattened for the message.
-    passing = 2 * max(largest, root if not profile.units else 0.0)
+        return Held(size, gradients, state, gradients if several else 0.0, 0.0, 0.0)
+    largest = float(max(profile.unit_bytes, default=0)) if not plan.whole else 0.0
+    root = size - (sum(profile.unit_bytes) if not plan.whole else 0)
+    # Of the unit at work: its gradients as computed and as sent, those of the unit before still under way, its parameters' message.
+    passing = 4 * max(largest, 0.0 if largest else root)
     if plan.zero == 3:
-        # The root's own parameters, the unit at work and the one fetched ahead, and the message it came in.
-        passing += root + 3 * largest
-        parameters = size / dp
-    else:
-        passing += largest
-        parameters = size + size / dp
-    return Held(parameters, gradients / dp + (gradients if full else 0.0), state / dp, 0.0, 0.0, passing)
+        # The root's own parameters, and those of the unit at work and of the one fetched ahead.
+        passing += root + 2 * largest
+        return Held(size / dp, gradients / dp if several else 0.0, state / dp, 0.0, 0.0 if several else 1 / dp, passing)
+    full = several and (plan.zero == 1 or plan.keep_gradients)
+    if several:
+        kept = gradients if full else gradients / dp
+        return Held(size + size / dp, kept, state / dp, 0.0, 0.0, passing)
+    # Units give up their gathered parameters as their gradients are done: the peak is where backward begins.
+    return Held(size + size / dp, 0.0, state / dp, 0.0, 1 / dp - 1, passing)
 
 
 def _peak(profile: Profile, load: Load, held: Held) -> Moment:
-    return max(profile.moments, key=lambda m: m.alive.at(load.largest) + held.growing * m.gradients)
+    def size(moment: Moment) -> float:
+        return moment.alive.at(load.largest) + held.growing * moment.gradients + _workspace(moment, load)
+
+    return max(profile.moments, key=size)
+
+
+def _workspace(moment: Moment, load: Load) -> float:
+    """Bytes that the operator's library takes while it runs."""
+    moved = moment.moved.at(load.largest)
+    curve = load.device.curve(f"workspace {moment.operator}", "float32") or load.device.curve(
+        f"workspace {moment.operator}", "bfloat16"
+    )
+    return moved * curve.rate((moved,)) if curve is not None and moved else 0.0
 
 
 def _optimizer_extra(profile: Profile, plan: Plan) -> float:

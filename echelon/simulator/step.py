@@ -14,8 +14,8 @@ from echelon.simulator.memory import memory
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
-#: Reading and collating one sample in Python costs about this many operators' overhead.
-_SAMPLE = 4
+#: Reading and collating one sample costs about so many operators' overhead.
+_SAMPLE = 1
 
 
 def simulate(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
@@ -50,18 +50,18 @@ def _time(profile: Profile, plan: Plan, load: Load) -> Time:
     if len(load.micros) > 1:
         backward += (len(load.micros) - 1) * stream_seconds(load, "add_", 3 * profile.gradient_bytes)
     host = calls * load.device.overhead * load.crowding
+    reading = load.samples * (
+        stream_seconds(load, "copy_", 2 * profile.input_bytes) + _SAMPLE * load.device.overhead * load.crowding
+    )
     if load.device.kind == "cuda":
         # The host runs ahead of the device: its work shows only where the device waits for it.
-        host = max(host - forward - backward, 0.0)
+        host, reading = max(host + reading - forward - backward, 0.0), 0.0
     words = talk(profile, plan, load)
     hidden = min(words.hideable * _overlap(load), backward / len(load.micros))
     share = 1 / plan.mesh.dp if plan.zero else 1.0
     optimizer = sum(optimizer_seconds(rule, load, fused=plan.fused, share=share) for rule in profile.optimizers)
     if profile.clip:
         optimizer += stream_seconds(load, "mul", 3 * share * profile.gradient_bytes)
-    reading = load.samples * (
-        stream_seconds(load, "copy_", 2 * profile.input_bytes) + _SAMPLE * load.device.overhead * load.crowding
-    )
     parts = {
         "forward": forward,
         "backward": backward,

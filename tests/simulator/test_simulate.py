@@ -50,7 +50,7 @@ def test_sharded_state_falls_with_ranks(profile: Profile, zero: int) -> None:
 
 def test_zero_3_holds_a_share_of_parameters_gradients_and_state() -> None:
     profile, cluster = make_profile(blocks=8, width=1024), make_cluster(cores=4)
-    held = simulate(profile, cluster, plan(dp=4, zero=3)).memory
+    held = simulate(profile, cluster, plan(dp=4, zero=3, micro=1)).memory
     whole = simulate(profile, cluster, plan(dp=1, micro=4)).memory
     for part in ("parameters", "gradients", "optimizer"):
         assert getattr(held, part) == pytest.approx(getattr(whole, part) / 4, rel=0.1), part
@@ -115,8 +115,9 @@ def test_buckets_hold_every_gradient_once_and_the_first_is_small() -> None:
 
 def test_accumulation_needs_a_second_copy_of_replicated_gradients() -> None:
     profile, cluster = make_profile(), make_cluster()
-    once, often = (simulate(profile, cluster, plan(dp=2, micro=micro)).memory.gradients for micro in (None, 1))
-    assert often > 1.5 * once
+    once, often = (simulate(profile, cluster, plan(dp=2, micro=micro)).memory.buckets for micro in (None, 1))
+    assert once == 0.0
+    assert often >= profile.gradient_bytes
 
 
 def test_other_axes_are_refused() -> None:
