@@ -58,11 +58,11 @@ def test_zero_3_holds_a_share_of_parameters_gradients_and_state() -> None:
 
 @given(profiles, st.integers(0, 3))
 def test_smaller_micro_batches_need_no_more_activation_memory(profile: Profile, zero: int) -> None:
-    cluster = make_cluster()
-    sizes = [
-        simulate(profile, cluster, plan(dp=2, zero=zero, micro=micro)).memory.activations for micro in (None, 4, 2, 1)
-    ]
+    cluster, profile = make_cluster(), replace(profile, batch=16)
+    found = [simulate(profile, cluster, plan(dp=2, zero=zero, micro=micro)).memory for micro in (4, 2, 1)]
+    sizes = [memory.activations + memory.temporary for memory in found]
     assert sizes == sorted(sizes, reverse=True)
+    assert found[0].activations > found[-1].activations
 
 
 @given(profiles, plans)
