@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
 
 from echelon.engine import state
@@ -62,7 +64,9 @@ def save(run: Run, folder: Path) -> int:
 
 def _save(run: Run, folder: Path, partial: Path) -> int:
     with _quiet():
-        dcp.save(_tensors(run), storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=run.world.size == 1)
+        save_tensors(
+            _tensors(run), storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=run.world.size == 1
+        )
     with run.ranks.together():
         mine = [path for path in partial.iterdir() if path.name.startswith(f"__{run.world.rank}_")]
         mine += [partial / ".metadata"] if run.world.main else []
@@ -112,7 +116,7 @@ def load(run: Run, folder: Path) -> None:
     wanted = _wanted(run, reader.read_metadata(), folder)
     try:
         with _quiet():
-            dcp.load(wanted, storage_reader=reader, no_dist=run.world.size == 1)
+            load_tensors(wanted, storage_reader=reader, no_dist=run.world.size == 1)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{folder}: could not be read ({error})") from error
     prefix = "optimizer/"
