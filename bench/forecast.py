@@ -119,7 +119,7 @@ CPU = {
         job=lambda: resnet(width=32, batch=448), tiny=lambda: resnet(width=4, batch=8), plans=("dp=1", "dp=2")
     ),
     "mlp": Case(
-        job=lambda: mlp(width=2048, layers=9, batch=128),
+        job=lambda: mlp(width=2048, layers=13, batch=128),
         tiny=lambda: mlp(width=32, layers=3, batch=8),
         plans=("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3"),
     ),
