@@ -4,19 +4,23 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+JOB := examples/digits.py
 BENCHES := overhead startup memory parity forecast
 
 .PHONY: help demo test check format clean $(BENCHES:%=bench-%)
 
 help:
-	@echo "make demo        train examples/digits.py on this machine, then write its report"
+	@echo "make demo        plan and train $(JOB) on this machine (JOB=examples/gpt.py: another)"
 	@echo "make test        run the tests"
 	@echo "make check       formatting, lint, types, import contracts"
 	@echo "make bench-NAME  measure: $(BENCHES)"
 	@echo "make clean       remove .venv and caches"
 
 demo: $(VENV)/.examples
-	@$(BIN)/echelon train examples/digits.py
+	@rm -rf runs/demo
+	@$(BIN)/echelon plan $(JOB)
+	@$(BIN)/echelon train $(JOB) --out runs/demo
+	@echo "its report: runs/demo/report.html"
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)

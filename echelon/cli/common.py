@@ -74,7 +74,7 @@ def read_cluster(file: str | None) -> Cluster:
 
 
 def measured(*, refresh: bool = False) -> Cluster:
-    """This machine; where it has to be measured first, with a bar on a terminal."""
+    """This machine; where it has to be measured first, with a bar on a terminal and a line elsewhere."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -85,6 +85,8 @@ def measured(*, refresh: bool = False) -> Cluster:
         task = bar.add_task("measuring this machine", total=1.0, visible=False)
 
         def progress(what: str, share: float) -> None:
+            if not screen.is_terminal and not bar.tasks[task].visible:
+                typer.echo("measuring this machine, once (about half a minute)", err=True)
             bar.update(task, description=what, completed=share, visible=True)
 
         return measure(refresh=refresh, progress=progress)

@@ -86,8 +86,21 @@ def _rates(device: Device) -> Table:
     for family, (_, unit, size) in _FAMILIES.items():
         for (name, dtype, load), rate in sorted(best.items()):
             if name == family:
-                rows.add_row(family, dtype, load, f"{rate / size:,.3g} {unit}")
+                rows.add_row(family, dtype, load, f"{_figure(rate / size)} {unit}")
     return rows
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _slower(device: Device, dtype: str) -> float | None:
+    """How many times slower matrix products of `dtype` are than those of float32; None: not measured."""
+    rates: dict[str, float] = {}
+    for curve in device.curves:
+        if curve.operation.startswith(_FAMILIES["matrix products"][0]):
+            rates[curve.dtype] = max(rates.get(curve.dtype, 0.0), *(point.rate for point in curve.points))
+    return rates["float32"] / rates[dtype] if {"float32", dtype} <= set(rates) else None
 
 
 def _versions() -> dict[str, str]:
@@ -111,11 +124,12 @@ def _problems(cluster: Cluster) -> list[str]:
     if not torch.distributed.is_available():
         found.append("more than one rank: this torch was built without torch.distributed")
     if device.kind == "cpu":
-        found += [
-            f"precision={name} at speed: this CPU has no {name} instructions, about 100 times slower than fp32"
-            for name in ("bf16", "fp16")
-            if name not in device.instructions
-        ]
+        for precision, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+            slower = _slower(device, dtype)
+            if slower is not None and slower > 1:
+                found.append(
+                    f"precision={precision} at speed: measured {_figure(slower)} times slower than fp32 on this CPU"
+                )
         if torch.cuda.device_count() == 0:
             found.append("training on a GPU: torch sees none")
         if not any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")):
