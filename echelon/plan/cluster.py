@@ -131,12 +131,6 @@ class Device:
 
         return min(found, key=distance)
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The types whose matrix products were measured, fastest first."""
-        best = {curve.dtype: max(p.rate for p in curve.points) for curve in self.curves if curve.operation == "mm:nn"}
-        return tuple(sorted(best, key=lambda dtype: -best[dtype]))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ def _take(data: Any) -> tuple[list[Any], int]:
     if isinstance(data, IterableDataset):
         found = [sample for sample, _ in zip(data, range(SPREAD), strict=False)]
         length = 0
+    elif isinstance(data, str | Path) or (isinstance(data, tuple) and data and hasattr(data[0], "shape")):
+        raise DataError(
+            f"data= is a {type(data).__name__}, not a data set: give one with __len__ and __getitem__, for arrays "
+            "torch.utils.data.TensorDataset(inputs, targets)"
+        )
     else:
         try:
             length = len(data)

@@ -63,10 +63,11 @@ def _in_turn(*kinds: Iterator[Trial]) -> Iterator[Trial]:
 
 
 def _halves() -> Iterator[Trial]:
-    """Without instructions for it half precision is a hundred times slower on a CPU: one small product tells."""
+    """Without instructions for it half precision is a hundred times slower on a CPU: small calls tell."""
     for dtype in (torch.bfloat16, torch.float16):
-        a = torch.ones(128, 128, dtype=dtype)
+        a, x, w = (torch.ones(*shape, dtype=dtype) for shape in ((128, 128), (1, 16, 8, 8), (16, 16, 3, 3)))
         yield partial(torch.mm, a, a)
+        yield partial(aten.convolution, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
 def heavy(device: str) -> Iterator[Trial]:

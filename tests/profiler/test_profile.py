@@ -194,6 +194,8 @@ def test_bad_jobs_say_so() -> None:
         profile(vector_job(lambda: MLP(width=16), loss=lambda output, batch: output))
     with pytest.raises(DataError, match="empty"):
         profile(vector_job(lambda: MLP(width=16), data=[]))
+    with pytest.raises(DataError, match="TensorDataset"):
+        profile(vector_job(lambda: MLP(width=16), data=(torch.ones(8, 16), torch.ones(8, 16))))
     with pytest.raises(JobError, match=r"not an nn\.Module"):
         profile(vector_job(lambda: 3))
 
