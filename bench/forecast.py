@@ -30,6 +30,7 @@ from echelon.job import Job
 from echelon.plan.forecast import Forecast
 from echelon.plan.text import from_text
 from echelon.profiler import measure, profile
+from echelon.profiler.machine import Busy
 from echelon.simulator import simulate
 from echelon.testing.models import GPT, MLP, ResNet
 from echelon.testing.ranks import Pool
@@ -144,8 +145,8 @@ CUDA = {
 }
 
 
-def run_case(world: World, device: str, name: str, text: str, threads: int) -> tuple[float, list[float]]:
-    """On each rank: (bytes that the process grew by, seconds of each step after the first)."""
+def run_case(world: World, device: str, name: str, text: str, threads: int) -> tuple[float, list[float], list[float]]:
+    """On each rank: (bytes that the process grew by, seconds of each step after the first, the processor's seconds of each)."""
     case = (CUDA if device == "cuda" else CPU)[name]
     job = case.job()
     plan = replace(from_text(text), precision=job.precision)
@@ -154,16 +155,18 @@ def run_case(world: World, device: str, name: str, text: str, threads: int) -> t
     before = _warm(case.tiny(), replace(plan, precision="fp32", micro=None), world, where)
     run = Run(job, plan, world, device=where)
     seconds: list[float] = []
-    start = time.perf_counter()
+    busy: list[float] = []
+    start, clock = time.perf_counter(), time.process_time()
     for batch in run.batches(STEPS):
         run.step(batch)
         if where.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        start = time.perf_counter()
+        busy.append(time.process_time() - clock)
+        start, clock = time.perf_counter(), time.process_time()
     grown = _peak(where) - before
     run.close()
-    return grown, seconds[1:]
+    return grown, seconds[1:], busy[1:]
 
 
 def _warm(job: Job, plan: Any, world: World, device: torch.device) -> float:
@@ -233,7 +236,8 @@ def main() -> int:
     forecasts = _forecasts(cases, refresh=options.refresh)
     grown: dict[tuple[str, str], float] = {}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
-    cores = measure().cores
+    processor: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
+    cores, others = measure().cores, Busy()
     for _ in range(options.rounds):
         for (name, text), forecast in forecasts.items():
             ranks = forecast.plan.ranks
@@ -242,6 +246,7 @@ def main() -> int:
                 answers = pool.run(ranks, run_case, options.device, name, text, threads, timeout=900)
             grown[name, text] = max(answer[0] for answer in answers)
             seconds[name, text] += answers[0][1]
+            processor[name, text] += answers[0][2]
     rows = []
     for (name, text), forecast in forecasts.items():
         memory, step = forecast.memory, float(np.median(seconds[name, text]))
@@ -255,9 +260,19 @@ def main() -> int:
             for part in ("forward", "backward", "exchange", "hidden", "optimizer", "input", "overhead")
         }
         rows.append(
-            _row(name, text, "step", "s", forecast.time.step, step, TIME, causes | {"steps": seconds[name, text]})
+            _row(
+                name,
+                text,
+                "step",
+                "s",
+                forecast.time.step,
+                step,
+                TIME,
+                causes | {"steps": seconds[name, text], "processor": processor[name, text]},
+            )
         )
-    return publish("Forecast against measured", rows, json_path=options.json, notes=measure().notes)
+    notes = [*measure().notes, f"others used {others.share:.0%} of the cores during the runs"]
+    return publish("Forecast against measured", rows, json_path=options.json, notes=notes)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def _key() -> str:
 
 
 def _measured(gpus: int, progress: Progress, versions: dict[str, str]) -> Cluster:
-    busy = _Busy()
+    busy = Busy()
     kind = "cuda" if gpus else "cpu"
     loads = _loads(gpus)
     reports: list[tuple[int, int, dict[str, Any]]] = []
@@ -185,7 +185,7 @@ def _processes(device: str, ranks: int, threads: int, folder: Path) -> Iterator[
                 process.stdout.close()
 
 
-class _Busy:
+class Busy:
     """How much of the machine others use meanwhile: rates measured beside them are too low, and must say so."""
 
     def __init__(self) -> None:
@@ -202,9 +202,15 @@ class _Busy:
         hertz = os.sysconf("SC_CLK_TCK")
         return sum(words) - words[3] - words[4], sum(words), hertz * sum(own[:4])
 
-    def notes(self) -> tuple[str, ...]:
+    @property
+    def share(self) -> float:
+        """Share of the machine's cores that processes other than this one and its ended children used since the start."""
         busy, total, own = (b - a for a, b in zip(self._start, self._ticks(), strict=True))
-        share = (busy - own) / total if total else 0.0
+        return max((busy - own) / total, 0.0) if total else 0.0
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the measurements must know."""
+        share = self.share
         if share < 0.1:
             return ()
         return (

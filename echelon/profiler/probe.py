@@ -75,9 +75,13 @@ class Probe:
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 
-    def time(self, call: Callable[[], object], *, waits: bool = False) -> float:
-        """Seconds of one call: the lower quartile of repetitions, since disturbances only ever add. `waits`: it is a message."""
-        call()
+    def time(self, call: Callable[[], object], *, waits: bool = False, warm: bool = False) -> float:
+        """Seconds of one call: the lower quartile of repetitions, since disturbances only ever add.
+
+        `waits`: it is a message; `warm`: it ran before.
+        """
+        if not warm:
+            call()
         self._sync()
         if self.ranks > 1:
             dist.barrier()
@@ -118,7 +122,7 @@ class Probe:
             call = max(recorder.trace.calls, key=lambda c: (c.flops, c.moved))
             if self.device == "cuda":
                 self._workspace(trial, call, dtype)
-            seconds = self.time(trial)
+            seconds = self.time(trial, warm=True)
         except (
             RuntimeError,
             NotImplementedError,
@@ -153,13 +157,13 @@ class Probe:
         if self.device == "cuda":
             # The allocator's own count is exact; the libraries take a workspace from it for good.
             torch.cuda.reset_peak_memory_stats()
-            alive, peak = reference_step(self.device, 1024, 512)
+            alive, peak = reference_step(self.device, 1024, 128)
             return {"grain": 0.0, "retained": 0.0, "workspace": max(peak - alive, 0.0)}
         size, start = 16 * 2**20, _status("VmRSS")
         blocks = [torch.ones(size // 4) for _ in range(8)]
         grain = max((_status("VmRSS") - start) / len(blocks) - size, 0.0)
         del blocks
-        alive, peak = reference_step(self.device, 1024, 512)
+        alive, peak = reference_step(self.device, 1024, 128)
         return {"grain": grain, "retained": max(peak - start - rounded(alive, 10**9, grain), 0.0), "workspace": 0.0}
 
     def _overhead(self) -> float:
@@ -261,7 +265,7 @@ def reference_step(device: str, width: int, samples: int) -> tuple[float, float]
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.ones(samples, width, device=device)
-    for _ in range(3):
+    for _ in range(2):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
