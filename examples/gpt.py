@@ -88,7 +88,7 @@ def gpt(*, name: str, context: int, width: int, layers: int, batch: int, steps: 
 
 
 def job() -> echelon.Job:
-    return gpt(name="gpt", context=128, width=128, layers=4, batch=16, steps=300)
+    return gpt(name="gpt", context=128, width=128, layers=4, batch=16, steps=200)
 
 
 def tiny() -> echelon.Job:
