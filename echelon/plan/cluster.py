@@ -7,8 +7,11 @@ slower than the data sheet. A `Curve` holds measured points and answers for shap
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
@@ -39,24 +42,53 @@ class Curve:
             raise ValueError(f"{self.operation}: rates are above 0")
 
     def rate(self, dims: Sequence[float]) -> float:
-        """The rate at `dims`: points weighed by closeness in log space, so that factors of two count alike."""
+        """The rate at `dims`. Beyond the measured range it stays as it is at the edge."""
         if len(self.points) == 1:
             return self.points[0].rate
-        # Beyond the measured range rates stay as they are at its edge.
-        inside = [
-            min(max(value, min(p.dims[i] for p in self.points)), max(p.dims[i] for p in self.points))
-            for i, value in enumerate(dims)
-        ]
-        total = weight = 0.0
-        for point in self.points:
-            distance = sum(math.log2(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(inside, point.dims, strict=True))
-            if distance < 1e-9:
-                return point.rate
-            # Fourth power of the distance: the nearest few decide, and far ones do not drag a corner to the mean.
-            share = 1.0 / distance**2
-            total += share / point.rate
-            weight += share
-        return weight / total
+        axes, table = _grid(self.points)
+        inside = [min(max(value, axis[0]), axis[-1]) for value, axis in zip(dims, axes, strict=True)]
+        found = _between(axes, table, inside)
+        return _near(self.points, inside) if found is None else found
+
+
+@lru_cache(maxsize=512)
+def _grid(points: tuple[Point, ...]) -> tuple[tuple[tuple[float, ...], ...], dict[tuple[float, ...], float]]:
+    """The values that each dim was measured at, and the rate by dims."""
+    axes = tuple(tuple(sorted({point.dims[i] for point in points})) for i in range(len(points[0].dims)))
+    return axes, {point.dims: point.rate for point in points}
+
+
+def _between(
+    axes: tuple[tuple[float, ...], ...], table: dict[tuple[float, ...], float], dims: Sequence[float]
+) -> float | None:
+    """Linear in log space between the corners of the cell that holds `dims`; None where a corner was not measured."""
+    sides = []
+    for value, axis in zip(dims, axes, strict=True):
+        high = min(bisect_left(axis, value), len(axis) - 1)
+        low = high if axis[high] == value else max(high - 1, 0)
+        share = math.log(value / axis[low]) / math.log(axis[high] / axis[low]) if low != high and axis[low] > 0 else 0.0
+        sides.append(((axis[low], 1.0 - share), (axis[high], share)) if low != high else ((axis[low], 1.0),))
+    total = 0.0
+    for corner in product(*sides):
+        rate = table.get(tuple(value for value, _ in corner))
+        if rate is None:
+            return None
+        total += math.prod(share for _, share in corner) * math.log(rate)
+    return math.exp(total)
+
+
+def _near(points: Sequence[Point], dims: Sequence[float]) -> float:
+    """Points weighed by closeness in log space, so that factors of two count alike."""
+    total = weight = 0.0
+    for point in points:
+        distance = sum(math.log2(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(dims, point.dims, strict=True))
+        if distance < 1e-9:
+            return point.rate
+        # Fourth power of the distance: the nearest few decide, and far ones do not drag a corner to the mean.
+        share = 1.0 / distance**2
+        total += share / point.rate
+        weight += share
+    return weight / total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
