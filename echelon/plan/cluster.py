@@ -46,6 +46,8 @@ class Curve:
         if len(self.points) == 1:
             return self.points[0].rate
         axes, table = _grid(self.points)
+        if tuple(dims) in table:
+            return table[tuple(dims)]
         inside = [min(max(value, axis[0]), axis[-1]) for value, axis in zip(dims, axes, strict=True)]
         found = _between(axes, table, inside)
         return _near(self.points, inside) if found is None else found
