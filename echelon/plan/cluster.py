@@ -46,9 +46,9 @@ class Curve:
         if len(self.points) == 1:
             return self.points[0].rate
         axes, table = _grid(self.points)
-        if tuple(dims) in table:
-            return table[tuple(dims)]
-        inside = [min(max(value, axis[0]), axis[-1]) for value, axis in zip(dims, axes, strict=True)]
+        inside = tuple(min(max(value, axis[0]), axis[-1]) for value, axis in zip(dims, axes, strict=True))
+        if inside in table:
+            return table[inside]
         found = _between(axes, table, inside)
         return _near(self.points, inside) if found is None else found
 
