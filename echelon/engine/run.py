@@ -34,7 +34,7 @@ from echelon.engine.optimizers import make_optimizers, make_schedules
 from echelon.engine.outcome import Step
 from echelon.engine.precision import LossScale, autocast
 from echelon.engine.ranks import Ranks
-from echelon.engine.shard import Sharding, unit_modules
+from echelon.engine.shard import Sharding, forget_meshes, unit_modules
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
 from echelon.engine.weights import load_weights
@@ -325,4 +325,12 @@ class Run:
         """Give back what the run holds: hooks on the parameters, the process group if it was joined here."""
         if self._exchange is not None:
             self._exchange.close()
+        if self._sharding is not None:
+            # Sharded parameters keep the process group and its threads alive; one that still runs when Python ends aborts the
+            # process. Without the group they could not be used any more anyway.
+            del self.model, self.optimizers, self.schedules
+            self._sharding = None
+            self._parameters.clear()
+            self._statistics = StepStatistics(nn.Module(), self.ranks)
+            forget_meshes()
         self.ranks.close()

@@ -10,6 +10,7 @@ All three shard parameters at rest. They differ in how long the gathered copies 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import debug
 
 from echelon.engine.build import realise
 from echelon.engine.ranks import Ranks
@@ -118,3 +120,11 @@ class Sharding:
         """Back to sharded parameters, after a forward without a backward."""
         for module in self._modules:
             module.reshard()
+
+
+def forget_meshes() -> None:
+    """Let go of the process groups that torch's caches of sharded operators remember. Private: there is no public way."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+    gc.collect()
