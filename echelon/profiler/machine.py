@@ -20,8 +20,8 @@ from echelon.world import cache_folder, visible_devices
 
 #: `progress(what, share)`: a line for people and how much is done, 0 to 1.
 Progress = Callable[[str, float], None]
-#: Seconds of trials in each measuring process at most: a quiet machine needs half of it.
-_SECONDS = 20.0
+#: Seconds of work on trials in each measuring process at most; on a busy machine it may wait longer than it works.
+_SECONDS = 16.0
 #: Reports of one whole measuring process, for the progress display only.
 _REPORTS = 260
 #: What an instruction set is called in /proc/cpuinfo -> what it is good for.

@@ -8,6 +8,7 @@ such processes measure at the same moment where ranks share a memory bus.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,10 +57,10 @@ class Probe:
         if self.device == "cpu":
             self.say(kind="fault", seconds_per_byte=_fault(self.threads))
         self.say(kind="overhead", seconds=self._overhead())
-        end = time.monotonic() + self._seconds
+        end, last = time.process_time() + self._seconds * self.threads, time.monotonic() + 2.5 * self._seconds
         for trial in trials(self.device):
             # On a machine that is busy with other things the time runs out; rates are then read off neighbouring points.
-            if self._least(end - time.monotonic()) > 0:
+            if self._least(min(end - time.process_time(), last - time.monotonic())) > 0:
                 self._rate(trial)
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -90,18 +92,18 @@ class Probe:
         repeats = int(self._least(max(min(int(_PATIENCE[self.device] / max(first, 1e-6)), 200), 1)))
         inner = max(repeats // 8, 1)  # short calls are timed in groups, so that the clock itself does not count
         found = [first, *(self._once(call, inner, waits) for _ in range(max(repeats // inner, 1)))]
-        # Threads wait for their slowest: one that was disturbed spoils the whole call, so that only the best one counts.
-        return sorted(found)[0 if self.threads > 1 and self.device == "cpu" else len(found) // 4]
+        return sorted(found)[len(found) // 4]
 
     def _once(self, call: Callable[[], object], inner: int, waits: bool) -> float:
-        start, busy = time.perf_counter(), time.process_time()
+        queued, start, busy = _queued(), time.perf_counter(), time.process_time()
         for _ in range(inner):
             call()
         self._sync()
         wall, busy = time.perf_counter() - start, time.process_time() - busy
-        # One thread that computes is never idle by itself: what its clock lacks against the wall's, others took.
-        alone = self.device == "cpu" and self.threads == 1 and not waits
-        return (min(wall, busy) if alone else wall) / inner
+        if self.device == "cuda" or waits:
+            return wall / inner
+        # What its threads spent queueing for a core, others took; but it cannot have been faster than its own work shared evenly.
+        return max(wall - (_queued() - queued), busy / self.threads) / inner
 
     def _least(self, value: float) -> float:
         """The smallest of the ranks' values."""
@@ -221,7 +223,8 @@ class Probe:
                     bytes=size,
                     seconds=self.time(call, waits=True),
                 )
-        self.say(kind="overlap", operation="all_reduce", share=self._overlap())
+        # Ranks on a CPU use all of its cores here: what copies a message then cannot compute.
+        self.say(kind="overlap", operation="all_reduce", share=self._overlap() if self.device == "cuda" else 0.0)
 
     def _overlap(self) -> float:
         """Share of an all-reduce that passes while this rank computes."""
@@ -298,6 +301,15 @@ def _fault(threads: int) -> float:
         found.append(max(fresh - (time.process_time() - start), 0.0) / size / threads)
         kept.append(memory)  # not given back: the next one must be fresh too
     return sorted(found)[len(found) // 2]
+
+
+def _queued() -> float:
+    """Seconds that this process's threads were ready to run but had no core, so far; 0 where the kernel does not tell."""
+    total = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may just have ended
+            total += int(file.read_text().split()[1])
+    return total / 1e9
 
 
 def _status(name: str) -> float:
