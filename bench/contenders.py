@@ -7,7 +7,6 @@ ready-cut batches from memory and no logging, progress or checkpoints: the least
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import tempfile
 import threading
@@ -201,8 +200,12 @@ class _Driven:
             self._done.release()
 
 
+class _Over(Exception):
+    """No more turns: `echelon.train` ends as it does for any error, its files closed."""
+
+
 class Train(_Driven):
-    """`echelon.train` with all it does besides: event log, TensorBoard, progress."""
+    """`echelon.train` with what it keeps besides: event log and TensorBoard. No progress: it would draw over the table."""
 
     name = "echelon train"
 
@@ -217,11 +220,11 @@ class Train(_Driven):
 
         def listen(event: Event) -> None:
             if event.kind in ("start", "step") and not self.more():
-                raise SystemExit
+                raise _Over
 
         plan = Plan(fused=self._fused, threads=torch.get_num_threads())
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-            train(self._workload.job(), plan, folder=folder, every=ENDLESS, listeners=[listen])
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Over):
+            train(self._workload.job(), plan, folder=folder, every=ENDLESS, listeners=[listen], quiet=True)
 
 
 class Trainer(_Driven):
