@@ -200,7 +200,7 @@ class _Driven:
             self._done.release()
 
 
-class _Over(Exception):
+class _NoTurnError(Exception):
     """No more turns: `echelon.train` ends as it does for any error, its files closed."""
 
 
@@ -220,10 +220,10 @@ class Train(_Driven):
 
         def listen(event: Event) -> None:
             if event.kind in ("start", "step") and not self.more():
-                raise _Over
+                raise _NoTurnError
 
         plan = Plan(fused=self._fused, threads=torch.get_num_threads())
-        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Over):
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_NoTurnError):
             train(self._workload.job(), plan, folder=folder, every=ENDLESS, listeners=[listen], quiet=True)
 
 
