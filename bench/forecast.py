@@ -4,8 +4,8 @@
 
 Rates come from the measured cluster alone; the models here are never timed to forecast them. Memory on a CPU is the peak of RSS
 minus RSS after one step of a tiny model with the same operators, in processes that run nothing else; on a GPU it is the
-allocator's peak. Time is the median over all steps of all rounds; rounds go through the cases one after another, so that a
-slow minute of the machine meets every case.
+allocator's peak. Time is the median over all steps of all rounds, less what the ranks' threads spent queueing for a core behind
+other programs (nothing on a quiet machine); rounds go through the cases one after another, so that a slow minute meets every case.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.text import from_text
 from echelon.profiler import measure, profile
 from echelon.profiler.machine import Busy
+from echelon.profiler.probe import queued
 from echelon.simulator import simulate
 from echelon.testing.models import GPT, MLP, ResNet
 from echelon.testing.ranks import Pool
@@ -146,7 +147,7 @@ CUDA = {
 
 
 def run_case(world: World, device: str, name: str, text: str, threads: int) -> tuple[float, list[float], list[float]]:
-    """On each rank: (bytes that the process grew by, seconds of each step after the first, the processor's seconds of each)."""
+    """On each rank: (bytes that the process grew by, seconds of each step after the first, of those queueing for a core)."""
     case = (CUDA if device == "cuda" else CPU)[name]
     job = case.job()
     plan = replace(from_text(text), precision=job.precision)
@@ -155,18 +156,18 @@ def run_case(world: World, device: str, name: str, text: str, threads: int) -> t
     before = _warm(case.tiny(), replace(plan, precision="fp32", micro=None), world, where)
     run = Run(job, plan, world, device=where)
     seconds: list[float] = []
-    busy: list[float] = []
-    start, clock = time.perf_counter(), time.process_time()
+    lost: list[float] = []
+    start, queue = time.perf_counter(), queued()
     for batch in run.batches(STEPS):
         run.step(batch)
         if where.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        busy.append(time.process_time() - clock)
-        start, clock = time.perf_counter(), time.process_time()
+        lost.append(queued() - queue)
+        start, queue = time.perf_counter(), queued()
     grown = _peak(where) - before
     run.close()
-    return grown, seconds[1:], busy[1:]
+    return grown, seconds[1:], lost[1:]
 
 
 def _warm(job: Job, plan: Any, world: World, device: torch.device) -> float:
@@ -236,7 +237,7 @@ def main() -> int:
     forecasts = _forecasts(cases, refresh=options.refresh)
     grown: dict[tuple[str, str], float] = {}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
-    processor: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
+    wall: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
     cores, others = measure().cores, Busy()
     for _ in range(options.rounds):
         for (name, text), forecast in forecasts.items():
@@ -245,8 +246,10 @@ def main() -> int:
                 threads = max(cores // ranks, 1)
                 answers = pool.run(ranks, run_case, options.device, name, text, threads, timeout=900)
             grown[name, text] = max(answer[0] for answer in answers)
-            seconds[name, text] += answers[0][1]
-            processor[name, text] += answers[0][2]
+            wall[name, text] += answers[0][1]
+            # A rank that queues for a core behind another program makes the others wait: the longest queue counts.
+            queues = [max(each) for each in zip(*(answer[2] for answer in answers), strict=True)]
+            seconds[name, text] += [step - queue for step, queue in zip(answers[0][1], queues, strict=True)]
     rows = []
     for (name, text), forecast in forecasts.items():
         memory, step = forecast.memory, float(np.median(seconds[name, text]))
@@ -268,7 +271,7 @@ def main() -> int:
                 forecast.time.step,
                 step,
                 TIME,
-                causes | {"steps": seconds[name, text], "processor": processor[name, text]},
+                causes | {"steps": seconds[name, text], "wall": wall[name, text]},
             )
         )
     notes = [*measure().notes, f"others used {others.share:.0%} of the cores during the runs"]

@@ -95,7 +95,7 @@ class Probe:
         return sorted(found)[len(found) // 4]
 
     def _once(self, call: Callable[[], object], inner: int, waits: bool) -> float:
-        queued, start, busy = _queued(), time.perf_counter(), time.process_time()
+        queue, start, busy = queued(), time.perf_counter(), time.process_time()
         for _ in range(inner):
             call()
         self._sync()
@@ -103,7 +103,7 @@ class Probe:
         if self.device == "cuda" or waits:
             return wall / inner
         # What its threads spent queueing for a core, others took; but it cannot have been faster than its own work shared evenly.
-        return max(wall - (_queued() - queued), busy / self.threads) / inner
+        return max(wall - (queued() - queue), busy / self.threads) / inner
 
     def _least(self, value: float) -> float:
         """The smallest of the ranks' values."""
@@ -303,7 +303,7 @@ def _fault(threads: int) -> float:
     return sorted(found)[len(found) // 2]
 
 
-def _queued() -> float:
+def queued() -> float:
     """Seconds that this process's threads were ready to run but had no core, so far; 0 where the kernel does not tell."""
     total = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
