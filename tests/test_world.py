@@ -7,7 +7,14 @@ import pytest
 from echelon.errors import WorldError
 from echelon.world import World, read_world
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "29500",
+}
 
 
 def test_alone() -> None:
@@ -27,7 +34,13 @@ def test_our_launcher_meets_in_a_file() -> None:
 
 def test_slurm_and_mpi() -> None:
     place = {"MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_ID": "0"}
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_STEP_ID": "0",
+    }
     mpi = {
         "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
