@@ -155,16 +155,19 @@ def run_case(world: World, device: str, name: str, text: str, threads: int) -> t
     where = torch.device(device)
     before = _warm(case.tiny(), replace(plan, precision="fp32", micro=None), world, where)
     run = Run(job, plan, world, device=where)
+    # With one thread the others only carry messages: they queue while the main one works or waits.
+    alone = threads == 1
     seconds: list[float] = []
     lost: list[float] = []
-    start, queue = time.perf_counter(), queued()
+    start, queue, busy = time.perf_counter(), queued(main=alone), time.process_time()
     for batch in run.batches(STEPS):
         run.step(batch)
         if where.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        lost.append(queued() - queue)
-        start, queue = time.perf_counter(), queued()
+        # It cannot have lost more than its own work leaves.
+        lost.append(min(queued(main=alone) - queue, seconds[-1] - (time.process_time() - busy) / threads))
+        start, queue, busy = time.perf_counter(), queued(main=alone), time.process_time()
     grown = _peak(where) - before
     run.close()
     return grown, seconds[1:], lost[1:]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import warnings
@@ -303,10 +304,10 @@ def _fault(threads: int) -> float:
     return sorted(found)[len(found) // 2]
 
 
-def queued() -> float:
-    """Seconds that this process's threads were ready to run but had no core, so far; 0 where the kernel does not tell."""
+def queued(*, main: bool = False) -> float:
+    """Seconds that this process's threads (or its main one) were ready to run but had no core, so far; 0 where the kernel does not tell."""
     total = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
+    for file in Path("/proc/self/task").glob(f"{os.getpid() if main else '*'}/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may just have ended
             total += int(file.read_text().split()[1])
     return total / 1e9
