@@ -11,6 +11,9 @@ other programs (nothing on a quiet machine); rounds go through the cases one aft
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -173,6 +176,20 @@ def run_case(world: World, device: str, name: str, text: str, threads: int) -> t
     return grown, seconds[1:], lost[1:]
 
 
+def _answers(device: str, name: str, text: str, ranks: int, threads: int) -> list[Any]:
+    """Run a case in new processes: what the last one left would count as held."""
+    if ranks > 1:
+        with Pool() as pool:
+            return pool.run(ranks, run_case, device, name, text, threads, timeout=900)
+    # The pool's processes start with one thread, which the matrix library keeps to whatever torch is told later.
+    code = f"import json; from bench.forecast import World, run_case; print(json.dumps(run_case(World(), *{(device, name, text, threads)!r})))"
+    environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise SystemExit(f"{name} {text}: {done.stderr.strip()[-2000:]}")
+    return [json.loads(done.stdout.splitlines()[-1])]
+
+
 def _warm(job: Job, plan: Any, world: World, device: torch.device) -> float:
     """One step of a tiny model with the same operators; what the process holds after it."""
     run = Run(job, plan, world, device=device)
@@ -245,9 +262,7 @@ def main() -> int:
     for _ in range(options.rounds):
         for (name, text), forecast in forecasts.items():
             ranks = forecast.plan.ranks
-            with Pool() as pool:  # new processes each time: what the last case left would count as held
-                threads = max(cores // ranks, 1)
-                answers = pool.run(ranks, run_case, options.device, name, text, threads, timeout=900)
+            answers = _answers(options.device, name, text, ranks, max(cores // ranks, 1))
             grown[name, text] = max(answer[0] for answer in answers)
             wall[name, text] += answers[0][1]
             # A rank that queues for a core behind another program makes the others wait: the longest queue counts.
