@@ -9,7 +9,7 @@ from echelon.plan.profile import Profile
 from echelon.simulator.cost import message_seconds, stream_seconds
 from echelon.simulator.load import Load
 
-#: Operators' worth of host work that sharding costs per unit and pass (hooks, streams, views; counted in torch's fully_shard).
+#: Operators' worth of host work that sharding costs per unit and pass (hooks, streams, views): a judgement, not measured.
 _HOOKS = 60
 
 

@@ -9,7 +9,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.split import split
 
-#: Threads of one rank wait for each other: when another rank has their core the whole rank waits (measured: 2 x 2 on 2 cores).
+#: Threads of one rank wait for each other: when another rank has their core the whole rank waits (a judgement, not measured).
 _CROWDING = 1.15
 
 

@@ -81,8 +81,8 @@ def _held(profile: Profile, plan: Plan, load: Load) -> Held:
     if dp == 1:
         return Held(size, gradients if several else 0.0, state, 0.0, 0.0 if several else 1.0, 0.0)
     if plan.zero == 0:
-        # Gradients live in the buckets; while micro-batches are summed they have a second home until the last of them.
-        return Held(size, gradients, state, gradients if several else 0.0, 0.0, 0.0)
+        # Gradients live in the buckets from the first micro-batch on.
+        return Held(size, gradients, state, 0.0, 0.0, 0.0)
     largest = float(max(profile.unit_bytes, default=0)) if not plan.whole else 0.0
     root = size - (sum(profile.unit_bytes) if not plan.whole else 0)
     # Of the unit at work: its gradients as computed and as sent, those of the unit before still under way, its parameters' message.
