@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
+from echelon.launchers.local import die_with_parent
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.store import Store, installed_versions
 from echelon.world import cache_folder, visible_devices
@@ -173,6 +174,7 @@ def _processes(device: str, ranks: int, threads: int, folder: Path) -> Iterator[
                         text=True,
                         env=environment,
                         start_new_session=True,
+                        preexec_fn=die_with_parent if sys.platform == "linux" else None,
                     )
                 )
         yield processes
