@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -151,6 +152,12 @@ def publish(title: str, rows: Sequence[Row], *, json_path: Path | None = None, n
             json.dumps({"title": title, "machine": machine(), "rows": plain, "notes": list(notes)}, indent=1)
         )
     return 0 if all(row.good for row in rows) else 1
+
+
+def tell(row: Row) -> Row:
+    """Print a row as soon as it is known: the table comes at the end of a long measurement."""
+    print(f"{', '.join(row.what.values())}: {' '.join(row.text.split())}", file=sys.stderr, flush=True)
+    return row
 
 
 def machine() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, publish, ratio, take_turns
+from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, publish, ratio, take_turns, tell
 from bench.contenders import PEERS, Echelon, Plain, Train, quietly
 from bench.workloads import WORKLOADS
 from echelon.testing.ranks import Pool
@@ -177,7 +177,7 @@ def _row(what: dict[str, str], ours: Timing, theirs: Timing, limit: float | None
         f"{milliseconds(ours.step)} / {milliseconds(theirs.step)}, CPU time {cpu.median:.3f}, {len(ours.wall)} rounds"
     )
     detail = {"ours": ours, "theirs": theirs, "wall": wall, "cpu": cpu}
-    return Row(what=what, value=wall.high, text=f"{wall}\n{times}", limit=limit, detail=detail)
+    return tell(Row(what=what, value=wall.high, text=f"{wall}\n{times}", limit=limit, detail=detail))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from bench.common import Row, publish
+from bench.common import Row, publish, tell
 from echelon.observer import read_events
 from echelon.testing.faults import Stopped, stop_at
 
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         text = f"{len(outcome.different)} differ{': ' + outcome.different[0] if outcome.different else ''}"
         detail = {"different": outcome.different}
-        rows.append(Row(what=what | stops, value=len(outcome.different), text=text, limit=0, detail=detail))
+        rows.append(tell(Row(what=what | stops, value=len(outcome.different), text=text, limit=0, detail=detail)))
     return publish("Killed, interrupted, resumed: float32, bit by bit", rows, json_path=asked.json)
 
 
