@@ -191,6 +191,7 @@ class Cluster(Document):
     """The machines that a plan is for."""
 
     KIND: ClassVar[str] = "cluster"
+    VERSION: ClassVar[int] = 2
 
     name: str
     nodes: tuple[Node, ...]

@@ -98,6 +98,14 @@ class Operator:
     made: Amount = Amount()  #: bytes of new storage
 
 
+def rate_dims(kind: str, dims: tuple[float, ...]) -> tuple[float, ...]:
+    """What the rate of an operator of this kind depends on; a curve's points are at these."""
+    if kind == "convolution":
+        samples, inner, outer, kernel, spatial, groups = dims
+        return inner / groups, outer / groups, kernel, spatial, samples
+    return dims[1:]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """A moment of the step at which the memory may peak: what is alive besides parameters, gradients and optimizer state,
@@ -129,6 +137,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
+    VERSION: ClassVar[int] = 2
 
     model: str  #: fingerprint: see `fingerprint`
     name: str

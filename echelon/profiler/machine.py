@@ -21,8 +21,8 @@ from echelon.world import cache_folder, visible_devices
 
 #: `progress(what, share)`: a line for people and how much is done, 0 to 1.
 Progress = Callable[[str, float], None]
-#: Seconds of work on trials in each measuring process at most; on a busy machine it may wait longer than it works.
-_SECONDS = 16.0
+#: Seconds of work on trials in each measuring process at most, by device; on a busy machine it may wait longer than it works.
+_SECONDS = {"cpu": 16.0, "cuda": 32.0}
 #: Reports of one whole measuring process, for the progress display only.
 _REPORTS = 260
 #: What an instruction set is called in /proc/cpuinfo -> what it is good for.
@@ -163,7 +163,7 @@ def _processes(device: str, ranks: int, threads: int, folder: Path) -> Iterator[
         for rank in range(ranks):
             settings = {
                 "rank": rank, "ranks": ranks, "threads": threads, "store": str(folder / "store"), "device": device,
-                "seconds": _SECONDS,
+                "seconds": _SECONDS[device],
             }  # fmt: skip
             with open(folder / f"{rank}.err", "w") as errors:
                 processes.append(

@@ -14,10 +14,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.plan.cluster import rounded
+from echelon.plan.profile import rate_dims
 from echelon.profiler.trace import Call, Recorder, counting, recording
 from echelon.profiler.trials import Trial, heavy, trials
 
@@ -96,12 +96,13 @@ class Probe:
         return sorted(found)[len(found) // 4]
 
     def _once(self, call: Callable[[], object], inner: int, waits: bool) -> float:
-        queue, start, busy = queued(), time.perf_counter(), time.process_time()
+        plain = self.device == "cuda" or waits
+        queue, start, busy = 0.0 if plain else queued(), time.perf_counter(), time.process_time()
         for _ in range(inner):
             call()
         self._sync()
         wall, busy = time.perf_counter() - start, time.process_time() - busy
-        if self.device == "cuda" or waits:
+        if plain:
             return wall / inner
         # What its threads spent queueing for a core, others took; but it cannot have been faster than its own work shared evenly.
         return max(wall - (queued() - queue), busy / self.threads) / inner
@@ -134,9 +135,7 @@ class Probe:
         ) as error:  # an operator or type that this build does not have
             self.say(kind="skipped", reason=str(error).splitlines()[0][:120])
             return
-        dims = list(call.dims[1:]) if call.kind != "stream" else [call.moved]
-        if call.kind == "convolution":
-            dims = _convolution_dims(call.dims)
+        dims = rate_dims(call.kind, call.dims) if call.kind != "stream" else (call.moved,)
         work = call.flops if call.kind != "stream" else call.moved
         self.say(kind="rate", operation=call.name, dtype=dtype or call.dtype, dims=dims, rate=work / seconds)
 
@@ -253,12 +252,6 @@ def _reduce_scatter(part: Tensor, whole: Tensor) -> object:
     return call(part, whole)
 
 
-def _convolution_dims(dims: Iterable[float]) -> list[float]:
-    """What a convolution's rate depends on: channels of one group, kernel and image, not the number of samples."""
-    _, inner, outer, kernel, spatial, groups = dims
-    return [inner / groups, outer / groups, kernel, spatial]
-
-
 def reference_step(device: str, width: int, samples: int) -> tuple[float, float]:
     """Train a small network of our own; (bytes that are alive at its peak by the recorder, bytes that the process grew)."""
     model = nn.Sequential(
@@ -307,9 +300,14 @@ def _fault(threads: int) -> float:
 def queued(*, main: bool = False) -> float:
     """Seconds that this process's threads (or its main one) were ready to run but had no core, so far; 0 where the kernel does not tell."""
     total = 0
-    for file in Path("/proc/self/task").glob(f"{os.getpid() if main else '*'}/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may just have ended
-            total += int(file.read_text().split()[1])
+    with contextlib.suppress(FileNotFoundError):
+        for task in [str(os.getpid())] if main else os.listdir("/proc/self/task"):
+            # The thread may just have ended, or the kernel not count.
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"/proc/self/task/{task}/schedstat") as file,
+            ):
+                total += int(file.read().split()[1])
     return total / 1e9
 
 

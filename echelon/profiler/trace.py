@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
         if kind == "matmul":
             name += _layout(*_factors(name, args))
         forward = self.phase == "forward"
-        moved = float(sum(t.numel() * t.element_size() for t in (*inputs, *outputs)))
+        moved = _moved(name, inputs, outputs)
         lead = next((t for t in (*inputs, *outputs) if t.is_floating_point()), outputs[0])
         call = Call(
             name=name,
@@ -220,6 +220,23 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _identity(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+#: Operators that read as much of their first input as they return, however large it is; and one that only writes.
+_PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward"}
+_WRITES = {"nll_loss_backward", "nll_loss2d_backward"}
+
+
+def _moved(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
+    """Bytes that a call reads and writes."""
+    read, written = inputs, outputs
+    if name in _PICKS:
+        largest = max((t.numel() for t in (*inputs[1:], *outputs)), default=0)
+        picked = min(largest, inputs[0].numel()) * inputs[0].element_size()
+        return float(picked + sum(t.numel() * t.element_size() for t in (*inputs[1:], *outputs)))
+    if name in _WRITES:
+        read = [t for t in inputs if not t.is_floating_point()]
+    return float(sum(t.numel() * t.element_size() for t in (*read, *written)))
 
 
 def _is_view(func: Any, known: set[int], outputs: list[Tensor]) -> bool:

@@ -17,6 +17,9 @@ from torch import Tensor
 aten = torch.ops.aten
 Trial = Callable[[], object]
 
+#: Sides of the products timed on a GPU: below the least it is mostly idle, beyond the largest its rate no longer grows.
+_SIDES = (256, 1024, 4096, 16384)
+
 
 def trials(device: str) -> Iterator[Trial]:
     """Every call worth timing on a device of this kind, kinds in turn: when time runs out each kind has been seen.
@@ -31,18 +34,22 @@ def trials(device: str) -> Iterator[Trial]:
             *(streams(device, torch.float32, size) for size in (2**24, 2**20, 2**16)),
             _halves(),
         )
-    return _in_turn(
-        *(
-            kind
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-            for kind in (
-                matmuls(device, dtype, (256, 2048, 16384), largest=2**39),
-                convolutions(device, dtype, 128),
-                attentions(device, dtype, 32),
-                *(streams(device, dtype, size) for size in (2**28, 2**24, 2**20)),
-            )
+    # Products in float16 go as fast as in bfloat16; what moves bytes has kernels of its own for some types.
+    heavy = (
+        kind
+        for dtype in (torch.float32, torch.bfloat16)
+        for kind in (
+            matmuls(device, dtype, _SIDES, largest=2**40),
+            convolutions(device, dtype, 1024, 32),
+            attentions(device, dtype, 32),
         )
     )
+    light = (
+        streams(device, dtype, size)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for size in (2**28, 2**24, 2**20)
+    )
+    return _in_turn(*heavy, *light)
 
 
 def _in_turn(*kinds: Iterator[Trial]) -> Iterator[Trial]:
@@ -72,8 +79,8 @@ def _halves() -> Iterator[Trial]:
 
 def heavy(device: str) -> Iterator[Trial]:
     """The trials that differ when float32 products may use tf32."""
-    yield from matmuls(device, torch.float32, (256, 2048, 16384), largest=2**39)
-    yield from convolutions(device, torch.float32, 128)
+    yield from matmuls(device, torch.float32, _SIDES, largest=2**40)
+    yield from convolutions(device, torch.float32, 1024, 32)
 
 
 def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest: int) -> Iterator[Trial]:
@@ -95,8 +102,8 @@ def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest:
         yield partial(torch.bmm, c.transpose(1, 2), b)
 
 
-def convolutions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Trial]:
-    """(channels in, out, kernel, side, stride, groups), forward and backward."""
+def convolutions(device: str, dtype: torch.dtype, *batches: int) -> Iterator[Trial]:
+    """(channels in, out, kernel, side, stride, groups), forward and backward, at each number of samples."""
     made = _maker(device, dtype)
     same = (
         (64, 32),
@@ -115,7 +122,8 @@ def convolutions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Tria
         (3, 32, 3, 32, 1, 1), (64, 128, 3, 32, 2, 1), (64, 128, 1, 32, 2, 1), (64, 64, 1, 32, 1, 1), (128, 256, 3, 16, 2, 1),
         (256, 512, 1, 8, 2, 1), (3, 64, 7, 112, 2, 1), (64, 64, 3, 16, 1, 64),
     )  # fmt: skip
-    for inner, outer, kernel, side, stride, groups in (*other, *((c, c, 3, size, 1, 1) for c, size in same)):
+    shapes = (*other, *((c, c, 3, size, 1, 1) for c, size in same))
+    for samples, (inner, outer, kernel, side, stride, groups) in product(batches, shapes):
         x, w = made(samples, inner, side, side), made(outer, inner // groups, kernel, kernel)
         pads = (kernel // 2, kernel // 2)
         options = ([stride, stride], pads, [1, 1], False, [0, 0], groups)
@@ -128,7 +136,9 @@ def convolutions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Tria
 
 def attentions(device: str, dtype: torch.dtype, samples: int) -> Iterator[Trial]:
     """Causal attention through whatever kernel torch picks, forward and backward."""
-    for heads, length, width in ((8, 128, 32), (8, 128, 64), (4, 512, 64), (2, 1024, 128)):
+    small = ((8, 128, 32), (8, 128, 64), (4, 512, 64), (2, 1024, 128))
+    large = tuple((12, length, width) for length, width in product((4096, 1024, 128), (128, 64, 32)))
+    for heads, length, width in small if device == "cpu" else large:
         q, k, v = (
             torch.empty(samples, length, heads, width, device=device, dtype=dtype)
             .normal_()
@@ -219,6 +229,8 @@ def _lookups(x: Tensor, device: str, rows: int, width: int) -> Iterator[Trial]:
 
 def _maker(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     def made(*shape: int) -> Tensor:
-        return torch.empty(*shape, device=device, dtype=dtype).fill_(0.5)
+        made = torch.empty(*shape, device=device, dtype=dtype)
+        # Equal numbers draw less power than real ones, and a GPU then runs faster than it would in training.
+        return made.normal_() if device == "cuda" else made.fill_(0.5)
 
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echelon.plan.plan import Precision
-from echelon.plan.profile import Operator, Rule
+from echelon.plan.profile import Operator, Rule, rate_dims
 from echelon.simulator.load import Load
 
 #: Rate of a device that was never measured for anything alike, bytes or FLOPs per second: slow enough not to flatter.
@@ -16,25 +16,21 @@ def operator_seconds(operator: Operator, samples: int, load: Load, precision: Pr
     if operator.kind == "stream":
         moved = operator.moved.at(samples)
         return moved / rate(load, (operator.name, "add"), operator.dtype, (moved,))
-    names: tuple[str, ...]
+    names: tuple[str, ...] = (operator.name,)
     if operator.kind == "matmul":
-        base = operator.name.partition(":")[0]
-        names, at = (operator.name, f"{base}:nn", f"mm:{operator.name.partition(':')[2]}", "mm:nn"), dims[1:]
-    elif operator.kind == "convolution":
-        names, at = (operator.name,), (dims[1] / dims[5], dims[2] / dims[5], dims[3], dims[4])
-    else:
-        names, at = (operator.name,), dims[1:]
+        base, _, layout = operator.name.partition(":")
+        names = (operator.name, f"{base}:nn", f"mm:{layout}", "mm:nn")
     dtype = (
         "tf32"
         if precision == "tf32" and operator.dtype == "float32" and operator.kind != "attention"
         else operator.dtype
     )
-    return operator.flops.at(samples) / rate(load, names, dtype, at)
+    return operator.flops.at(samples) / rate(load, names, dtype, rate_dims(operator.kind, dims))
 
 
 def rate(load: Load, names: tuple[str, ...], dtype: str, dims: tuple[float, ...]) -> float:
-    """The rate of the first of `names` that was measured, under this load. A type that was not measured goes by float32."""
-    for kind in (dtype, "float32"):
+    """The rate of the first of `names` that was measured, under this load. A type that was not measured goes by its nearest."""
+    for kind in dict.fromkeys((dtype, *(("bfloat16",) if dtype == "float16" else ()), "float32")):
         for name in names:
             curve = load.device.curve(name, kind, ranks=load.ranks, threads=load.threads)
             if curve is not None and len(curve.points[0].dims) == len(dims):
