@@ -260,9 +260,10 @@ class Run:
 
     def _require_number(self, loss: float, step: int) -> None:
         if self.loss_scale is None and not math.isfinite(loss):
+            empty = " Or the loss counted no item in the whole batch: then (sum, count) has count 0 on every rank."
             raise TrainingError(
                 f"the loss is {loss} at step {step}: training stopped, and nothing was saved since; lower the learning rate, clip "
-                "gradients (clip=1.0), or look at that batch: run.loader.steps(step, step + 1)"
+                f"gradients (clip=1.0), or look at that batch: run.loader.steps(step, step + 1).{empty if self.nominal else ''}"
             )
 
     def move(self, value: Any) -> Any:
