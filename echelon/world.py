@@ -126,3 +126,14 @@ def _address(env: Mapping[str, str], source: str) -> str:
         raise WorldError(f"MASTER_PORT={port!r} is not a port number")
     # torchrun's agent already listens on that port: torch's own env:// knows how to join it, tcp:// would bind it again.
     return "env://" if source == "torchrun" else f"tcp://{host}:{port}"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(int(quota) // int(period), 1))
+    except (OSError, ValueError):
+        pass
+    return cores

@@ -17,7 +17,7 @@ from echelon.errors import LaunchError
 from echelon.launchers.local import die_with_parent
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.store import Store, installed_versions
-from echelon.world import cache_folder, visible_devices
+from echelon.world import cache_folder, usable_cores, visible_devices
 
 #: `progress(what, share)`: a line for people and how much is done, 0 to 1.
 Progress = Callable[[str, float], None]
@@ -53,7 +53,7 @@ def known_cluster(*, store: Store | None = None) -> Cluster | None:
 def _key() -> str:
     """What makes it another machine: name, processor, cores, GPUs that this process may see."""
     gpus = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
-    return " ".join(["machine", platform.node(), _processor(), str(_cores()), *gpus, f"visible={visible_devices()}"])
+    return " ".join(["machine", platform.node(), _processor(), str(usable_cores()), *gpus, f"visible={visible_devices()}"])
 
 
 def _measured(gpus: int, progress: Progress, versions: dict[str, str]) -> Cluster:
@@ -67,7 +67,7 @@ def _measured(gpus: int, progress: Progress, versions: dict[str, str]) -> Cluste
             reports.append((ranks, threads, report))
             progress(what, (turn + min(count / _REPORTS, 1.0)) / len(loads))
     progress("measured", 1.0)
-    cores, memory = _cores(), _memory()
+    cores, memory = usable_cores(), _memory()
     devices = tuple(_device(kind, index, reports) for index in range(max(gpus, 1)))
     node = Node(name=platform.node() or "localhost", cores=cores, memory=memory, devices=devices, links=_links(reports))
     return Cluster(name=node.name, nodes=(node,), versions=versions, notes=busy.notes())
@@ -75,7 +75,7 @@ def _measured(gpus: int, progress: Progress, versions: dict[str, str]) -> Cluste
 
 def _loads(gpus: int) -> list[tuple[int, int]]:
     """(processes, threads each) to measure under: alone with everything, then side by side on shares of it."""
-    cores = _cores()
+    cores = usable_cores()
     if gpus:
         return [(1, cores)] + ([(gpus, max(cores // gpus, 1))] if gpus > 1 else [])
     return [(ranks, cores // ranks) for ranks in (1, 2, 4) if ranks <= cores]
@@ -105,7 +105,7 @@ def _device(kind: Any, index: int, reports: list[tuple[int, int, dict[str, Any]]
         kind=kind,
         name=name,
         memory=memory,
-        cores=_cores() if kind == "cpu" else 1,
+        cores=usable_cores() if kind == "cpu" else 1,
         instructions=_instructions() if kind == "cpu" else (),
         curves=curves,
         overhead=single["overhead"]["seconds"],
@@ -219,17 +219,6 @@ class Busy:
             f"other processes used {share:.0%} of the cores while this machine was measured: times forecast from it are too "
             "long; measure again (refresh) when it is quiet",
         )
-
-
-def _cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(int(quota) // int(period), 1))
-    except (OSError, ValueError):
-        pass
-    return cores
 
 
 def _memory() -> int:
