@@ -26,7 +26,7 @@ class Job:
     """What to train.
 
     `loss(output, batch)` gives the mean over the batch's samples, or `(sum, count)` where samples weigh differently (tokens).
-    `loss=None` takes the model's own `output.loss`. `batch` is the global batch: micro-batches and accumulation are the plan's.
+    `loss=None` takes the model's own `output.loss`, over the labels that are not -100. `batch` is the global batch: micro-batches and accumulation are the plan's.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -48,7 +48,8 @@ class Job:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     seed: int = 0
-    name: str = "job"
+    #: None: named after the job file.
+    name: str | None = None
     #: A safetensors file (or its index, or a torch state dict) that the parameters start from.
     weights: str | Path | None = None
 
@@ -106,38 +107,72 @@ def _import_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise JobError(f"{path}: not a Python file")
+    _require_free_name(path)
     module = importlib.util.module_from_spec(spec)
+    setattr(module, _MARK, True)
+    before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # so that classes defined there can be found again by name
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        # Half a module must not answer a later import.
+        del sys.modules[path.stem]
+        if before is not None:
+            sys.modules[path.stem] = before
+        raise
     return module
+
+
+#: Set in modules that are job files: one may take another's name, as `job.py` of two folders do.
+_MARK = "__echelon_job__"
+
+
+def _require_free_name(path: Path) -> None:
+    """Refuse a file whose name is another module's: whoever imports that one would get the job file."""
+    name = path.stem
+    if name in sys.stdlib_module_names:
+        raise JobError(f"{path}: `{name}` is a module of Python's own, which this file would replace; rename the file")
+    loaded = sys.modules.get(name)
+    if loaded is None or hasattr(loaded, _MARK):
+        return
+    file = getattr(loaded, "__file__", None)
+    if file is None or Path(file).resolve() != path:
+        raise JobError(
+            f"{path}: `{name}` is the name of a module that is loaded already ({file or 'built in'}), which this file would "
+            "replace; rename the file"
+        )
 
 
 def call_model(job: Job, model: nn.Module, batch: Any) -> Any:
     """The model's output for a collated batch: how a batch reaches the model is decided here and nowhere else."""
-    if job.inputs is not None:
-        arguments, keywords = job.inputs(batch)
-        return model(*arguments, **keywords)
+    arguments, keywords = _inputs(model, batch) if job.inputs is None else job.inputs(batch)
+    if job.loss is None:
+        keywords = {**_items(model, batch), **keywords}
+    return model(*arguments, **keywords)
+
+
+def _inputs(model: nn.Module, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(batch, Mapping):
         accepted = _accepted(getattr(model.forward, "__func__", model.forward))
         if accepted is None:
-            return model(**batch)
+            return (), batch
         keywords = {key: value for key, value in batch.items() if key in accepted}
         if not keywords:
             raise JobError(
                 f"the batch has the keys {', '.join(map(str, batch))} and {type(model).__name__}.forward takes "
                 f"{', '.join(sorted(accepted))}: none match; give inputs=lambda batch: (args, kwargs)"
             )
-        return model(**keywords)
+        return (), keywords
     if isinstance(batch, tuple | list):
         if len(batch) < 2:
             raise JobError(
                 f"the batch is a {type(batch).__name__} of {len(batch)}: the last element is the target, which leaves nothing for "
                 "the model; give inputs=lambda batch: (args, kwargs)"
             )
-        return model(*batch[:-1])
-    return model(batch)
+        return batch[:-1], {}
+    return (batch,), {}
 
 
 def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None) -> Tensor | tuple[Tensor, Any]:
@@ -167,14 +202,38 @@ def _own_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
             f"loss=None takes the model's own, but its output ({type(output).__name__}) has no .loss; give loss=lambda "
             "output, batch: ..., or put the labels into the batch under the name that the model knows"
         )
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if labels is None or loss.numel() != 1 or labels.is_floating_point():
+    count = _counted(batch, model)
+    if count is None or loss.numel() != 1:
         return loss
+    total = loss * count.clamp(min=1)
+    # A mean over no label is NaN; as a part of the step's sum it is nothing.
+    return total.where(count > 0, total.new_zeros(())), count
+
+
+def _items(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """`num_items_in_batch` for a model that takes it: it then divides its sum by that, whatever labels it counts itself."""
+    forward = model.forward
+    owner = getattr(forward, "__self__", model)
+    accepted = _accepted(getattr(forward, "__func__", forward))
+    if accepted is None:
+        # Any keyword may end anywhere: only models that say so (as HF's do) use this one for their loss.
+        takes = getattr(owner, "accepts_loss_kwargs", hasattr(owner, "loss_function"))
+    else:
+        takes = "num_items_in_batch" in accepted
+    count = _counted(batch, owner) if takes else None
+    return {} if count is None else {"num_items_in_batch": count.clamp(min=1)}
+
+
+def _counted(batch: Any, model: nn.Module | None) -> Any:
+    """How many labels of `batch` the model's own loss counts, as a tensor; None: it has no labels that are counted."""
+    labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
+    # Detection has lists of boxes, regression has numbers: such losses are means over samples.
+    if not hasattr(labels, "is_floating_point") or labels.is_floating_point():
+        return None
     kind = f"{getattr(model, 'loss_type', '')} {type(model).__name__}"
     if labels.dim() > 1 and ("CausalLM" in kind or "LMHead" in kind):
         labels = labels[..., 1:]  # token t predicts token t + 1: the first label is never counted
-    count = (labels != -100).sum().clamp(min=1)
-    return loss * count, count
+    return (labels != -100).sum()
 
 
 @lru_cache(maxsize=64)
