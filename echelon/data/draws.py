@@ -60,6 +60,15 @@ class Apart:
         self._python: Any = None  # None: the global one as it stands; it is seeded before it is used, or put back
         self._python_address = _python_address()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # An address of this process is none in a worker that was spawned, and neither is what stands while it is entered.
+        apart = ("_python_address", "_outer", "_start")
+        return {name: value for name, value in self.__dict__.items() if name not in apart}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._python_address = _python_address()
+
     def __enter__(self) -> Self:
         python = self._python_words()
         self._outer = torch.default_generator.get_state(), python, _numpy.get_bit_generator()

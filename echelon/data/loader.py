@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,5 +178,8 @@ def _from_thread(source: Source, requests: Iterator[Request]) -> Generator[list[
 
 def _fitting_batch(order: Order, ranks: int) -> int:
     """The batch next to the wanted one whose last step feeds all ranks."""
-    sizes = sorted(range(ranks, order.samples + 1), key=lambda batch: abs(batch - order.batch))
-    return next(batch for batch in sizes if not 0 < order.samples % batch < ranks)
+    for distance in count():
+        for batch in (order.batch - distance, order.batch + distance):
+            if ranks <= batch <= order.samples and not 0 < order.samples % batch < ranks:
+                return batch
+    raise AssertionError("one batch of all samples always fits")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
 from echelon.data.gather import gather_of
-from echelon.data.loader import Loader, Micro, StepBatch, evaluation_batches
+from echelon.data.loader import Loader, Micro, StepBatch, _fitting_batch, evaluation_batches
 from echelon.data.order import Order
 from echelon.data.source import Samples, Source, Tensors, open_source
 from echelon.errors import DataError
@@ -304,3 +304,17 @@ def test_samples_are_read_once() -> None:
     assert isinstance(source, Samples)
     list(Loader(source, Order(samples=20, batch=6), rank=0, ranks=1, micro=2).steps(0, 4))
     assert sorted(read) == list(range(20))
+
+
+@QUICK
+@given(st.integers(1, 300), st.integers(1, 400), st.integers(1, 12))
+def test_the_batch_that_is_proposed_is_the_nearest_that_fits(samples: int, batch: int, ranks: int) -> None:
+    samples, batch = max(samples, ranks), max(batch, ranks)
+    fitting = [each for each in range(ranks, samples + 1) if not 0 < samples % each < ranks]
+    wanted = min(fitting, key=lambda each: abs(each - batch))
+    assert _fitting_batch(Order(samples=samples, batch=batch), ranks) == wanted
+
+
+def test_the_proposal_is_found_at_once_in_a_large_data_set() -> None:
+    samples = 10**15 + 1
+    assert _fitting_batch(Order(samples=samples, batch=1000), 4) == 1001

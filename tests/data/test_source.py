@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import pickle
 import random
 from collections import namedtuple
 from collections.abc import Iterator
@@ -362,3 +364,15 @@ def test_pinned_batches(name: str) -> None:
 def test_kinds() -> None:
     assert isinstance(open_source(COLUMNS), Tensors)
     assert isinstance(open_source(COLUMNS, collate=default_collate), Samples)
+
+
+def test_a_source_in_a_spawned_worker_finds_that_workers_generators() -> None:
+    here = Samples(Noisy("python"))
+    elsewhere = ctypes.create_string_buffer(
+        4 * 625
+    )  # what is in another process at the address of this one's generator
+    here._generators._python_address = ctypes.addressof(elsewhere)
+    there = pickle.loads(pickle.dumps(here))
+    before = random.getstate()
+    assert torch.equal(there.take(IDS, 0), Samples(Noisy("python")).take(IDS, 0))
+    assert random.getstate() == before
