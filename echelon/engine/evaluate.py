@@ -39,8 +39,9 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
                     *(metric(output, batch) for metric in job.metrics.values()),
                 ]
             if micro.samples:  # a filler only keeps the ranks in step
-                for row, value in zip(sums, values, strict=True):
-                    row += _pair(value, micro.samples)
+                for name, row, value in zip(names, sums, values, strict=True):
+                    for place, part in zip(row, _pair(value, micro.samples), strict=True):
+                        place += _scalar(part, name)
     finally:
         run.model.train()
         run.rest()
@@ -61,9 +62,20 @@ def _micros(run: Run, data: Any) -> Iterator[Micro]:
         return evaluation_batches(source, rank=rank, ranks=ranks, size=size, pin=pin, workers=run.workers)
 
 
-def _pair(value: Any, samples: int) -> Tensor:
+def _pair(value: Any, samples: int) -> tuple[Any, Any]:
     """(sum, count) of a metric that gave either that or a mean."""
-    total, count = value if isinstance(value, tuple) else (value * samples, samples)
-    return torch.stack([torch.as_tensor(part).detach().double().cpu() for part in (total, count)]).to(
-        total.device if isinstance(total, Tensor) else "cpu"
-    )
+    if isinstance(value, tuple):
+        return value
+    # Half precision has too few digits for a sum over a batch.
+    return (value.double() if isinstance(value, Tensor) else value) * samples, samples
+
+
+def _scalar(part: Any, name: str) -> Tensor | float:
+    """What can be added to a sum on any device without waiting for that device."""
+    if not isinstance(part, Tensor):
+        return float(part)
+    if part.numel() != 1:
+        raise JobError(
+            f"metric {name!r} gave a tensor of shape {tuple(part.shape)}: give a scalar mean, or (sum, count)"
+        )
+    return part.reshape(())
