@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from echelon.world import World
 
 #: Longer than any step or checkpoint should take; the launcher ends ranks that wait for a dead one much sooner.
 TIMEOUT = timedelta(minutes=30)
+_CPU = "cpu"
 
 
 class Ranks:
@@ -34,21 +35,23 @@ class Ranks:
             raise WorldError(f"the process group has {dist.get_world_size()} ranks, the environment says {world.size}")
 
     def _join(self) -> None:
-        # NCCL refuses two ranks on one device; gloo carries CUDA tensors through the host.
-        nccl = self.device.type == "cuda" and self.world.local_size <= torch.cuda.device_count()
+        rank, size = self.world.rank, self.world.size
         try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                init_method=self.world.address,
-                rank=self.world.rank,
-                world_size=self.world.size,
-                timeout=TIMEOUT,
-            )
+            store, _, _ = next(dist.rendezvous(self.world.address, rank, size, timeout=TIMEOUT))
+            store.set_timeout(TIMEOUT)
+            backend = choose_backend(_exchange(store, rank, size, _name(self.device)))
+            group = dist.PrefixStore("echelon", store)
+            dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise WorldError(
                 f"rank {self.world.rank} could not join {self.world.size} ranks at {self.world.address}: {error}"
             ) from error
         self._owner = True
+
+    @property
+    def staged(self) -> bool:
+        """Whether what the GPUs tell each other goes through the hosts' memory."""
+        return self.device.type == "cuda" and self.world.size > 1 and "cuda:nccl" not in dist.get_backend_config()
 
     def mesh(self) -> DeviceMesh:
         """All ranks as one data axis."""
@@ -93,6 +96,31 @@ class Ranks:
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
         self._owner = False
+
+
+def choose_backend(devices: Sequence[str]) -> str:
+    """The way in which ranks on these devices (one name each) talk.
+
+    By the devices themselves: how many GPUs a rank sees says nothing, as a launcher may show each rank its own alone. NCCL
+    refuses two ranks on one device; gloo carries CUDA tensors through the host.
+    """
+    alone = [rank for rank, device in enumerate(devices) if device == _CPU]
+    if alone and len(alone) < len(devices):
+        other = next(rank for rank, device in enumerate(devices) if device != _CPU)
+        raise WorldError(
+            f"rank {other} has a GPU and rank {alone[0]} has none: give every rank one, or hide them all (CUDA_VISIBLE_DEVICES=)"
+        )
+    return "gloo" if alone or len(set(devices)) < len(devices) else "cpu:gloo,cuda:nccl"
+
+
+def _name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _CPU
+
+
+def _exchange(store: dist.Store, rank: int, size: int, value: str) -> list[str]:
+    """Every rank's `value`, in rank order, before there is a process group."""
+    store.set(f"echelon/device/{rank}", value)
+    return [store.get(f"echelon/device/{each}").decode() for each in range(size)]
 
 
 def _portable(error: Exception) -> tuple[type[Exception], str]:
