@@ -21,7 +21,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -235,10 +235,20 @@ class _Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")} | {
-        (module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")
-    }
+    """Finds by exact name alone: a module's namespace also holds what that module imports, `os` among it."""
+
+    _NAMES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "torch": ("Size",),
+        "torch.serialization": ("_get_layout",),
+        "torch.distributed.checkpoint.metadata": (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "collections": ("OrderedDict",),
+        "pathlib": ("PosixPath", "PurePosixPath"),
+        "pathlib._local": ("PosixPath", "PurePosixPath"),
+    }  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (
@@ -249,7 +259,7 @@ class _Unpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(
             getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
         )
-        if module in self._MODULES or (module, name) in self._NAMES or dtype:
+        if dtype or name in self._NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 

@@ -138,6 +138,26 @@ def test_metadata_cannot_run_code(place: Path, tmp_path: Path, capsys: pytest.Ca
     assert "must not" not in capsys.readouterr().out
 
 
+def calling(module: str, name: str, argument: str) -> bytes:
+    """A pickle that calls module.name(argument); in protocol 4 a name may walk on by dots."""
+    texts = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name, argument)]
+    return b"\x80\x04" + texts[0] + texts[1] + b"\x93" + texts[2] + b"\x85R."
+
+
+@pytest.mark.parametrize("module", ["filesystem", "metadata"])
+@pytest.mark.parametrize("name", ["os.system", "os.getcwd", "Metadata.__init__.__globals__.get"])
+def test_metadata_cannot_walk_to_code(place: Path, tmp_path: Path, module: str, name: str) -> None:
+    folder, mark = tmp_path / "evil", tmp_path / "ran"
+    shutil.copytree(place, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / ".metadata").write_bytes(calling(f"torch.distributed.checkpoint.{module}", name, f"touch {mark}"))
+    del manifest["files"][".metadata"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=rf"{module}\.{name} has no place in a checkpoint"):
+        Run(JOBS["tied"](), Plan(), World()).load(folder)
+    assert not mark.exists()
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(JOBS["tied"](), Plan(), World())
     if not Path("/dev/full").exists():
