@@ -7,7 +7,8 @@ EchelonError                 what, where, what instead; never a traceback on the
 ├── DataError                a data set that cannot give the samples it promised
 ├── WorldError               ranks that are started wrongly or do not agree with each other
 ├── LaunchError              ranks that could not be started, or one that died
-├── CheckpointError          a checkpoint that is missing, damaged, foreign or cannot be written
+├── CheckpointError          a checkpoint that is missing, damaged or cannot be written
+│   └── ForeignCheckpoint    a whole one, but of another job or format: an older one would not fit either
 ├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
 └── VerificationError        the answer of a proof is no
 """
@@ -54,7 +55,11 @@ class LaunchError(EchelonError):
 
 
 class CheckpointError(EchelonError):
-    """A checkpoint that is missing, damaged, foreign or cannot be written."""
+    """A checkpoint that is missing, damaged or cannot be written."""
+
+
+class ForeignCheckpoint(CheckpointError):  # noqa: N818 (a kind of checkpoint; its base says error)
+    """A whole checkpoint of another job or format: an older one would not fit either."""
 
 
 class TrainingError(EchelonError):

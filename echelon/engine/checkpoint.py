@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine import state
 from echelon.engine.build import fingerprint
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.codec import to_plain
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": run.step_number,
-        "job": run.job.name,
+        "job": run.job.name or "job",
         "plan": to_plain(run.plan),
         "ranks": run.world.size,
         "batch": run.job.batch,
@@ -141,7 +141,7 @@ def _wanted(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:
             continue
         parameter = parameters.get(path.split("/", 3)[2])
         if parameter is None:
-            raise CheckpointError(
+            raise ForeignCheckpoint(
                 f"{folder}: optimizer state for {path.split('/', 3)[2]}, which the model does not have"
             )
         if isinstance(parameter, DTensor) and entry.size == parameter.shape:
@@ -151,7 +151,10 @@ def _wanted(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:
             wanted[path] = torch.empty(entry.size, dtype=entry.properties.dtype, device=where)
     lost = sorted(set(wanted) - set(metadata.state_dict_metadata))
     if lost:
-        raise CheckpointError(f"{folder}: lacks {len(lost)} tensors of the model, the first is {lost[0]}")
+        # Its files are as they were written: they are another model's.
+        raise ForeignCheckpoint(
+            f"{folder}: lacks {len(lost)} tensors of the model, the first is {lost[0]}; start anew in another folder"
+        )
     return wanted
 
 
@@ -168,7 +171,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: format {manifest['format']}, this echelon reads {FORMAT}")
+            raise ForeignCheckpoint(
+                f"{folder}: format {manifest['format']}, this echelon reads {FORMAT}; use the echelon that wrote it"
+            )
         return dict(manifest)
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); use an older checkpoint") from error
@@ -179,7 +184,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         here = {name: list(value.shape) for name, value in run.model.named_parameters()}
         there = manifest["parameters"]
         name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
-        raise CheckpointError(
+        raise ForeignCheckpoint(
             f"{folder}: made by another model: {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here; "
             "give --fresh to start anew in another folder"
         )
@@ -187,12 +192,18 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         [set(group["names"]) for group in saved["groups"]] != [set(group["names"]) for group in mine["groups"]]
         for saved, mine in zip(manifest["optimizers"], state.optimizer_plain(run), strict=True)
     ):
-        raise CheckpointError(
+        raise ForeignCheckpoint(
             f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder"
+        )
+    if len(manifest["schedules"]) != len(run.schedules):
+        raise ForeignCheckpoint(
+            f"{folder}: made with {len(manifest['schedules'])} schedules, the job now has {len(run.schedules)} (schedule= gives one "
+            "per optimizer): learning rates would not go on as they were; put it back, or start anew in another folder with "
+            "weights= from this one"
         )
     for name, mine in (("batch", run.job.batch), ("seed", run.job.seed), ("samples", run.samples)):
         if manifest[name] != mine:
-            raise CheckpointError(
+            raise ForeignCheckpoint(
                 f"{folder}: made with {name}={manifest[name]}, the job now has {mine}: the order of samples would differ; "
                 "put it back, or start anew in another folder with weights= from this one"
             )
@@ -279,7 +290,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _plain_items(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if state._plain(value)}
+    return {key: value for key, value in values.items() if state.is_plain(value)}
 
 
 def _sha256(path: Path) -> str:

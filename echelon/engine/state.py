@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 
+#: Entries of a parameter group that name live parameters.
+_LIVE = ("params", "param_names")
+#: How a group's step is computed, not what: the running plan's choice, since the plan that saved may have had other kernels.
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Everything whole, on the CPU, by unsharded name."""
@@ -78,12 +84,12 @@ def optimizer_plain(run: Run) -> list[dict[str, Any]]:
     return [
         {
             "groups": [
-                {key: value for key, value in group.items() if _plain(value) and key not in ("params", "param_names")}
+                {key: value for key, value in group.items() if is_plain(value) and key not in _LIVE}
                 | {"names": [known[id(value)] for value in group["params"]]}
                 for group in optimizer.param_groups
             ],
             "state": {
-                name: {key: value for key, value in entry.items() if _plain(value)}
+                name: {key: value for key, value in entry.items() if is_plain(value)}
                 for name, entry in _entries(run.model, optimizer)
             },
         }
@@ -106,7 +112,8 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], plain: list[dict[str, 
                 entries.setdefault(name, {})[key] = value
         state = optimizer.state_dict()
         for group, old in zip(state["param_groups"], rest["groups"], strict=True):
-            group.update({key: _thawed(value, group.get(key)) for key, value in old.items() if key != "names"})
+            kept = {key: value for key, value in old.items() if key not in ("names", *_IMPLEMENTATION)}
+            group.update({key: _thawed(value, group.get(key)) for key, value in kept.items()})
         state["state"] = {order[name]: entry for name, entry in entries.items()}
         optimizer.load_state_dict(state)
 
@@ -116,9 +123,10 @@ def _entries(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str
     return [(known[id(value)], entry) for value, entry in optimizer.state.items()]
 
 
-def _plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether JSON holds it as it is."""
     if isinstance(value, list | tuple):
-        return all(map(_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, str | int | float | bool)
 
 

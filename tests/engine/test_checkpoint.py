@@ -15,7 +15,7 @@ import torch
 
 from echelon.engine.checkpoint import MANIFEST
 from echelon.engine.run import Run
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.plan import Plan
 from echelon.testing.ranks import Pool
 from echelon.world import World
@@ -113,12 +113,59 @@ def test_a_bad_checkpoint_is_named_on_every_rank(
 def test_a_foreign_checkpoint_is_named(ranks: Pool, place: Path) -> None:
     found = ranks.run(2, "tests.engine.jobs:load_failure", "mlp", "dp=2", str(place))
     assert all("made by another model: 0.weight is absent there and [12, 8] here" in each for each in found), found
+    assert all(each.startswith("ForeignCheckpoint: ") for each in found), found
 
 
 def test_another_order_of_samples_is_refused(place: Path) -> None:
     run = Run(replace(JOBS["tied"](), batch=6), Plan(), World())
-    with pytest.raises(CheckpointError, match="made with batch=8, the job now has 6"):
+    with pytest.raises(ForeignCheckpoint, match="made with batch=8, the job now has 6"):
         run.load(place)
+
+
+def test_another_schedule_is_refused(tmp_path: Path) -> None:
+    Run(JOBS["mlp"](), Plan(), World()).save(tmp_path / "here")
+    with pytest.raises(ForeignCheckpoint, match="made with 0 schedules, the job now has 1"):
+        Run(JOBS["schedule"](), Plan(), World()).load(tmp_path / "here")
+
+
+def test_other_buffers_are_refused(tmp_path: Path) -> None:
+    job = JOBS["lora"]()
+    Run(job, Plan(), World()).save(tmp_path / "here")
+    model = job.model()
+    model.register_buffer("average", torch.zeros(2))
+    with pytest.raises(ForeignCheckpoint, match="lacks 1 tensors of the model, the first is model/average"):
+        Run(replace(job, model=model), Plan(), World()).load(tmp_path / "here")
+
+
+def test_another_format_is_foreign(tmp_path: Path) -> None:
+    run = Run(JOBS["mlp"](), Plan(), World())
+    run.save(tmp_path / "here")
+    manifest = json.loads((tmp_path / "here" / MANIFEST).read_text())
+    assert manifest["job"] == "job"  # a job without a name
+    (tmp_path / "here" / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(ForeignCheckpoint, match="format 99, this echelon reads 1"):
+        run.load(tmp_path / "here")
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp=1", "dp=2 zero=1"), ("dp=2 zero=1", "dp=1")])
+def test_the_kernels_of_the_optimizer_are_the_running_plans(
+    ranks: Pool, tmp_path: Path, before: str, after: str
+) -> None:
+    """torch has fused SGD for whole parameters only: a choice that comes back from a checkpoint would fail, or slow down."""
+
+    def call(plan: str, function: Any, *arguments: Any) -> Any:
+        if plan == "dp=1":
+            return function(World(), "tokens", plan, *arguments)
+        return ranks.run(2, f"tests.engine.jobs:{function.__name__}", "tokens", plan, *arguments)[0]
+
+    folder = str(tmp_path / "here")
+    unbroken = call(before, trained)["losses"]
+    call(before, saved, folder, STEPS)
+    assert call(after, resumed, folder)["losses"] == pytest.approx(unbroken[STEPS:], rel=1e-4)
+    if after == "dp=1":
+        run = Run(JOBS["tokens"](), Plan(), World())
+        run.load(folder)
+        assert run.optimizers[0].param_groups[0]["fused"] is True
 
 
 class Evil:
