@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.engine.ranks import Ranks
-from echelon.errors import JobError, WorldError
+from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job
 from echelon.plan import profile
 
 
-def build(job: Job, ranks: Ranks, *, sharded: bool, dtype: torch.dtype | None = None) -> nn.Module:
+def build(
+    job: Job, ranks: Ranks, *, sharded: bool, dtype: torch.dtype | None = None, expected: str | None = None
+) -> nn.Module:
     """The model on this rank's host memory.
 
     When it will be sharded only rank 0 holds real values (`realise` deals them out); the others build on the meta device,
-    so that a model larger than N hosts' memory over N can start.
+    so that a model larger than N hosts' memory over N can start. `expected`: the fingerprint that a plan was made for.
     """
     torch.manual_seed(job.seed)
     empty = sharded and ranks.world.rank > 0
@@ -29,6 +31,7 @@ def build(job: Job, ranks: Ranks, *, sharded: bool, dtype: torch.dtype | None = 
         model = _made(job, empty)
         if not empty:
             materialise(model, job)
+        _require_expected(model, expected)
         if dtype is not None:
             model.to(dtype)
     _require_same(model, ranks)
@@ -86,6 +89,15 @@ def fingerprint(model: nn.Module) -> str:
     """Hash of the parameters' names, shapes and dtypes, as profiles have it."""
     named = model.named_parameters()
     return profile.fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
+
+
+def _require_expected(model: nn.Module, expected: str | None) -> None:
+    found = fingerprint(model) if expected is not None else None
+    if found != expected:
+        raise PlanError(
+            f"the plan is for another model: it names the fingerprint {expected}, this job's model has {found} (names, shapes and "
+            "dtypes of its parameters); plan again, or leave `model` out of the plan"
+        )
 
 
 def _require_same(model: nn.Module, ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ from echelon.engine.evaluate import evaluate
 from echelon.engine.exchange import Exchange
 from echelon.engine.optimizers import make_optimizers, make_schedules
 from echelon.engine.outcome import Step
-from echelon.engine.precision import LossScale, autocast
+from echelon.engine.precision import LossScale, autocast, switch
 from echelon.engine.ranks import Ranks
 from echelon.engine.shard import Sharding, forget_meshes, unit_modules
 from echelon.engine.state import State
@@ -42,7 +42,7 @@ from echelon.errors import DataError, JobError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.plan import Plan
-from echelon.world import World
+from echelon.world import World, usable_cores
 
 
 class Run:
@@ -65,11 +65,12 @@ class Run:
         self.job, self.plan, self.world = job, plan, world
         self.ranks = Ranks(world, device)
         self.device, self._dtype = self.ranks.device, dtype
-        self.precision = "fp32" if dtype is not None else plan.precision
-        if plan.threads and self.device.type == "cpu":
-            torch.set_num_threads(plan.threads)
-        if self.precision == "tf32":
-            torch.set_float32_matmul_precision("high")
+        if self.ranks.staged:
+            warn(
+                "ranks share a GPU, which NCCL refuses: gradients go through the hosts' memory (gloo), which is far slower; start "
+                "one rank per GPU"
+            )
+        self.precision = "fp32" if dtype is not None else plan.precision or job.precision
         self.workers = workers
         self.loader = self._open_data()
         self._sharding: Sharding | None = None
@@ -90,8 +91,23 @@ class Run:
         self.stop_asked = False
         self._one = torch.ones((), device=self.device)
         self._asked = self._one
+        self._restore = self._set_up()
 
     # What it is made of
+
+    def _set_up(self) -> Callable[[], None]:
+        """Set what is the whole process's; returns what puts it back."""
+        restore = switch(self.precision)
+        threads = torch.get_num_threads()
+        if self.device.type == "cpu":
+            # Said by itself, not left to OMP_NUM_THREADS: torchrun sets that to 1 where the user set nothing.
+            torch.set_num_threads(self.plan.threads or max(usable_cores() // self.world.local_size, 1))
+
+        def put_back() -> None:
+            restore()
+            torch.set_num_threads(threads)
+
+        return put_back
 
     def _open_data(self) -> Loader | StreamLoader:
         job, world, pin = self.job, self.world, self.device.type == "cuda"
@@ -133,7 +149,7 @@ class Run:
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self.plan, self.ranks
         sharded = plan.zero > 0 and self.world.size > 1
-        model = build(self.job, ranks, sharded=sharded, dtype=self._dtype)
+        model = build(self.job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model)
         if plan.batchnorm == "sync" and self.world.size > 1:
             model = synchronise(model)
         if sharded:
@@ -329,9 +345,12 @@ class Run:
         if self._sharding is not None:
             # Sharded parameters keep the process group and its threads alive; one that still runs when Python ends aborts the
             # process. Without the group they could not be used any more anyway.
+            self._sharding.close()
             del self.model, self.optimizers, self.schedules
             self._sharding = None
             self._parameters.clear()
             self._statistics = StepStatistics(nn.Module(), self.ranks)
             forget_meshes()
+        self._restore()
+        self._restore = lambda: None  # by now somebody else may have set them
         self.ranks.close()

@@ -10,6 +10,7 @@ All three shard parameters at rest. They differ in how long the gathered copies 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections import Counter
@@ -89,6 +90,7 @@ class Sharding:
         assert isinstance(model, FSDPModule)
         # The warning is about a gather that an output changed in place would skip; the root stays gathered until its backward.
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view")
+        self._filter = warnings.filters[0]
         self._root = model
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
@@ -115,6 +117,11 @@ class Sharding:
             for value, users in zip(self._parameters, ranks.tolist(), strict=True):
                 if not users:
                     value.grad = None
+
+    def close(self) -> None:
+        """Let that warning be heard again."""
+        with contextlib.suppress(ValueError):  # whoever holds warnings apart, as tests do, has dropped it already
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
     def rest(self) -> None:
         """Back to sharded parameters, after a forward without a backward."""
