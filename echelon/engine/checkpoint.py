@@ -101,6 +101,7 @@ def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
         "schedules": [_plain_items(schedule.state_dict()) for schedule in run.schedules],
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good],
         "nominal": run.nominal,
+        "changing": run.changing,
         "torch": torch.__version__,
         "files": files,
     }
@@ -113,7 +114,9 @@ def load(run: Run, folder: Path) -> None:
         _require_fits(run, manifest, folder)
         _require_whole(folder, manifest, run)
     reader = _Reader(folder)
-    wanted = _wanted(run, reader.read_metadata(), folder)
+    metadata = reader.read_metadata()
+    _make_room(run, metadata)
+    wanted = _wanted(run, metadata, folder)
     try:
         with _quiet():
             load_tensors(wanted, storage_reader=reader, no_dist=run.world.size == 1)
@@ -127,7 +130,18 @@ def load(run: Run, folder: Path) -> None:
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good = manifest["loss_scale"]
     run.nominal = manifest["nominal"]
+    run.expect_changes(manifest.get("changing"))
     run.step_number = manifest["step"]
+
+
+def _make_room(run: Run, metadata: Metadata) -> None:
+    """Buffers that a model only declares (None) and fills while it trains: without a tensor there they would start anew."""
+    modules = dict(run.model.named_modules())
+    for name, entry in metadata.state_dict_metadata.items():
+        path, _, key = name.removeprefix("model/").rpartition(".")
+        buffers = modules[path]._buffers if name.startswith("model/") and path in modules else {}
+        if key in buffers and buffers[key] is None and isinstance(entry, TensorStorageMetadata):
+            buffers[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=run.device)
 
 
 def _wanted(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:

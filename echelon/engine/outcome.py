@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,19 +11,32 @@ from torch import Tensor
 class Step:
     """What one optimizer step came to, the same on every rank."""
 
-    __slots__ = ("_numbers", "loss", "norm", "samples", "skipped")
+    __slots__ = ("_news", "_numbers", "_rates", "loss", "norm", "samples", "skipped")
 
-    def __init__(self, loss: Tensor, norm: Tensor | None, asked: Tensor, samples: int, skipped: bool) -> None:
+    def __init__(
+        self, loss: Tensor, norm: Tensor | None, asked: Tensor, samples: int, skipped: bool,
+        rates: Sequence[float | Tensor] = (), news: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.loss = loss  #: of the whole global batch
         self.norm = norm  #: gradient norm before clipping, where it was needed
         self.samples = samples
         self.skipped = skipped  #: fp16 overflow: no update was made
-        self._numbers = Later([loss, asked] if norm is None else [loss, asked, norm])
+        self._rates, self._news = rates, news is not None
+        self._numbers = Later([value for value in (loss, asked, norm, news) if value is not None])
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates that the step used, of each optimizer's each group."""
+        return tuple(map(float, self._rates))
 
     def read(self) -> tuple[float, bool, float | None]:
         """The loss, whether any rank was asked to stop, and the norm, as plain numbers."""
         loss, asked, *norm = self._numbers.read()
-        return loss, asked > 0, norm[0] if norm else None
+        return loss, asked > 0, norm[0] if self.norm is not None else None
+
+    def news(self) -> bool:
+        """Whether any rank saw a buffer change that it had not seen change before (of an accelerator only)."""
+        return self._news and self._numbers.read()[-1] > 0
 
 
 class Later:

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -241,6 +241,7 @@ class Run:
         """Clip, step the optimizers and schedules, forget the gradients."""
         size: Tensor | None = None
         skipped = False
+        rates = self._rates()
         if self.job.clip is not None or self.loss_scale is not None:
             grads = norm.gradients(self._parameters)
             size = norm.total_norm(grads, self.ranks)
@@ -254,10 +255,16 @@ class Run:
                 schedule.step()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
+            self._require_hope(self.loss_scale)
         for parameter in self._parameters:
             parameter.grad = None
         self.step_number += 1
-        return Step(loss, size, self._asked, samples, skipped)
+        return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
+
+    def _rates(self) -> list[float | Tensor]:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        # A schedule changes a rate that is a tensor in place.
+        return [rate.clone() if isinstance(rate := group["lr"], Tensor) else rate for group in groups]
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -270,9 +277,12 @@ class Run:
         return self.nominal
 
     def settle(self) -> None:
-        """Look at the last step's loss, before it is built upon, saved or reported."""
-        if self._previous is not None:
-            self._require_number(self._previous.read()[0], self.step_number - 1)
+        """Look at the last step's loss and news, before it is built upon, saved or reported."""
+        if self._previous is None:
+            return
+        self._require_number(self._previous.read()[0], self.step_number - 1)
+        if self._previous.news():
+            self._statistics.settle()
 
     def _require_number(self, loss: float, step: int) -> None:
         if self.loss_scale is None and not math.isfinite(loss):
@@ -280,6 +290,14 @@ class Run:
             raise TrainingError(
                 f"the loss is {loss} at step {step}: training stopped, and nothing was saved since; lower the learning rate, clip "
                 f"gradients (clip=1.0), or look at that batch: run.loader.steps(step, step + 1).{empty if self.nominal else ''}"
+            )
+
+    def _require_hope(self, scale: LossScale) -> None:
+        if scale.hopeless:
+            raise TrainingError(
+                f"gradients overflow fp16 at step {self.step_number}, as in the {scale.stuck - 1} steps before, though the loss is not "
+                "scaled any more: training stopped, the weights are those before these steps; use precision=bf16 or fp32, lower the "
+                "learning rate, or look at that batch: run.loader.steps(step, step + 1)"
             )
 
     def move(self, value: Any) -> Any:
@@ -315,6 +333,15 @@ class Run:
     def gather(self) -> State | None:
         """The whole state on rank 0, None elsewhere."""
         return state.gather(self)
+
+    @property
+    def changing(self) -> dict[str, tuple[int, ...]] | None:
+        """The buffers, but those of batch norms, that steps were seen to change, with shapes; None: nobody has looked."""
+        return self._statistics.changing
+
+    def expect_changes(self, changing: Mapping[str, Sequence[int]] | None) -> None:
+        """Go on with these buffers known to change, as the run that was saved did."""
+        self._statistics.expect(changing)
 
     def held(self) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state that this rank keeps."""

@@ -8,11 +8,14 @@ micro-batches that come after it, adds up to the whole.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.engine.buffers import Unknown
 from echelon.engine.ranks import Ranks
 from echelon.nn.batchnorm import SynchronisedBatchNorm
 
@@ -20,23 +23,25 @@ from echelon.nn.batchnorm import SynchronisedBatchNorm
 class StepStatistics:
     """One step's sums over the ranks: `begin` before its first forward, `send` after its last, `receive` after backward."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks, *, later: bool | None = None) -> None:
+        """`later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
         self._ranks = ranks
-        self._buffers: list[_Running | _Unknown] = []
+        self._buffers: list[_Running | Unknown] = []
+        self._unknown: Unknown | None = None
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
         self._numbers = 0
         if ranks.world.size == 1:
             return
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
-        known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-        others = [buffer for buffer in model.buffers() if id(buffer) not in known and buffer.is_floating_point()]
         # A synchronised batch norm has the same statistics on every rank already.
         local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
         if local:
             self._buffers.append(_Running(local, ranks))
-        if others:
-            self._buffers.append(_Unknown(others, ranks))
+        unknown = Unknown(model, ranks, later=ranks.device.type != "cpu" if later is None else later)
+        if unknown.slots:
+            self._unknown = unknown
+            self._buffers.append(unknown)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -61,9 +66,30 @@ class StepStatistics:
             self._work = None
             rest = self._sums[self._numbers :]
             for buffers in self._buffers:
-                buffers.set(rest[: buffers.size])
-                rest = rest[buffers.size :]
+                part, rest = rest[: buffers.size], rest[buffers.size :]
+                buffers.set(part)
         return tuple(self._sums[: self._numbers])
+
+    @property
+    def news(self) -> Tensor | None:
+        """On an accelerator: above 0 if a rank saw a buffer change that it had not seen change. Then all must `settle`."""
+        return None if self._unknown is None else self._unknown.news
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Agree on which buffers change and bring them to their common values now. Every rank must call it."""
+        if self._unknown is not None:
+            self._unknown.settle()
+
+    @property
+    def changing(self) -> dict[str, tuple[int, ...]] | None:
+        """The buffers without a known rule that steps change, and their shapes; None: nobody has looked."""
+        return None if self._unknown is None else self._unknown.changing
+
+    def expect(self, changing: Mapping[str, Sequence[int]] | None) -> None:
+        """Go on from a checkpoint: these are known to change (None: look again)."""
+        if self._unknown is not None:
+            self._unknown.expect(changing)
 
 
 class _Running:
@@ -106,32 +132,6 @@ class _Running:
 
     def _each(self, per_norm: Tensor) -> Tensor:
         return per_norm[self._norm]
-
-
-class _Unknown:
-    """Buffers whose rule of change nobody declared: where a step changes one, all ranks take the mean over ranks."""
-
-    def __init__(self, buffers: list[Tensor], ranks: Ranks) -> None:
-        self._ranks, self._all = ranks, buffers
-        self._changing: list[Tensor] | None = None
-        self.size = 0
-
-    def begin(self) -> None:
-        if self._changing is None:
-            self._versions = [buffer._version for buffer in self._all]
-
-    def share(self) -> Tensor:
-        if self._changing is None:
-            # Asked once: a constant table must not travel every step. Any rank's yes counts, so that messages agree.
-            mine = [buffer._version != before for buffer, before in zip(self._all, self._versions, strict=True)]
-            changed = [any(answers) for answers in zip(*self._ranks.gather(mine), strict=True)]
-            self._changing = [buffer for buffer, yes in zip(self._all, changed, strict=True) if yes]
-            self.size = sum(buffer.numel() for buffer in self._changing)
-        parts = [buffer.reshape(-1).double() for buffer in self._changing]
-        return torch.cat(parts) / self._ranks.world.size if parts else torch.empty(0, device=self._ranks.device)
-
-    def set(self, sums: Tensor) -> None:
-        _write(self._changing or [], sums)
 
 
 def _write(tensors: list[Tensor], flat: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
+from echelon.engine.statistics import StepStatistics
 from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.plan.text import from_text
@@ -96,6 +97,42 @@ class Lora(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Averages(nn.Module):
+    """Keeps averages of what it has seen in buffers, in every way that people do; its output uses those of the steps before."""
+
+    #: Whose changes are the same function of the mean over samples on one device and on several.
+    LINEAR = ("always", "late", "fresh", "hidden", "lazy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        for name in ("always", "late", "fresh", "hidden", "some", "table"):
+            self.register_buffer(name, torch.zeros(8))
+        self.register_buffer("lazy", None)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.line(x + 0.1 * (self.always + self.late + self.fresh + self.hidden + self.some + self.table))
+        if self.training:
+            self._note(x.detach())
+        return out
+
+    def _note(self, x: Tensor) -> None:
+        mean = x.mean(0)
+        self.calls += 1
+        self.always.lerp_(mean, 0.5)
+        self.hidden.data.lerp_(mean, 0.25)
+        if self.calls > 1:
+            self.late.lerp_(mean, 0.5)
+            self.fresh = self.fresh * 0.5 + mean * 0.5
+            self.lazy = mean if self.lazy is None else self.lazy + mean
+        if x[0, 0] > 0:  # on some ranks, in some steps
+            self.some.lerp_(mean, 0.5)
+        if len(self.cache) < len(x):
+            self.cache = torch.arange(len(x), dtype=x.dtype)
+
+
 class Numbers(IterableDataset):
     """A stream of as many samples as `length(rank)` says."""
 
@@ -144,6 +181,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "groups": lambda: mlp(optimizer=groups),
     "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
     "stream": lambda: mlp(data=Numbers(lambda: 38), epochs=None, steps=5),
+    "averages": lambda: mlp(model=Averages),
     "dropout": lambda: mlp(model=lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))),
 }
 
@@ -165,6 +203,41 @@ def trained(world: World, name: str, plan: str, *, double: bool = True, steps: i
     if state is not None:
         found |= {"parameters": state.parameters, "buffers": state.buffers, "optimizer": state.optimizer}
     return found
+
+
+def apart(world: World, name: str, plan: str) -> list[set[str]]:
+    """The buffers that differ between ranks after each step."""
+    run = Run(JOBS[name](), from_text(plan), world)
+    found = []
+    for batch in run.batches():
+        run.step(batch)
+        buffers = {key: value.tolist() for key, value in run.model.named_buffers()}
+        every = run.ranks.gather(buffers)
+        found.append({key for key in buffers if any(other.get(key) != buffers[key] for other in every)})
+    run.close()
+    return found
+
+
+def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
+    """The same in the order in which an accelerator's host goes: it hears of a step after the next one's backward."""
+    run = Run(JOBS[name](), from_text(plan), world)
+    run._statistics = StepStatistics(run.model, run.ranks, later=True)
+    found = []
+
+    def differ() -> set[str]:
+        buffers = {key: value.tolist() for key, value in run.model.named_buffers()}
+        every = run.ranks.gather(buffers)
+        return {key for key in buffers if any(other.get(key) != buffers[key] for other in every)}
+
+    for batch in run.batches():
+        loss = run.backward(batch)
+        run.settle()
+        run._previous = run.update(loss, batch.samples)
+        found.append(differ())
+    run.settle()
+    last, changing = differ(), run.changing
+    run.close()
+    return {"found": found, "last": last, "changing": changing}
 
 
 def failure(world: World, name: str, plan: str = "dp=2") -> str:

@@ -49,7 +49,9 @@ def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, 
     assert found["losses"] == pytest.approx(four["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["two", "groups", "schedule", "lora", "norm", "clip", "tokens", "dropout", "stream"])
+@pytest.mark.parametrize(
+    "name", ["two", "groups", "schedule", "lora", "norm", "clip", "tokens", "dropout", "stream", "averages"]
+)
 @pytest.mark.parametrize("plan", ["dp=1 micro=4", "dp=2", "dp=4 zero=1 micro=2", "dp=3 zero=2", "dp=4 zero=3 micro=2"])
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks: Pool, tmp_path: Path, name: str, plan: str) -> None:
     count, folder = int(plan[3]), str(tmp_path / "here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from echelon.engine.precision import LossScale
 from echelon.engine.run import Run
+from echelon.errors import TrainingError
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 from echelon.world import World
@@ -74,6 +76,81 @@ def test_sums_over_tokens_do_not_overflow_the_scale() -> None:
     assert not step.skipped
     assert float(step.loss) == pytest.approx(float(exact.loss), rel=1e-2)
     assert run.nominal == 2.0 ** round(torch.log2(torch.tensor(run.nominal)).item())
+
+
+def hopeless(world: World, plan: str) -> tuple[int, str]:
+    """An fp16 job whose gradients overflow at any scale; how many steps it makes, and its last words."""
+    job = mlp(loss=lambda output, batch: output.float().sum() * 1e38, precision="fp16", epochs=None, steps=40)
+    run = Run(job, from_text(plan), world)
+    try:
+        for batch in run.batches():
+            run.step(batch)
+    except TrainingError as error:
+        return run.step_number, str(error)
+    finally:
+        run.close()
+    return run.step_number, "no error"
+
+
+def test_a_run_that_diverged_in_fp16_stops(ranks: Pool) -> None:
+    for steps, message in ranks.run(2, "tests.engine.test_precision:hopeless", "dp=2 precision=fp16"):
+        assert steps == 16 + 4  # from 2^16 down to 1, and the fifth overflow there
+        assert "gradients overflow fp16 at step 20, as in the 4 steps before" in message
+
+
+def test_overflows_now_and_then_are_not_hopeless() -> None:
+    scale = LossScale(scale=1.0)
+    for _ in range(20):
+        for overflow in (True, True, True, True, False):
+            scale.update(overflow=overflow)
+            assert not scale.hopeless
+    for _ in range(5):
+        scale.update(overflow=True)
+    assert scale.hopeless
+
+
+def set_switches(matmul: str, convolution: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cudnn.allow_tf32 = convolution
+
+
+def switches() -> tuple[str, bool]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the older switch announces the newer ones
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize(("precision", "within"), [("fp32", ("highest", False)), ("tf32", ("high", True))])
+def test_switches_follow_the_precision_and_are_put_back(precision: str, within: tuple[str, bool]) -> None:
+    before = switches()
+    users = ("medium", not within[1])
+    try:
+        set_switches(*users)
+        with Run(mlp(), from_text(f"precision={precision}"), World()) as run:
+            assert switches() == within
+        assert switches() == users
+        with Run(mlp(), from_text("precision=bf16"), World()):
+            assert switches() == users
+        set_switches(*within)
+        run.close()  # a second time: it is not its business any more
+        assert switches() == within
+    finally:
+        set_switches(*before)
+
+
+def filters(world: World, plan: str) -> bool:
+    """Whether a run leaves the process's warning filters as they were."""
+    before = list(warnings.filters)
+    with Run(mlp(), from_text(plan), world) as run:
+        run.step(next(iter(run.batches())))
+        changed = list(warnings.filters) != before
+    return changed and list(warnings.filters) == before
+
+
+def test_a_sharded_run_puts_the_warning_filters_back(ranks: Pool) -> None:
+    assert all(ranks.run(2, "tests.engine.test_precision:filters", "dp=2 zero=3"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from echelon.engine.build import fingerprint
+from echelon.engine.run import Run
+from echelon.errors import PlanError
+from echelon.plan.plan import Plan
 from echelon.testing.ranks import Pool
-from echelon.world import World
-from tests.engine.jobs import trained
+from echelon.world import World, usable_cores
+from tests.engine.jobs import JOBS as JOBS_BY_NAME
+from tests.engine.jobs import Averages, mlp, trained
 
 BOUND = 1e-9
 
@@ -66,6 +72,82 @@ def test_synchronised_batch_norm_is_that_of_the_whole_batch(ranks: Pool, alone: 
     one, many = alone("norm"), ranks.run(4, "tests.engine.jobs:trained", "norm", "dp=4 batchnorm=sync")
     assert difference(one["buffers"], many[0]["buffers"]) < BOUND
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=3", "dp=4 zero=1", "dp=2 zero=3"])
+def test_buffers_of_any_kind_stay_equal_on_all_ranks(ranks: Pool, plan: str) -> None:
+    for found in ranks.run(int(plan[3]), "tests.engine.jobs:apart", "averages", plan):
+        # Where the parts of a batch are unlike in length, so is the cache, which has their shape.
+        assert all(names <= {"cache"} for names in found), found
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=3", "dp=2 zero=3"])
+def test_a_host_that_must_not_wait_brings_buffers_together_a_step_later(ranks: Pool, plan: str) -> None:
+    for answer in ranks.run(int(plan[3]), "tests.engine.jobs:apart_later", "averages", plan):
+        first, second, third, _ = answer["found"]
+        assert first <= {"cache"}  # what changes from the start is agreed on at once
+        assert {"late", "fresh", "lazy"} <= second  # first changed in the second step
+        assert not third & {"late", "fresh", "lazy"}
+        assert answer["last"] <= {"cache"}
+        assert {"always", "hidden", "late", "fresh", "lazy"} <= answer["changing"].keys()
+        assert "table" not in answer["changing"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=4 zero=3"])
+def test_buffers_that_hold_averages_are_those_of_one_device(ranks: Pool, plan: str) -> None:
+    full = 3  # steps whose batch the ranks divide
+    one = trained(World(), "averages", "dp=1", steps=full)
+    many = ranks.run(int(plan[3]), "tests.engine.jobs:trained", "averages", plan, steps=full)[0]
+    chosen = [{name: each["buffers"][name] for name in Averages.LINEAR} for each in (one, many)]
+    assert difference(*chosen) < BOUND
+    assert all(value.abs().max() > 0 for value in chosen[0].values())
+
+
+def test_a_step_tells_the_learning_rates_it_used() -> None:
+    run = Run(JOBS_BY_NAME["schedule"](), Plan(), World())
+    for batch in run.batches():
+        before = tuple(group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups)
+        step = run.step(batch)
+        assert step.rates == before != tuple(run.optimizers[0].param_groups[0]["lr"] for _ in before)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_told_as_it_was() -> None:
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=torch.tensor(0.5), foreach=False)
+
+    job = mlp(optimizer=optimizer, schedule=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.5))
+    run = Run(job, Plan(), World())
+    steps = [run.step(batch) for batch in run.batches(3)]
+    assert [step.rates for step in steps] == [(0.5,), (0.25,), (0.125,)]
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    known = fingerprint(JOBS_BY_NAME["mlp"]().model())
+    other = fingerprint(JOBS_BY_NAME["lora"]().model())
+    for dtype in (None, torch.float64):
+        assert Run(mlp(), Plan(model=known), World(), dtype=dtype).precision == "fp32"
+        with pytest.raises(PlanError, match=rf"another model.*{other}.*{known}"):
+            Run(mlp(), Plan(model=other), World(), dtype=dtype)
+
+
+def test_the_plan_may_leave_the_precision_to_the_job() -> None:
+    plan = replace(Plan(), precision=None)
+    assert Run(mlp(precision="bf16"), plan, World()).precision == "bf16"
+    assert Run(mlp(precision="bf16"), plan, World(), dtype=torch.float64).precision == "fp32"
+    assert Run(mlp(precision="bf16"), replace(plan, precision="tf32"), World()).precision == "tf32"
+
+
+def test_threads_are_the_cores_that_a_rank_has() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(usable_cores() + 1)
+        with Run(mlp(), Plan(), World()):
+            assert torch.get_num_threads() == usable_cores()
+        with Run(mlp(), Plan(threads=usable_cores() + 2), World()):
+            assert torch.get_num_threads() == usable_cores() + 2
+        assert torch.get_num_threads() == usable_cores() + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_parameter_that_nobody_uses_is_left_alone(ranks: Pool) -> None:

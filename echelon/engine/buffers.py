@@ -1,0 +1,218 @@
+"""Buffers that a model changes by a rule nobody declared: an average of its own, a codebook, a counter.
+
+Where a step changes one, all ranks take the mean over ranks, so that they stay one model. A constant table must not travel
+every step: only those travel that were seen to change, and every rank looks at every step whether there is another one. It
+tells the others in the same message. On a CPU they agree at once. The host of an accelerator must not wait: it hears of it
+one step later, as of the loss, or when the run is saved, so that a checkpoint holds what all ranks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from echelon.engine.ranks import Ranks
+
+#: Where a buffer is: its module's buffers, and its name among them.
+_Place = tuple[dict[str, Tensor | None], str]
+_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class _Still:
+    """Buffers as they were when they were looked at.
+
+    Every step asks whether that still `holds`, of hundreds of constant tables perhaps: the lists are laid out for that.
+    """
+
+    def __init__(self, places: dict[str, _Place], seen: Mapping[str, tuple[Tensor | None, int]] | None = None) -> None:
+        """`seen`: tensor and version of each, where they were looked at before."""
+        self.places = places
+        self._seen = {name: _look(place) if seen is None else seen[name] for name, place in places.items()}
+        self._owners = [owner for owner, _ in places.values()]
+        self._keys = [key for _, key in places.values()]
+        self._tensors = [tensor for tensor, _ in self._seen.values()]
+        self._present = [tensor for tensor in self._tensors if tensor is not None]
+        self._versions = [version for tensor, version in self._seen.values() if tensor is not None]
+
+    def holds(self) -> bool:
+        """Whether each place holds the same tensor, unwritten."""
+        same = all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
+        return same and list(map(_version, self._present)) == self._versions
+
+    def changed(self) -> list[str]:
+        """The places that do not."""
+        found = {name: (_look(place), self._seen[name]) for name, place in self.places.items()}
+        return [name for name, (now, seen) in found.items() if now[0] is not seen[0] or now[1] != seen[1]]
+
+    def without(self, names: Collection[str]) -> _Still:
+        """The others, as they were when they were looked at."""
+        return _Still({name: place for name, place in self.places.items() if name not in names}, self._seen)
+
+
+def _look(place: _Place) -> tuple[Tensor | None, int]:
+    owner, key = place
+    tensor = owner.get(key)
+    return tensor, 0 if tensor is None else tensor._version
+
+
+class Unknown:
+    """The floating buffers of a model but those of batch norms. In the message they are one flag and the changing ones."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, *, later: bool) -> None:
+        """`later`: the host may not wait for what the ranks add up."""
+        self._ranks, self._later = ranks, later
+        #: By place, not by tensor: `self.average = ...` puts another tensor there.
+        self.slots: dict[str, _Place] = {
+            f"{path}.{key}" if path else key: (module._buffers, key)
+            for path, module in model.named_modules()
+            for key, value in module._buffers.items()
+            if not isinstance(module, _BatchNorm) and (value is None or value.is_floating_point())
+        }
+        #: Those that travel, with the shape that all ranks agreed on.
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._lengths: list[int] = []
+        #: Those that did not change yet; None: to be looked at when the next step begins.
+        self._still: _Still | None = None
+        #: Contents before the first step; None: the ranks have agreed before.
+        self._contents: dict[str, Tensor] | None = {}
+        #: What changed here and is not agreed on yet.
+        self._changed: set[str] = set()
+        self._quiet, self._loud = (torch.full((1,), flag, dtype=torch.float64, device=ranks.device) for flag in (0, 1))
+        self._mine = self._quiet[:0]
+        #: The sum of the flags, where the host may not wait for it.
+        self.news: Tensor | None = None
+        self.size = 1
+
+    @property
+    def changing(self) -> dict[str, tuple[int, ...]] | None:
+        """Names and shapes of those that change; None: no step has been looked at."""
+        return None if self._contents is not None else dict(self._shapes)
+
+    def expect(self, changing: Mapping[str, Sequence[int]] | None) -> None:
+        """Go on as a run that has seen these change: a resumed one then sends the same messages as the unbroken one."""
+        self._still, self._contents = None, {} if changing is None else None
+        self._changed.clear()
+        self._agree_on({name: tuple(shape) for name, shape in (changing or {}).items()})
+
+    def begin(self) -> None:
+        if self._still is None:
+            self._still = _Still({name: place for name, place in self.slots.items() if name not in self._shapes})
+            if self._contents is not None:
+                tensors = {name: self._tensor(name) for name in self._still.places}
+                self._contents = {name: _content(tensor) for name, tensor in tensors.items() if _summable(tensor)}
+
+    def share(self) -> Tensor:
+        news = self._find_changes()
+        if self._contents is not None:
+            # What changes from the start travels from the start, on an accelerator too.
+            self._contents = None
+            self._agree()
+            news = False
+        flag = self._loud if news else self._quiet
+        if not self._shapes:
+            return flag
+        self._mine = torch.cat([self._values(name) for name in self._shapes])
+        return torch.cat([flag, self._mine / self._ranks.world.size])
+
+    def set(self, sums: Tensor) -> None:
+        heard = sums[:1] if self._shapes else sums
+        if self._later:
+            self.news = heard.view(())
+            if self._shapes:
+                # While there is news each keeps its own: it may be the shape that is new. `settle` brings them together.
+                self._put(torch.where(heard > 0, self._mine, sums[1:]))
+        elif heard.item() > 0:
+            self.settle()
+        elif self._shapes:
+            self._put(sums[1:])
+
+    def settle(self) -> None:
+        """Agree with the other ranks on which buffers change, and take their means now."""
+        self._agree()
+        if self._shapes:
+            values = torch.cat([self._values(name) for name in self._shapes])
+            self._put(self._ranks.sum(values / self._ranks.world.size))
+
+    def _find_changes(self) -> bool:
+        """Whether there is a change of which the others were not told."""
+        assert self._still is not None
+        found = [] if self._still.holds() else self._still.changed()
+        if self._contents:
+            # `buffer.data` can be changed without a new version. That is looked for once: it reads every buffer.
+            found += [
+                name
+                for name, before in self._contents.items()
+                if name not in found and not _alike(before, _content(self._tensor(name)))
+            ]
+        if found:
+            self._still = self._still.without(found)
+        found += [name for name, shape in self._shapes.items() if not _fits(self._tensor(name), shape)]
+        self._changed.update(found)
+        return bool(found)
+
+    def _agree(self) -> None:
+        """Any rank's yes counts. Where ranks have unlike shapes it is a cache of each rank's own: it stays that."""
+        assert self._still is not None
+        names = set[str]().union(*self._ranks.gather(self._changed))
+        self._changed.clear()
+        shapes = self._ranks.gather({name: self._shape(name) for name in names})
+        agreed = dict(self._shapes)
+        self._still = self._still.without(names)
+        for name in names:
+            agreed.pop(name, None)
+            found = {each[name] for each in shapes}
+            if len(found) == 1 and None not in found:
+                agreed[name] = found.pop()
+        self._agree_on(agreed)
+
+    def _agree_on(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._shapes = {name: shapes[name] for name in self.slots if name in shapes}
+        self._lengths = [_elements(shape) for shape in self._shapes.values()]
+        self.size = 1 + sum(self._lengths)
+
+    def _tensor(self, name: str) -> Tensor | None:
+        owner, key = self.slots[name]
+        return owner.get(key)
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """None: there is nothing that could be averaged."""
+        tensor = self._tensor(name)
+        return tuple(tensor.shape) if tensor is not None and tensor.is_floating_point() else None
+
+    def _values(self, name: str) -> Tensor:
+        tensor, shape = self._tensor(name), self._shapes[name]
+        if tensor is None or not _fits(tensor, shape):
+            return self._quiet.new_zeros(_elements(shape))  # of the agreed length; nobody uses it, as this is news
+        return tensor.reshape(-1).double()
+
+    def _put(self, means: Tensor) -> None:
+        for (name, shape), part in zip(self._shapes.items(), means.split(self._lengths), strict=True):
+            tensor = self._tensor(name)
+            if tensor is not None and _fits(tensor, shape):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
+    return tensor is not None and tensor.shape == shape
+
+
+def _summable(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.layout is torch.strided and tensor.dtype.itemsize > 1
+
+
+def _alike(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+def _content(tensor: Tensor | None) -> Tensor:
+    """Two numbers that tell whether a tensor changed, without a second one of its size."""
+    assert tensor is not None
+    return torch.stack([tensor.sum(dtype=torch.float64), torch.linalg.vector_norm(tensor, dtype=torch.float64)])
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
