@@ -57,6 +57,10 @@ class CheckpointError(EchelonError):
     """A checkpoint that is missing, damaged, foreign or cannot be written."""
 
 
+class ForeignCheckpoint(CheckpointError):  # noqa: N818
+    """A checkpoint of another job or format: sound, but not this run's."""
+
+
 class TrainingError(EchelonError):
     """A training that cannot go on."""
 

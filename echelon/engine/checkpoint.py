@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine import state
 from echelon.engine.build import fingerprint
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.codec import to_plain
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: format {manifest['format']}, this echelon reads {FORMAT}")
+            raise ForeignCheckpoint(f"{folder}: format {manifest['format']}, this echelon reads {FORMAT}")
         return dict(manifest)
     except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); use an older checkpoint") from error
@@ -179,7 +179,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         here = {name: list(value.shape) for name, value in run.model.named_parameters()}
         there = manifest["parameters"]
         name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
-        raise CheckpointError(
+        raise ForeignCheckpoint(
             f"{folder}: made by another model: {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here; "
             "give --fresh to start anew in another folder"
         )
@@ -187,12 +187,12 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         [set(group["names"]) for group in saved["groups"]] != [set(group["names"]) for group in mine["groups"]]
         for saved, mine in zip(manifest["optimizers"], state.optimizer_plain(run), strict=True)
     ):
-        raise CheckpointError(
+        raise ForeignCheckpoint(
             f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder"
         )
     for name, mine in (("batch", run.job.batch), ("seed", run.job.seed), ("samples", run.samples)):
         if manifest[name] != mine:
-            raise CheckpointError(
+            raise ForeignCheckpoint(
                 f"{folder}: made with {name}={manifest[name]}, the job now has {mine}: the order of samples would differ; "
                 "put it back, or start anew in another folder with weights= from this one"
             )

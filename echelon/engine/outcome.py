@@ -9,12 +9,15 @@ from torch import Tensor
 class Step:
     """What one optimizer step came to, the same on every rank."""
 
-    __slots__ = ("_numbers", "loss", "norm", "samples", "skipped")
+    __slots__ = ("_numbers", "loss", "norm", "rates", "samples", "skipped")
 
-    def __init__(self, loss: Tensor, norm: Tensor | None, asked: Tensor, samples: int, skipped: bool) -> None:
+    def __init__(
+        self, loss: Tensor, norm: Tensor | None, asked: Tensor, samples: int, skipped: bool, rates: tuple[float, ...]
+    ) -> None:
         self.loss = loss  #: of the whole global batch
         self.norm = norm  #: gradient norm before clipping, where it was needed
         self.samples = samples
+        self.rates = rates  #: learning rates that it used, group by group
         self.skipped = skipped  #: fp16 overflow: no update was made
         self._numbers = Later([loss, asked] if norm is None else [loss, asked, norm])
 

@@ -225,6 +225,7 @@ class Run:
         """Clip, step the optimizers and schedules, forget the gradients."""
         size: Tensor | None = None
         skipped = False
+        rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         if self.job.clip is not None or self.loss_scale is not None:
             grads = norm.gradients(self._parameters)
             size = norm.total_norm(grads, self.ranks)
@@ -241,7 +242,7 @@ class Run:
         for parameter in self._parameters:
             parameter.grad = None
         self.step_number += 1
-        return Step(loss, size, self._asked, samples, skipped)
+        return Step(loss, size, self._asked, samples, skipped, rates)
 
     def _scale(self) -> float:
         return self.loss_scale.scale if self.loss_scale is not None else 1.0
