@@ -1,11 +1,11 @@
-# Every target makes .venv for itself: a Python of 3.11 to 3.13 and a network (or a pip that knows where its wheels are)
+# Every target makes .venv for itself: Linux, a Python of 3.11 to 3.13 and a network (or a pip that knows where its wheels are)
 # are all it needs. Versions are those of constraints.txt, so that pip never chooses another torch.
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 JOB := examples/digits.py
-BENCHES := overhead startup memory parity forecast
+BENCHES := overhead startup memory parity resume forecast
 
 .PHONY: help demo test check format clean $(BENCHES:%=bench-%)
 

@@ -3,8 +3,8 @@
 Kinds and their `data`:
 
     start       job, plan (text), ranks, batch, steps (total), steps_per_epoch, epochs, samples (data set), parameters,
-                resumed_from (step or 0), device, run (folder)
-    step        epoch, loss, rate (learning rate of the first group), norm (gradient norm before clipping, or None),
+                resumed_from (step or 0), device, run (folder), file (of the job, or None), seed, versions
+    step        epoch, loss, rate (learning rate that the first group used), norm (gradient norm before clipping, or None),
                 samples (in this step), seconds (of this step), waited (of it, for data), skipped (fp16 overflow)
     evaluation  epoch, metrics: {"loss": ..., "accuracy": ...}, samples, seconds
     checkpoint  path, seconds, bytes, best (whether it is the best so far)

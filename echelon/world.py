@@ -7,6 +7,7 @@ Ways to be started, tried in this order: torchrun and our launchers (RANK, WORLD
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,7 @@ STORE = "ECHELON_STORE"
 
 _SOURCES = {
     "torchrun": {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"},
-    "slurm": {
-        "rank": "SLURM_PROCID",
-        "size": "SLURM_NTASKS",
-        "local_rank": "SLURM_LOCALID",
-        "local_size": "SLURM_NTASKS_PER_NODE",
-    },
+    "slurm": {"rank": "SLURM_PROCID", "size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"},
     "mpi": {
         "rank": "OMPI_COMM_WORLD_RANK",
         "size": "OMPI_COMM_WORLD_SIZE",
@@ -31,6 +27,10 @@ _SOURCES = {
         "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
     },
 }
+#: Where Slurm says how many tasks each node has, the step's own first. SLURM_NTASKS_PER_NODE is there only where it was asked for.
+_SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+#: Slurm numbers the steps that `srun` starts from 0; from this number on they are its own: batch script, interactive shell.
+_SLURM_OWN_STEPS = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +63,22 @@ def read_world(environment: Mapping[str, str] | None = None) -> World:
     """The world that the environment describes."""
     env = os.environ if environment is None else environment
     for source, names in _SOURCES.items():
-        # Slurm sets SLURM_PROCID in any shell of an allocation: one task is not a launch.
         if names["rank"] not in env and names["size"] not in env:
             continue
-        if source == "slurm" and int(env.get("SLURM_NTASKS", "1")) == 1 and "SLURM_STEP_ID" not in env:
+        if source == "slurm" and not _started_by_srun(env):
             continue
         return _read(env, source, names)
     return World()
 
 
+def _started_by_srun(env: Mapping[str, str]) -> bool:
+    """Slurm describes the allocation to any shell in it, whatever its size; only what `srun` starts is a task of a step."""
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < _SLURM_OWN_STEPS
+
+
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Where profiles, clusters and plans are kept between runs: ECHELON_CACHE, else the user's cache folder."""
+    """Where profiles and clusters are kept between runs: ECHELON_CACHE, else the user's cache folder."""
     env = os.environ if environment is None else environment
     if env.get("ECHELON_CACHE"):
         return Path(env["ECHELON_CACHE"])
@@ -98,19 +103,54 @@ def _read(env: Mapping[str, str], source: str, names: Mapping[str, str]) -> Worl
     if missing:
         present = names["rank"] if missing[0] == names["size"] else names["size"]
         raise WorldError(
-            f"{present}={env[present]} is set but {missing[0]} is not ({source}); start the ranks with torchrun or "
-            f"`echelon launch`, or unset {present} to run alone"
+            f"{present}={env[present]} is set but {missing[0]} is not ({source}); start the ranks with torchrun or srun, "
+            f"or unset {present} to run alone"
         )
-    numbers = {}
-    for part, name in names.items():
-        default = {"local_rank": env[names["rank"]], "local_size": env[names["size"]]}.get(part, "")
-        text = env.get(name, default)
-        try:
-            numbers[part] = int(text)
-        except ValueError:
-            raise WorldError(f"{name}={text!r} is not a whole number") from None
+    defaults = {"local_rank": env[names["rank"]], "local_size": env[names["size"]]}
+    numbers = {part: _number(name, env.get(name, defaults.get(part, ""))) for part, name in names.items()}
+    if source == "slurm":
+        numbers["local_size"] = _slurm_local_size(env, numbers["size"])
     address = _address(env, source) if numbers["size"] > 1 else ""
     return World(**numbers, address=address, launched=True)
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"{name}={text!r} is not a whole number") from None
+
+
+def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
+    """How many of a step's tasks share this node."""
+    if size == 1:
+        return 1
+    name = next((name for name in _SLURM_TASKS if env.get(name)), None)
+    if name is None:
+        raise WorldError(
+            f"{size} tasks under Slurm and none of {', '.join(_SLURM_TASKS)} is set: how many share a node is unknown; start the "
+            "ranks with srun, or with torchrun on each node"
+        )
+    counts = _tasks_per_node(name, env[name])
+    if len(set(counts)) == 1:
+        return counts[0]
+    node = env.get("SLURM_NODEID", "")
+    if not node.isdigit() or int(node) >= len(counts):
+        raise WorldError(
+            f"{name}={env[name]} and SLURM_NODEID={node!r}: which of these nodes this is is unknown; start the ranks with srun"
+        )
+    return counts[int(node)]
+
+
+def _tasks_per_node(name: str, text: str) -> list[int]:
+    """Slurm's "4(x2),3" as [4, 4, 3]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            raise WorldError(f"{name}={text!r} is not of Slurm's form 4(x2),3: tasks per node (x nodes)")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def _address(env: Mapping[str, str], source: str) -> str:

@@ -50,8 +50,36 @@ def test_slurm_and_mpi() -> None:
     assert read_world(mpi | place) == wanted
 
 
-def test_a_shell_inside_an_allocation_is_no_launch() -> None:
-    assert read_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == World()
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "11",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "size"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "11"}, 11),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        # The step's own counts go before the allocation's.
+        ({"SLURM_STEP_TASKS_PER_NODE": "6,5", "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "0"}, 6),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, 1),
+    ],
+)
+def test_slurm_says_how_many_ranks_share_the_node(tasks: dict[str, str], size: int) -> None:
+    assert read_world(SRUN | tasks).local_size == size
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "4294967290"}])
+@pytest.mark.parametrize("tasks", ["1", "8", "many"])
+def test_a_shell_inside_an_allocation_is_no_launch(tasks: str, step: dict[str, str]) -> None:
+    """The batch script of `sbatch --ntasks 8` is one process; 4294967290 is the step of an interactive shell."""
+    assert read_world({"SLURM_PROCID": "0", "SLURM_NTASKS": tasks} | step) == World()
 
 
 @pytest.mark.parametrize(
@@ -65,6 +93,11 @@ def test_a_shell_inside_an_allocation_is_no_launch() -> None:
         (TORCHRUN | {"RANK": "4"}, "rank 4 is outside a world of 4"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 of 2 does not fit"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not"),
+        ({"RANK": "0"}, "start the ranks with torchrun or srun, or unset RANK to run alone"),
+        (SRUN, "11 tasks under Slurm and none of SLURM_STEP_TASKS_PER_NODE, .* is set: how many share a node"),
+        (SRUN | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS='many' is not a whole number"),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "4x2"}, "SLURM_TASKS_PER_NODE='4x2' is not of Slurm's form"),
+        (SRUN | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, "SLURM_NODEID='': which of these nodes this is is unknown"),
     ],
 )
 def test_a_half_set_environment_is_named(environment: dict[str, str], message: str) -> None:

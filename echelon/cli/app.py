@@ -6,8 +6,6 @@ Exit codes: 0 good, 1 the answer is no (does not fit, does not verify, a trainin
 from __future__ import annotations
 
 import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,6 +14,7 @@ from typer.core import TyperGroup
 from echelon.cli import cache, doctor, explain, plan, report, simulate, train, verify
 from echelon.cli.common import wants_traceback
 from echelon.errors import EchelonError
+from echelon.launchers.handover import in_words
 
 
 class Verbs(TyperGroup):
@@ -36,20 +35,8 @@ class Verbs(TyperGroup):
         except Exception as error:
             if wants_traceback(ctx) or isinstance(error, (typer.Exit, typer.Abort)) or hasattr(error, "show"):
                 raise  # the last: the command line's own usage errors, which show themselves
-            typer.echo(
-                f"error: {_where(error)}{type(error).__name__}: {error}\n(--debug shows the traceback)", err=True
-            )
+            typer.echo(f"error: {in_words(error)}", err=True)
             raise typer.Exit(1) from None
-
-
-def _where(error: BaseException) -> str:
-    """The last line of the user's own that led to `error`."""
-    ours = Path(__file__).resolve().parent.parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_file() and not path.resolve().is_relative_to(ours) and "site-packages" not in path.parts:
-            return f"{frame.filename}, line {frame.lineno}: "
-    return ""
 
 
 app = typer.Typer(

@@ -1,10 +1,11 @@
-"""`echelon cache`: profiles, clusters and plans that are kept so that they are not made again."""
+"""`echelon cache`: profiles and clusters that are kept so that they are not made again."""
 
 from __future__ import annotations
 
 import typer
 
-from echelon.cli.common import Debug, Json, bytes_text, console, print_json, table
+from echelon.cli.common import Debug, Json, console, print_json, table
+from echelon.plan.units import seconds, size
 
 app = typer.Typer(help="Show or clear what is kept between runs.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -32,7 +33,7 @@ def show(json: Json = False, debug: Debug = False) -> None:
         return
     rows = table("kind", "of", "state", "size", "age", left=3)
     for entry in entries:
-        rows.add_row(entry.kind, entry.key, "good" if entry.good else "stale", bytes_text(entry.bytes), _age(entry.age))
+        rows.add_row(entry.kind, entry.key, "good" if entry.good else "stale", size(entry.bytes), seconds(entry.age))
     screen = console()
     screen.print(rows)
     screen.print(f"in {folder}")
@@ -50,10 +51,3 @@ def clear(json: Json = False, debug: Debug = False) -> None:
         print_json({"folder": str(folder), "cleared": count})
     else:
         typer.echo(f"{count} document{'s' * (count != 1)} deleted from {folder}")
-
-
-def _age(seconds: float) -> str:
-    for limit, unit, name in ((60, 1, "s"), (3600, 60, "min"), (86400, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds / 86400:.0f} d"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from echelon.plan.cluster import Cluster
+    from echelon.plan.profile import Profile
 
 DEBUG = "echelon.debug"
 
@@ -53,15 +55,31 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-def table(*columns: str, title: str | None = None, left: int = 1) -> Table:
+def table(*columns: str, left: int = 1) -> Table:
     """A table of plain lines whose first `left` columns hold words and whose others hold figures."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(columns):
         made.add_column(name, justify="left" if number < left else "right", overflow="fold", no_wrap=number >= left)
     return made
+
+
+def read_profile(file: str) -> Profile:
+    """The profile of a job file."""
+    from echelon.flow.prepare import Subject
+
+    subject = Subject(file)
+    profile = subject.profile()
+    warn(subject.warnings)
+    return profile
+
+
+def warn(messages: Iterable[str]) -> None:
+    """What a person should know, beside the answer."""
+    for message in messages:
+        typer.echo(f"warning: {message}", err=True)
 
 
 def read_cluster(file: str | None) -> Cluster:
@@ -90,19 +108,3 @@ def measured(*, refresh: bool = False) -> Cluster:
             bar.update(task, description=what, completed=share, visible=True)
 
         return measure(refresh=refresh, progress=progress)
-
-
-def bytes_text(size: float) -> str:
-    """Bytes for people: 1.5 GB."""
-    for unit in ("B", "kB", "MB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds for people: 12 ms."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.common import Debug, Json, bytes_text, console, measured, print_json, seconds_text, table
+from echelon.cli.common import Debug, Json, console, measured, print_json, table
+from echelon.plan.units import seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,17 +41,17 @@ def doctor(
         return
     screen = console()
     for node in cluster.nodes:
-        screen.print(f"{node.name}: {node.cores} cores, {bytes_text(node.memory)} of memory")
+        screen.print(f"{node.name}: {node.cores} cores, {size(node.memory)} of memory")
         for device in node.devices:
             instructions = f"; instructions: {', '.join(device.instructions)}" if device.instructions else ""
-            screen.print(f"{device.kind} {device.name}: {bytes_text(device.memory)}{instructions}")
+            screen.print(f"{device.kind} {device.name}: {size(device.memory)}{instructions}")
             screen.print(_rates(device))
         if node.links:
             rows = table("between ranks", "by", "ranks", "latency", "bandwidth", left=2)
             for link in node.links:
-                rate = f"{bytes_text(link.bandwidth)}/s"
+                rate = f"{size(link.bandwidth)}/s"
                 rows.add_row(
-                    link.operation.replace("_", "-"), link.backend, str(link.ranks), seconds_text(link.latency), rate
+                    link.operation.replace("_", "-"), link.backend, str(link.ranks), seconds(link.latency), rate
                 )
             screen.print(rows)
     screen.print("versions: " + ", ".join(f"{name} {number}" for name, number in versions.items()))
@@ -83,10 +84,10 @@ def _rates(device: Device) -> Table:
         key = (family, curve.dtype, load)
         best[key] = max(best.get(key, 0.0), *(point.rate for point in curve.points))
     rows = table("measured", "type", "ranks", "up to, per rank", left=3)
-    for family, (_, unit, size) in _FAMILIES.items():
+    for family, (_, unit, scale) in _FAMILIES.items():
         for (name, dtype, load), rate in sorted(best.items()):
             if name == family:
-                rows.add_row(family, dtype, load, f"{_figure(rate / size)} {unit}")
+                rows.add_row(family, dtype, load, f"{_figure(rate / scale)} {unit}")
     return rows
 
 

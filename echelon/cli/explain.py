@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import ClusterOption, Debug, Json, bytes_text, print_json, read_cluster, seconds_text
+from echelon.cli.common import ClusterOption, Debug, Json, print_json, read_cluster, read_profile
+from echelon.plan.units import seconds, size
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
@@ -55,9 +56,7 @@ def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | No
 
     profile = machines = None
     if job is not None:
-        from echelon.flow.prepare import Subject
-
-        profile, machines = Subject(job).profile(), read_cluster(cluster)
+        profile, machines = read_profile(job), read_cluster(cluster)
     answer: dict[str, Any] = {
         "plan": str(wanted),
         "decisions": in_words(wanted, profile.batch if profile else None).splitlines(),
@@ -108,4 +107,4 @@ def _words(answer: dict[str, Any]) -> str:
 
 def _price(cost: dict[str, Any]) -> str:
     fits = "fits" if cost["fits"] else "does not fit"
-    return f"{seconds_text(cost['step'])} a step, {bytes_text(cost['memory'])} of {bytes_text(cost['capacity'])} per rank: {fits}"
+    return f"{seconds(cost['step'])} a step, {size(cost['memory'])} of {size(cost['capacity'])} per rank: {fits}"

@@ -11,13 +11,13 @@ from echelon.cli.common import (
     Debug,
     File,
     Json,
-    bytes_text,
     console,
     print_json,
     read_cluster,
-    seconds_text,
+    read_profile,
     table,
 )
+from echelon.plan.units import seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,11 +39,10 @@ def plan(
 
     Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory that there is.
     """
-    from echelon.flow.prepare import Subject
     from echelon.plan.codec import to_plain
-    from echelon.planner import search
+    from echelon.planner import explain, search
 
-    profile, machines = Subject(file).profile(), read_cluster(cluster)
+    profile, machines = read_profile(file), read_cluster(cluster)
     candidates = search(profile, machines, top=top)
     best = candidates[0]
     if out is not None:
@@ -53,18 +52,24 @@ def plan(
             {"plan": str(each.plan), "fits": each.forecast.fits, "forecast": to_plain(each.forecast)}
             for each in candidates
         ]
-        print_json({"plan": str(best.plan), "document": to_plain(best.plan), "candidates": rows})
+        print_json(
+            {
+                "plan": str(best.plan),
+                "document": to_plain(best.plan),
+                "why": explain(candidates).splitlines(),
+                "candidates": rows,
+            }
+        )
         return
     screen = console()
     screen.print(
         f"{profile.name}: {profile.elements:,} parameters, batch {profile.batch}, {profile.precision}; "
         f"{machines.name}: {machines.ranks} {'cores' if machines.kind == 'cpu' else 'devices'}, "
-        f"{bytes_text(best.forecast.capacity)} for a rank of the best"
+        f"{size(best.forecast.capacity)} for a rank of the best"
     )
     screen.print(_table(candidates))
     screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
-    for note in best.forecast.notes:
-        screen.print(f"note: {note}")
+    typer.echo(explain(candidates))
 
 
 def _table(candidates: tuple[Candidate, ...]) -> Table:
@@ -72,7 +77,7 @@ def _table(candidates: tuple[Candidate, ...]) -> Table:
     for each in candidates:
         time = each.forecast.time
         rows.add_row(
-            str(each.plan), seconds_text(time.step), f"{each.forecast.rate:,.0f}", seconds_text(time.forward + time.backward),
-            seconds_text(time.exchange), bytes_text(each.forecast.memory.total),
+            str(each.plan), seconds(time.step), f"{each.forecast.rate:,.0f}", seconds(time.forward + time.backward),
+            seconds(time.exchange), size(each.forecast.memory.total),
         )  # fmt: skip
     return rows

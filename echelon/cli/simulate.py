@@ -11,13 +11,14 @@ from echelon.cli.common import (
     Debug,
     File,
     Json,
-    bytes_text,
     console,
     print_json,
     read_cluster,
-    seconds_text,
+    read_profile,
     table,
+    warn,
 )
+from echelon.plan.units import seconds, size
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
@@ -37,7 +38,7 @@ def simulate(
     Seconds per step by cause, and bytes per rank by component, without running anything. Exit 1 when it does not fit.
     """
     from echelon.errors import PlanError
-    from echelon.flow.prepare import Subject, read_plan
+    from echelon.flow.prepare import read_plan
     from echelon.plan.check import require
     from echelon.plan.codec import to_plain
     from echelon.simulator import simulate as forecast_of
@@ -45,38 +46,37 @@ def simulate(
     wanted = read_plan(plan)
     if wanted is None:
         raise PlanError("--plan auto: there is nothing to simulate yet; `echelon plan` searches and forecasts")
-    profile, machines = Subject(file).profile(), read_cluster(cluster)
+    profile, machines = read_profile(file), read_cluster(cluster)
     warnings = require(wanted, profile, machines)
     forecast = forecast_of(profile, machines, wanted)
     if json:
         print_json({"plan": str(wanted), "fits": forecast.fits, "forecast": to_plain(forecast)})
     else:
         _show(forecast)
-        for warning in warnings:
-            typer.echo(f"warning: {warning}", err=True)
+        warn(map(str, warnings))
     raise typer.Exit(0 if forecast.fits else 1)
 
 
 def _show(forecast: Forecast) -> None:
     screen, time, memory = console(), forecast.time, forecast.memory
     screen.print(f'"{forecast.plan}", batch {forecast.batch}')
-    rows = table("of a step", "seconds", "share", title=None)
+    rows = table("of a step", "seconds", "share")
     for name in ("forward", "backward", "exchange", "optimizer", "input", "overhead"):
         value = getattr(time, name)
-        rows.add_row(name, seconds_text(value), f"{value / time.step:.0%}")
+        rows.add_row(name, seconds(value), f"{value / time.step:.0%}")
     screen.print(rows)
     screen.print(
-        f"step {seconds_text(time.step)} ({seconds_text(time.low)} to {seconds_text(time.high)}), {forecast.rate:,.0f} samples/s; "
-        f"{seconds_text(time.hidden)} of exchange hidden behind backward"
+        f"step {seconds(time.step)} ({seconds(time.low)} to {seconds(time.high)}), {forecast.rate:,.0f} samples/s; "
+        f"{seconds(time.hidden)} of exchange hidden behind backward"
     )
     rows = table("of the largest rank", "memory")
     for name in ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework"):
-        rows.add_row(name, bytes_text(getattr(memory, name)))
+        rows.add_row(name, size(getattr(memory, name)))
     screen.print(rows)
     verdict = "fits" if forecast.fits else "DOES NOT FIT"
     screen.print(
-        f"peak {bytes_text(memory.total)} ({bytes_text(memory.low + memory.framework)} to "
-        f"{bytes_text(memory.high + memory.framework)}) of {bytes_text(forecast.capacity)}: {verdict}"
+        f"peak {size(memory.total)} ({size(memory.low + memory.framework)} to "
+        f"{size(memory.high + memory.framework)}) of {size(forecast.capacity)}: {verdict}"
         + (f"; it peaks in {forecast.peak_at}" if forecast.peak_at else "")
     )
     for note in forecast.notes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import Debug, File, Json, console, measured, print_json, table
+from echelon.cli.common import Debug, File, Json, console, measured, print_json, table, warn
 from echelon.cli.settings import FILE, Setting, resolve
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ def train(
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="FOLDER", help="The run's folder [default: runs/NAME].")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep, besides the best [default: 3].")] = None,
-    every: Annotated[int | None, typer.Option(help="Steps between checkpoints [default: an epoch].")] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(help="Steps between checkpoints [default: an epoch; of a stream a tenth, 1000 at most]."),
+    ] = None,
     resume: Annotated[
         bool | None, typer.Option("--resume/--fresh", help="Go on from the last checkpoint (default), or start anew.")
     ] = None,
@@ -53,7 +56,7 @@ def train(
     if show_settings:
         _show(settings, json)
         return
-    raise typer.Exit(_run(file, {name: setting.value for name, setting in settings.items()}, json))
+    raise typer.Exit(_run(file, {name: setting.value for name, setting in settings.items()}, json, debug))
 
 
 def _defaults() -> dict[str, Any]:
@@ -67,7 +70,7 @@ def _defaults() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _run(file: str, values: dict[str, Any], json: bool) -> int:
+def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
     """Train in this process, or in ranks that it starts; the exit code."""
     from echelon.flow.prepare import Subject, prepare
     from echelon.flow.start import run_ranks
@@ -89,7 +92,8 @@ def _run(file: str, values: dict[str, Any], json: bool) -> int:
         if prepared.plan.ranks > 1:
             if json:
                 options["folder"] = str(_folder(options, subject))
-            code = run_ranks("train", file, prepared.plan, options)
+            warn(subject.warnings)  # the ranks find out everything else again
+            code = run_ranks("train", file, prepared, options, debug=debug)
             if json:
                 print_json(_summary(Path(options["folder"])))
             return code
@@ -104,7 +108,7 @@ def _folder(options: dict[str, Any], subject: Subject) -> Path:
     """The folder that the ranks will take, known beforehand so that their events can be read afterwards."""
     from echelon.flow.folder import choose
 
-    name = subject.job.name if options["folder"] is None else ""
+    name = subject.name if options["folder"] is None else ""
     return choose(options["folder"], name, fresh=not options["resume"])
 
 

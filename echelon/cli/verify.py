@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.cli.common import Debug, File, Json, PlanOption, console, table
+from echelon.cli.common import Debug, File, Json, PlanOption, console, table, warn
 
 if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
@@ -27,33 +27,36 @@ def verify(
     Loss, every gradient and every parameter after some steps, in float64, against one device. Exit 1 when they differ; the
     first divergent tensor is named.
     """
-    from echelon.plan.certificate import Certificate
+    from echelon.world import read_world
 
-    code = _prove(file, plan, steps, out)
-    if code:
-        raise typer.Exit(code)
-    certificate = Certificate.load(out)
-    if json:
-        typer.echo(certificate.to_json())
-    else:
-        _show(certificate, out)
+    certificate = _prove(file, plan, steps, out, debug)
+    if read_world().main:  # the ranks that torchrun started all come here
+        if json:
+            typer.echo(certificate.to_json())
+        else:
+            _show(certificate, out)
     raise typer.Exit(0 if certificate.verified else 1)
 
 
-def _prove(file: str, wanted: str, steps: int, out: str) -> int:
+def _prove(file: str, wanted: str, steps: int, out: str, debug: bool) -> Certificate:
+    """The certificate, made in this process or by ranks that it starts."""
     from echelon.flow.prepare import Subject, prepare
     from echelon.flow.start import run_ranks
     from echelon.flow.verify import verify as verify_here
+    from echelon.plan.certificate import Certificate
     from echelon.world import read_world
 
     if read_world().launched:
-        verify_here(file, wanted, steps=steps, out=out)
-        return 0
-    plan = prepare(Subject(file), wanted).plan
-    if plan.ranks > 1:
-        return run_ranks("verify", file, plan, {"steps": steps, "out": out})
-    verify_here(file, plan, steps=steps, out=out)
-    return 0
+        return verify_here(file, wanted, steps=steps, out=out)
+    subject = Subject(file)
+    prepared = prepare(subject, wanted)
+    warn(subject.warnings)
+    if prepared.plan.ranks == 1:
+        return verify_here(file, prepared.plan, steps=steps, out=out)
+    code = run_ranks("verify", file, prepared, {"steps": steps, "out": out}, debug=debug)
+    if code:
+        raise typer.Exit(code)
+    return Certificate.load(out)
 
 
 def _show(certificate: Certificate, path: str) -> None:

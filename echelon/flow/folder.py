@@ -1,7 +1,7 @@
 """The folder of one run, and which of its checkpoints are kept.
 
 runs/digits/
-    plan.json forecast.json profile.json cluster.json
+    job.json plan.json forecast.json profile.json cluster.json certificate.json
     events.jsonl tensorboard/ report.html
     checkpoints/step-00000120/ ...  best.json
 """
@@ -11,7 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+
+from echelon.errors import DocumentError
+from echelon.plan.certificate import Certificate
+from echelon.plan.cluster import Cluster
+from echelon.plan.codec import Document
+from echelon.plan.forecast import Forecast
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
 
 _PREFIX = "step-"
 
@@ -22,6 +31,33 @@ class RunFolder:
     def __init__(self, path: Path, *, keep: int) -> None:
         self.path, self._keep = path, keep
         self.checkpoints = path / "checkpoints"
+
+    def write_documents(self, documents: Sequence[Document | None]) -> None:
+        """Keep the documents of this start; of those that it lacks none stays behind from an earlier one."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        given = {document.KIND: document for document in documents if document is not None}
+        for kind in (Plan, Forecast, Profile, Cluster, Certificate):
+            path = self.path / f"{kind.KIND}.json"
+            if kind.KIND in given:
+                given[kind.KIND].save(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def certificate(self) -> Certificate | None:
+        """The one that lies in the folder."""
+        with contextlib.suppress(DocumentError):
+            return Certificate.load(self.path / f"{Certificate.KIND}.json")
+        return None
+
+    def noted_job(self) -> str | None:
+        """Hash of the job file that trained here last."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads((self.path / "job.json").read_text())["sha256"])
+        return None
+
+    def note_job(self, file: str, digest: str) -> None:
+        """Remember which text of which job file trains here."""
+        (self.path / "job.json").write_text(json.dumps({"file": file, "sha256": digest}) + "\n")
 
     def place(self, step: int) -> Path:
         """Where the checkpoint of `step` goes."""
@@ -36,7 +72,8 @@ class RunFolder:
         """The checkpoint with the lowest evaluation loss, and that loss."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             note = json.loads((self.path / "checkpoints" / "best.json").read_text())
-            return self.checkpoints / Path(str(note["checkpoint"])).name, float(note["loss"])
+            path, loss = self.checkpoints / Path(str(note["checkpoint"])).name, float(note["loss"])
+            return (path, loss) if _manifest(path).is_file() else None
         return None
 
     def note_best(self, checkpoint: Path, loss: float) -> None:
@@ -46,15 +83,19 @@ class RunFolder:
         partial.replace(self.checkpoints / "best.json")
 
     def prune(self) -> None:
-        """Delete all but the last `keep` and the best, and what broken writes left behind."""
+        """Delete all but the last `keep` and the best, and what broken writes left behind. Never while a checkpoint is written."""
         best = self.best()
         for path in self.saved()[self._keep :]:
             if best is None or path != best[0]:
-                _manifest(path).unlink()  # first, so that a half-deleted checkpoint is none
-                shutil.rmtree(path, ignore_errors=True)
+                self.discard(path)
         for path in self.checkpoints.glob(f"{_PREFIX}*"):
-            if path.is_dir() and not path.name.endswith(".partial") and not _manifest(path).is_file():
+            if path.is_dir() and (path.name.endswith(".partial") or not _manifest(path).is_file()):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def discard(self, checkpoint: Path) -> None:
+        """Delete a checkpoint."""
+        _manifest(checkpoint).unlink(missing_ok=True)  # first, so that a half-deleted checkpoint is none
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _manifest(checkpoint: Path) -> Path:

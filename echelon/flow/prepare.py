@@ -1,13 +1,15 @@
 """From a job to a plan: profile it, measure the machine, search; what is known already is not made again.
 
 A job is named by its file where there is one. While its profile, the cluster and the sources are unchanged nothing of torch
-is imported here: the ranks then start at once.
+is imported here: the ranks then start at once. A profile is kept only for a job that a file alone describes (`echelon VERB
+file.py`): what a script passes may follow from its arguments or from a loop in it, and would be taken for another's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 from echelon.errors import JobError, PlanError
 from echelon.job import Job, load_job
 from echelon.plan.check import require
+from echelon.plan.cluster import Cluster
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.store import Store, hash_files, installed_versions, user_files
@@ -22,12 +25,13 @@ from echelon.plan.text import from_text
 from echelon.world import cache_folder
 
 if TYPE_CHECKING:
-    from echelon.plan.cluster import Cluster
     from echelon.plan.forecast import Forecast
     from echelon.planner import Candidate
 
 JobLike = Job | Callable[[], Job] | str
 PlanLike = Plan | str | None
+
+_NOT_SCRIPTS = {"pytest", "ipython", "ipykernel_launcher", "jupyter", "pydevconsole"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +45,28 @@ class Prepared:
     candidates: tuple[Candidate, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    def hand_over(self, folder: Path) -> Path:
+        """Write to `folder` what ranks need so as not to make it again; the path of the plan, for `receive`."""
+        for document in (self.plan, self.profile, self.cluster):
+            if document is not None:
+                document.save(folder / f"{document.KIND}.json")
+        return folder / f"{Plan.KIND}.json"
+
 
 class Subject:
     """A job and its file; the job is loaded only when somebody looks at it."""
 
     def __init__(self, job: JobLike) -> None:
         self._job = job
-        self._given = isinstance(job, str)  # as file.py:name; the key must not change once the job is loaded
         self.spec = job if isinstance(job, str) else main_file()
+        #: Under which its documents are kept; None: they are not.
+        self.key: str | None = None
+        if isinstance(job, str):
+            file, function = _split(job)
+            self.key = f"{Path(file).resolve()}:{function}"
+        self._default = _default_name(job, self.spec)
+        #: What went wrong and does not matter enough to stop.
+        self.warnings: list[str] = []
 
     @property
     def job(self) -> Job:
@@ -61,38 +79,63 @@ class Subject:
             raise JobError(
                 f"expected an echelon.Job, a function that returns one or file.py:name, found {type(self._job).__name__}"
             )
+        if not self._job.name:
+            self._job = dataclasses.replace(self._job, name=self._default)
         return self._job
 
     @property
-    def key(self) -> str | None:
-        """Under which its documents are kept; None for a job without a file."""
-        if self.spec is None:
-            return None
-        if self._given:
-            file, _, name = self.spec.rpartition(".py:")
-            return f"{Path(file + '.py' if file else self.spec).resolve()}:{name if file else 'job'}"
-        return f"{Path(self.spec).resolve()}:{self.job.name}"
+    def name(self) -> str:
+        """The job's own name, or that of its file."""
+        return self.job.name or self._default
 
     def profile(self) -> Profile:
         """The job's profile, from the store or made now."""
         store, versions = Store(cache_folder()), installed_versions()
-        if self.key is not None:
-            known = store.get(Profile, self.key, versions=versions)
-            if known is not None:
-                return known
+        known = store.get(Profile, self.key, versions=versions) if self.key is not None else None
+        if known is not None:
+            return known
         from echelon.profiler import profile
 
         made = profile(self.job)
         if self.key is not None:
             files = {*user_files(sys.modules), Path(self.key.rpartition(":")[0])}
-            store.put(self.key, made, versions=versions, sources=hash_files(files))
+            try:
+                store.put(self.key, made, versions=versions, sources=hash_files(files))
+            except OSError as error:
+                self.warnings.append(
+                    f"{store.folder}: the profile could not be kept there ({error.strerror or error}) and is made again each time; "
+                    "make the folder writable, or name another in ECHELON_CACHE"
+                )
         return made
 
 
-def main_file() -> str | None:
-    """The script that Python runs, where it is a file of the user's."""
+def _split(spec: str) -> tuple[str, str]:
+    """`file.py:name` as its two parts; the name is `job` unless given."""
+    file, _, function = spec.rpartition(".py:")
+    return (f"{file}.py", function) if file else (spec, "job")
+
+
+def _default_name(job: JobLike, spec: str | None) -> str:
+    """The job file's stem, and the name of the function where it is not `job`: every job has a run folder of its own."""
+    if spec is None:
+        return "job"
+    file, function = _split(spec) if isinstance(job, str) else (spec, getattr(job, "__name__", "job"))
+    path = Path(file).resolve()
+    stem = path.parent.name if path.stem == "__main__" else path.stem
+    return f"{stem}-{function}" if function.isidentifier() and function != "job" else stem
+
+
+def main_script() -> Path | None:
+    """What Python runs, if it could be run again: not a prompt, nor what holds a notebook or tests."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return str(file) if file and Path(file).suffix == ".py" and Path(file).is_file() else None
+    path = Path(file) if file else None
+    return None if path is None or {path.stem, path.parent.name} & _NOT_SCRIPTS else path
+
+
+def main_file() -> str | None:
+    """The script that Python runs, where it is a source file."""
+    path = main_script()
+    return str(path) if path is not None and path.suffix == ".py" and path.is_file() else None
 
 
 def read_plan(wanted: PlanLike) -> Plan | None:
@@ -122,22 +165,38 @@ def prepare(subject: Subject, wanted: PlanLike = None, *, ranks: int | None = No
     warnings = require(best.plan, profile, cluster)
     return Prepared(
         plan=best.plan, profile=profile, cluster=cluster, forecast=best.forecast, candidates=candidates,
-        warnings=tuple(map(str, warnings)),
+        warnings=(*map(str, warnings), *subject.warnings),
     )  # fmt: skip
 
 
 def _given(subject: Subject, plan: Plan) -> Prepared:
-    """A plan that the user wrote: checked against what is known without measuring, forecast if that is much."""
+    """A plan that the user wrote: checked against what is known without measuring."""
     from echelon.profiler import known_cluster
 
-    cluster = known_cluster()
-    profile = Store(cache_folder()).get(Profile, subject.key, versions=installed_versions()) if subject.key else None
-    if plan.model is not None and profile is None:
-        profile = subject.profile()
+    profile = None
+    if subject.key is not None:
+        # A plan that was made for a model is held against that of the file before anything is started; a script's is by `Run`.
+        stored = Store(cache_folder()).get(Profile, subject.key, versions=installed_versions())
+        profile = subject.profile() if stored is None and plan.model is not None else stored
+    return _checked(plan, profile, known_cluster(), subject.warnings)
+
+
+def receive(path: Path) -> Prepared:
+    """What `Prepared.hand_over` wrote, on a rank."""
+    profile, cluster = path.with_name(f"{Profile.KIND}.json"), path.with_name(f"{Cluster.KIND}.json")
+    return _checked(
+        Plan.load(path),
+        Profile.load(profile) if profile.is_file() else None,
+        Cluster.load(cluster) if cluster.is_file() else None,
+    )
+
+
+def _checked(plan: Plan, profile: Profile | None, cluster: Cluster | None, told: Sequence[str] = ()) -> Prepared:
+    """A plan that can be executed as far as is known, forecast if enough is."""
     warnings = tuple(map(str, require(plan, profile, cluster)))
     forecast = None
     if profile is not None and cluster is not None:
         from echelon.simulator import simulate
 
         forecast = simulate(profile, cluster, plan)
-    return Prepared(plan=plan, profile=profile, cluster=cluster, forecast=forecast, warnings=warnings)
+    return Prepared(plan=plan, profile=profile, cluster=cluster, forecast=forecast, warnings=(*warnings, *told))

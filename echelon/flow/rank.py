@@ -1,17 +1,16 @@
-"""One rank of a verb that the command line started: `python -m echelon.flow.rank VERB FILE[:name] OPTIONS-AS-JSON`."""
+"""One rank of a verb that the command line started: `python -m echelon.flow.rank VERB FILE[:name] OPTIONS-AS-JSON [--debug]`."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from echelon.errors import EchelonError
-from echelon.launchers.handover import leave_word
+from echelon.launchers.handover import in_words, leave_word
 from echelon.world import read_world
 
 
-def main(verb: str, spec: str, options: str) -> int:
-    """Execute the verb on this rank; an error reaches the launcher as one message."""
+def main(verb: str, spec: str, options: str, debug: str = "") -> int:
+    """Execute the verb on this rank; an error, ours or the user's, reaches the launcher as one message."""
     world = read_world()
     try:
         if verb == "verify":
@@ -23,11 +22,11 @@ def main(verb: str, spec: str, options: str) -> int:
 
             train(spec, **json.loads(options))
         return 0
-    except EchelonError as error:
-        if not leave_word(error, world.rank):
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return error.exit_code
+    except Exception as error:
+        if not leave_word(error, world.rank, trace=bool(debug)):
+            print(f"error: {in_words(error, trace=bool(debug))}", file=sys.stderr)  # noqa: T201
+        return getattr(error, "exit_code", 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(main(*sys.argv[1:5]))

@@ -11,15 +11,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from echelon.errors import EchelonError, JobError, WorldError
+from echelon.flow.prepare import Prepared, main_script
 from echelon.launchers import handover
 from echelon.launchers.local import launch
 from echelon.plan.plan import Plan
 from echelon.world import World
-
-_NOT_SCRIPTS = {"pytest", "ipython", "ipykernel_launcher", "jupyter", "pydevconsole"}
 
 
 def require_world(plan: Plan, world: World) -> None:
@@ -31,43 +30,42 @@ def require_world(plan: Plan, world: World) -> None:
         )
 
 
-def run_script_again(plan: Plan) -> None:
+def run_script_again(prepared: Prepared) -> NoReturn:
     """Run this very command once per rank, then end this process: the ranks have executed the rest of the script too."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if main is None or Path(main).stem in _NOT_SCRIPTS or Path(main).parent.name in _NOT_SCRIPTS or hasattr(sys, "ps1"):
+    plan = prepared.plan
+    if main_script() is None or hasattr(sys, "ps1"):
         raise JobError(
             f'the plan "{plan}" needs {plan.ranks} processes, which are started by running your script again, and this is not a script: '
             'write the job to file.py and say `echelon train file.py`, or use plan="dp=1"'
         )
-    raise SystemExit(_launch([sys.executable, *sys.orig_argv[1:]], plan))
+    try:
+        code = _launch([sys.executable, *sys.orig_argv[1:]], prepared)
+    except EchelonError as error:
+        # A script has no command line of ours around it to turn the error into words.
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        code = error.exit_code
+    raise SystemExit(code)
 
 
-def run_ranks(verb: str, spec: str, plan: Plan, options: Mapping[str, Any]) -> int:
+def run_ranks(verb: str, spec: str, prepared: Prepared, options: Mapping[str, Any], *, debug: bool = False) -> int:
     """Run a verb of the command line once per rank; returns the exit code."""
-    return _launch([sys.executable, "-m", "echelon.flow.rank", verb, spec, json.dumps(dict(options))], plan)
+    command = [sys.executable, "-m", "echelon.flow.rank", verb, spec, json.dumps(dict(options))]
+    return _launch([*command, "--debug"] if debug else command, prepared)
 
 
-def _launch(command: list[str], plan: Plan) -> int:
+def _launch(command: list[str], prepared: Prepared) -> int:
+    plan = prepared.plan
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as folder:
-        path = Path(folder) / "plan.json"
-        plan.save(path)
-        try:
-            return launch(command, plan.ranks, threads=plan.threads, environment={handover.PLAN: str(path)})
-        except EchelonError as error:
-            if command[1] == "-m":
-                raise
-            # A script has no command line of ours around it to turn the error into words.
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
-            return error.exit_code
+        path = prepared.hand_over(Path(folder))
+        return launch(command, plan.ranks, threads=plan.threads, environment={handover.PLAN: str(path)})
 
 
 def tell_launcher(world: World) -> None:
-    """From now on an error that ends this rank reaches the launcher as one message."""
+    """From now on an error that ends this rank reaches the launcher as one message, with its traceback if it is not ours."""
     usual = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        told = handover.leave_word(error, world.rank)
-        if not (told and isinstance(error, EchelonError)):
+        if not handover.leave_word(error, world.rank, trace=not isinstance(error, EchelonError)):
             usual(kind, error, trace)
 
     sys.excepthook = hook

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import signal
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import CheckpointError, EchelonError, JobError, TrainingError
+from echelon.errors import CheckpointError, EchelonError, ForeignCheckpoint, JobError, TrainingError
 from echelon.events import Event, Listener
+from echelon.flow.agree import agree_plan
 from echelon.flow.folder import RunFolder, choose
-from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject, prepare
-from echelon.flow.start import require_world, run_script_again, tell_launcher
-from echelon.launchers.handover import handed_plan
+from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject
+from echelon.flow.signals import asking
+from echelon.flow.start import run_script_again
 from echelon.launchers.local import INTERRUPTED
 from echelon.plan.store import installed_versions
 from echelon.world import World, read_world
 
 if TYPE_CHECKING:
+    import torch
+
     from echelon.data.loader import StepBatch
-    from echelon.engine.run import Run, Step
+    from echelon.engine.outcome import Step
+    from echelon.engine.run import Run
+    from echelon.plan.certificate import Certificate
+
+#: A stream has no epoch after which to save: a tenth of the steps, but never more than this many, may be lost to a kill.
+STREAM_EVERY = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class Settings:
 
     folder: str | Path | None = None
     keep: int = 3
-    #: Steps between checkpoints; None: at the end of each epoch.
+    #: Steps between checkpoints; None: at the end of each epoch (a stream: a tenth of the steps, at most STREAM_EVERY).
     every: int | None = None
     resume: bool = True
     certificate: str | Path | None = None
@@ -74,44 +80,27 @@ def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] 
     subject = Subject(job)
     prepared = agree_plan(subject, plan, world)
     if not world.launched and prepared.plan.ranks > 1:
-        run_script_again(prepared.plan)
+        run_script_again(prepared)
     return Training(subject, prepared, world, chosen, listeners).run()
 
 
-def parallelize(job: JobLike, plan: PlanLike = None, **options: Any) -> Run:
+def parallelize(
+    job: JobLike,
+    plan: PlanLike = None,
+    *,
+    device: torch.device | None = None,
+    workers: int = 0,
+    warn: Callable[[str], None] = lambda message: None,
+) -> Run:
     """The job under a plan on this rank, for people who keep their own loop: `for batch in run.batches(): run.step(batch)`."""
     world = read_world()
     subject = Subject(job)
     prepared = agree_plan(subject, plan, world)
     if not world.launched and prepared.plan.ranks > 1:
-        run_script_again(prepared.plan)
-    require_world(prepared.plan, world)
+        run_script_again(prepared)
     from echelon.engine.run import Run
 
-    return Run(subject.job, prepared.plan, world, **options)
-
-
-def agree_plan(subject: Subject, wanted: PlanLike, world: World) -> Prepared:
-    """The plan: given, handed over by the launcher, or searched for; of ranks that were started together rank 0 searches."""
-    handed = handed_plan()
-    if world.launched:
-        tell_launcher(world)
-        if handed is not None:
-            wanted = str(handed)
-    if not world.launched or world.size == 1 or (wanted is not None and wanted != "auto"):
-        prepared = prepare(subject, wanted, ranks=world.size if world.launched else None)
-    else:
-        from echelon.engine.ranks import Ranks
-        from echelon.plan.plan import Plan
-
-        ranks = Ranks(world)
-        with ranks.together():
-            mine = prepare(subject, wanted, ranks=world.size) if world.main else None
-        text = ranks.gather(mine.plan.to_json() if mine else "")[0]
-        prepared = mine or Prepared(plan=Plan.from_json(text, source="the plan of rank 0"))
-    if world.launched:
-        require_world(prepared.plan, world)
-    return prepared
+    return Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)
 
 
 class Training:
@@ -124,7 +113,7 @@ class Training:
 
         self._subject, self._prepared, self._world, self._settings = subject, prepared, world, settings
         fresh = not settings.resume and world.main
-        self._folder = RunFolder(choose(settings.folder, subject.job.name, fresh=fresh), keep=settings.keep)
+        self._folder = RunFolder(choose(settings.folder, subject.name, fresh=fresh), keep=settings.keep)
         self._observers = lambda: observers(
             self._folder.path, world=world, quiet=settings.quiet, forecast=prepared.forecast
         )
@@ -132,7 +121,8 @@ class Training:
         self._started, self._early = False, list[str]()
         self._metrics: dict[str, float] = {}
         self._loss: float | None = None
-        self._saved_at = -1
+        self._evaluated_at = self._saved_at = -1
+        self._best: float | None = None
         self._begin = time.perf_counter()
 
     def run(self) -> Trained:
@@ -145,17 +135,20 @@ class Training:
         # Only rank 0 looked for a free name; the others follow it.
         self._folder = RunFolder(Path(run.ranks.gather(str(self._folder.path))[0]), keep=self._settings.keep)
         try:
-            self._require_certificate()
-            if world.main:
-                self._write_documents()
-            run.ranks.barrier()
+            certificate = self._require_certificate()
+            with run.ranks.together():
+                if world.main:
+                    self._write_documents(certificate)
             self._listeners += self._observers()
             self._resume()
+            with run.ranks.together():
+                if world.main:
+                    self._note_job()
             self._emit("start", **self._start_facts())
             self._started = True
-            for warning in (*self._prepared.warnings, *self._early):
+            for warning in (*(self._prepared.warnings if world.main else ()), *self._early):
                 self._warn(warning)
-            with self._signals():
+            with asking(self._ask):
                 interrupted = self._loop()
             self._finish(interrupted)
         except Exception as error:
@@ -173,6 +166,9 @@ class Training:
             seconds=self._seconds(),
         )
 
+    def _ask(self) -> None:
+        self._run.stop_asked = True
+
     # The parts of it
 
     def _loop(self) -> bool:
@@ -186,57 +182,81 @@ class Training:
             now = time.perf_counter()
             waiting.append((batch, step, now - clock))
             clock = now
-            last = run.step_number == run.total_steps
-            boundary = self._boundary()
-            while len(waiting) > (0 if last or boundary else lag):
-                asked = self._tell(*waiting.pop(0))
-                if asked and not last:
-                    return True
+            boundary, asked = self._boundary(), False
+            while len(waiting) > (0 if boundary else lag):
+                asked |= self._tell(*waiting.pop(0))
             if boundary:
                 self._at_boundary()
                 clock = time.perf_counter()
+            if asked and not self._ended:
+                for told in waiting:
+                    self._tell(*told)
+                return True
         return False
 
     def _tell(self, batch: StepBatch, step: Step, seconds: float) -> bool:
         """Report a step; True when any rank was asked to stop by then."""
-        loss, asked, norm = step.read()
+        self._loss, asked, norm = step.read()
         if self._world.main:
-            self._loss = loss
-            rate = self._run.optimizers[0].param_groups[0]["lr"]
             self._emit(
-                "step", step=batch.step + 1, epoch=batch.epoch, loss=self._loss, rate=float(rate),
+                "step", step=batch.step + 1, epoch=batch.epoch, loss=self._loss, rate=step.rates[0],
                 norm=norm, samples=step.samples, seconds=seconds, waited=batch.waited, skipped=step.skipped,
             )  # fmt: skip
         return asked
 
-    def _boundary(self) -> bool:
+    @property
+    def _ended(self) -> bool:
+        return self._run.step_number == self._run.total_steps
+
+    @property
+    def _epoch_ended(self) -> bool:
+        run = self._run
+        return bool(run.steps_per_epoch) and run.step_number % run.steps_per_epoch == 0
+
+    @property
+    def _save_due(self) -> bool:
+        """Whether a checkpoint is due by the clock of steps, whatever an evaluation says."""
         run, every = self._run, self._settings.every
-        ends_epoch = bool(run.steps_per_epoch) and run.step_number % run.steps_per_epoch == 0
-        return ends_epoch or run.step_number == run.total_steps or (every is not None and run.step_number % every == 0)
+        if every is None and run.steps_per_epoch:
+            return self._epoch_ended
+        every = every or max(min(run.total_steps // 10, STREAM_EVERY), 1)
+        return run.step_number % every == 0
+
+    def _boundary(self) -> bool:
+        return self._ended or self._epoch_ended or self._save_due
 
     def _at_boundary(self) -> None:
-        """Evaluate at the end of an epoch; save there, or every N steps where that was asked for."""
-        run, every = self._run, self._settings.every
-        end = run.step_number == run.total_steps
-        ends_epoch = bool(run.steps_per_epoch) and run.step_number % run.steps_per_epoch == 0
-        if run.job.evaluation is not None and (ends_epoch or end):
-            begin = time.perf_counter()
-            self._metrics = run.evaluate()
-            self._emit(
-                "evaluation",
-                epoch=self._epoch(),
-                metrics=self._metrics,
-                samples=len(run.job.evaluation) if hasattr(run.job.evaluation, "__len__") else None,
-                seconds=time.perf_counter() - begin,
-            )
-        if end or (ends_epoch if every is None else run.step_number % every == 0):
-            self._save(final=end)
+        """Evaluate at the end of an epoch; save when that is due, and whenever an evaluation was the best so far."""
+        if self._run.job.evaluation is not None and (self._epoch_ended or self._ended):
+            self._evaluate()
+        if self._ended or self._save_due or self._better():
+            self._save(final=self._ended)
+
+    def _evaluate(self) -> None:
+        run, begin = self._run, time.perf_counter()
+        self._metrics, self._evaluated_at = run.evaluate(), run.step_number
+        self._emit(
+            "evaluation",
+            epoch=self._epoch(),
+            metrics=self._metrics,
+            samples=len(run.job.evaluation) if hasattr(run.job.evaluation, "__len__") else None,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def _better(self) -> bool:
+        """Whether these very weights were evaluated, and are the best so far."""
+        loss = self._metrics.get("loss", math.nan)
+        if self._evaluated_at != self._run.step_number or not math.isfinite(loss):
+            return False
+        return self._best is None or loss < self._best
 
     def _save(self, *, final: bool) -> None:
         run, folder = self._run, self._folder
         if run.step_number == self._saved_at:
             return
         begin, place = time.perf_counter(), folder.place(run.step_number)
+        if self._world.main and place.exists():
+            folder.discard(place)  # it could not be read when the run was resumed, so its steps were done again
         try:
             size = run.save(place)
         except CheckpointError as error:
@@ -246,8 +266,9 @@ class Training:
             self._warn(f"{error}; training goes on, the last good checkpoint stays")
             return
         self._saved_at = run.step_number
-        best = folder.best()
-        better = "loss" in self._metrics and (best is None or self._metrics["loss"] < best[1])
+        better = self._better()
+        if better:
+            self._best = self._metrics["loss"]
         if self._world.main:
             if better:
                 folder.note_best(place, self._metrics["loss"])
@@ -256,13 +277,15 @@ class Training:
 
     def _resume(self) -> None:
         """Load the newest checkpoint that is whole; a damaged one is passed over, loudly."""
-        saved = self._folder.saved() if self._settings.resume else []
-        for place in self._run.ranks.gather([str(path) for path in saved])[0]:
+        mine, best = self._folder.saved() if self._settings.resume else [], self._folder.best()
+        # What rank 0 sees counts: a network disk may show the others something older.
+        saved, self._best = self._run.ranks.gather(([str(path) for path in mine], best and best[1]))[0]
+        for place in saved:
             try:
                 self._run.load(place)
+            except ForeignCheckpoint:
+                raise
             except CheckpointError as error:
-                if "made by another" in str(error) or "made with" in str(error) or "its optimizers cover" in str(error):
-                    raise
                 self._warn(f"{error}; trying the one before")
                 continue
             self._saved_at = self._run.step_number
@@ -316,7 +339,7 @@ class Training:
     def _start_facts(self) -> dict[str, Any]:
         run, job = self._run, self._subject.job
         return {
-            "job": job.name, "plan": str(run.plan), "ranks": self._world.size, "batch": job.batch, "steps": run.total_steps,
+            "job": self._subject.name, "plan": str(run.plan), "ranks": self._world.size, "batch": job.batch, "steps": run.total_steps,
             "steps_per_epoch": run.steps_per_epoch, "epochs": job.epochs, "samples": run.samples,
             "parameters": sum(value.numel() for value in run.model.parameters()), "resumed_from": run.step_number,
             "device": str(run.device), "run": str(self._folder.path), "file": self._subject.spec, "seed": job.seed, "versions": installed_versions(),
@@ -336,48 +359,43 @@ class Training:
     def _seconds(self) -> float:
         return time.perf_counter() - self._begin
 
-    def _write_documents(self) -> None:
-        self._folder.checkpoints.mkdir(parents=True, exist_ok=True)
-        documents = {
-            "plan": self._prepared.plan, "forecast": self._prepared.forecast, "profile": self._prepared.profile,
-            "cluster": self._prepared.cluster,
-        }  # fmt: skip
-        for name, document in documents.items():
-            if document is not None:
-                document.save(self._folder.path / f"{name}.json")
+    def _write_documents(self, certificate: Certificate | None) -> None:
+        made, kept = self._prepared, self._folder.certificate()
+        if certificate is None and kept is not None and not kept.stale(**self._identity()):
+            certificate = kept  # nobody required it, but somebody put it there, and it covers this run
+        self._folder.write_documents([made.plan, made.forecast, made.profile, made.cluster, certificate])
 
-    def _require_certificate(self) -> None:
-        if self._settings.certificate is None:
+    def _note_job(self) -> None:
+        """Remember the job file's text; say so where the checkpoint that was loaded is of another."""
+        from echelon.verifier.identity import job_hash
+
+        if self._subject.spec is None:
             return
-        from echelon.verifier.gate import require
+        digest, before = job_hash(self._subject.spec), self._folder.noted_job()
+        if self._saved_at >= 0 and before not in (None, digest):
+            self._warn(
+                f"{self._folder.path} was trained by another text of the job file (then {str(before)[:12]}, {self._subject.spec} now "
+                f"{digest[:12]}); it goes on as the file is now; --fresh starts anew in another folder"
+            )
+        self._folder.note_job(self._subject.spec, digest)
+
+    def _identity(self) -> dict[str, Any]:
+        """What a certificate has to cover."""
         from echelon.verifier.identity import job_hash, model_hash, versions
+
+        spec = self._subject.spec
+        return {
+            "plan": self._prepared.plan, "job": job_hash(spec) if spec else "", "model": model_hash(self._run.model),
+            "versions": versions(),
+        }  # fmt: skip
+
+    def _require_certificate(self) -> Certificate | None:
+        if self._settings.certificate is None:
+            return None
+        from echelon.verifier.gate import require
 
         if self._subject.spec is None:
             raise TrainingError(
                 "a certificate covers a job file, and this job has none: train it with `echelon train file.py`"
             )
-        require(
-            self._settings.certificate, plan=self._prepared.plan, job=job_hash(self._subject.spec),
-            model=model_hash(self._run.model), versions=versions(),
-        )  # fmt: skip
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM ask for a stop after this step; a second one ends the process as usual."""
-        before: dict[int, Any] = {}
-
-        def ask(number: int, _: FrameType | None) -> None:
-            self._run.stop_asked = True
-            signal.signal(number, before[number])
-
-        usual: Callable[..., Any] = signal.signal
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = usual(number, ask)
-        except ValueError:
-            pass  # not the main thread: whoever owns it decides
-        try:
-            yield
-        finally:
-            for saved, handler in before.items():
-                usual(saved, handler)
+        return require(self._settings.certificate, **self._identity())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echelon.flow.agree import agree_plan
 from echelon.flow.prepare import JobLike, PlanLike, Subject
 from echelon.flow.start import run_script_again
-from echelon.flow.train import agree_plan
 from echelon.world import read_world
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def verify(job: JobLike, plan: PlanLike = None, *, steps: int = 2, out: str | Pa
     subject = Subject(job)
     prepared = agree_plan(subject, plan, world)
     if not world.launched and prepared.plan.ranks > 1:
-        run_script_again(prepared.plan)
+        run_script_again(prepared)
     from echelon.verifier.identity import job_hash
     from echelon.verifier.verify import verify as prove
 

@@ -5,40 +5,62 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sysconfig
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError
 
-#: Path of the plan that the launching process made, so that no rank makes it again.
-PLAN = "ECHELON_PLAN"
+#: Path of the plan that the launching process made, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
+PLAN = "ECHELON_HANDED_PLAN"
 #: Folder where a rank leaves word of its own failure: the launcher then shows one message instead of N tracebacks.
 FAILURES = "ECHELON_FAILURES"
 
 
-def handed_plan() -> Path | None:
-    """The plan file that the launcher handed to this rank."""
-    return Path(os.environ[PLAN]) if PLAN in os.environ else None
+def take_plan() -> Path | None:
+    """The plan file that the launcher handed to this rank. It is for one training: a script may hold several."""
+    path = os.environ.pop(PLAN, None)
+    return Path(path) if path is not None else None
 
 
-def leave_word(error: BaseException, rank: int) -> bool:
-    """Tell the launcher why this rank fails; False where nobody listens."""
+def leave_word(error: BaseException, rank: int, *, trace: bool = False) -> bool:
+    """Tell the launcher why this rank fails, with the traceback if `trace`; False where nobody listens."""
     folder = os.environ.get(FAILURES)
     if folder is None:
         return False
-    ours = isinstance(error, EchelonError)
     word = {
         "rank": rank,
         "time": time.time(),
-        "ours": ours,
+        "ours": isinstance(error, EchelonError),
         "code": getattr(error, "exit_code", 1),
-        "message": str(error) if ours else f"{type(error).__name__}: {error}",
+        "message": in_words(error, trace=trace),
     }
     with contextlib.suppress(OSError):
         (Path(folder) / f"failure-{rank}.json").write_text(json.dumps(word))
         return True
     return False
+
+
+def in_words(error: BaseException, *, trace: bool = False) -> str:
+    """An error for people. One that is not ours comes with the last line of the user's own that led to it."""
+    if trace:
+        return "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, EchelonError):
+        return str(error)
+    return f"{_where(error)}{type(error).__name__}: {error}\n(--debug shows the traceback)"
+
+
+def _where(error: BaseException) -> str:
+    foreign = [Path(__file__).resolve().parent.parent, Path(sysconfig.get_paths()["stdlib"]).resolve()]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not path.is_file() or "site-packages" in path.parts:
+            continue
+        if not any(path.resolve().is_relative_to(folder) for folder in foreign):
+            return f"{frame.filename}, line {frame.lineno}: "
+    return ""
 
 
 def read_words(folder: Path) -> list[dict[str, Any]]:

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 from echelon.errors import LaunchError
+from echelon.launchers.environment import child_environment
 from echelon.launchers.handover import FAILURES, read_words
-from echelon.world import STORE, World
+from echelon.world import STORE, World, usable_cores
 
 #: Seconds that the others get, once a rank has failed, to end by themselves; they may be writing.
 GRACE = 5.0
@@ -33,7 +34,7 @@ def launch(
 ) -> int:
     """Run `command` as `ranks` local processes; 0, or 130 when they were interrupted and stopped in order."""
     folder = Path(tempfile.mkdtemp(prefix="echelon-"))
-    base = {**os.environ, **(environment or {})}
+    base = {**child_environment(threads or _threads(ranks)), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
@@ -42,7 +43,7 @@ def launch(
             processes.append(
                 subprocess.Popen(
                     command,
-                    env=_environment(base, world, folder, threads),
+                    env=_environment(base, world, folder),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -60,8 +61,14 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment(base: Mapping[str, str], world: World, folder: Path, threads: int | None) -> dict[str, str]:
-    values = {
+def _threads(ranks: int) -> int:
+    """Of each rank where the plan leaves it open: as the user set it, else an even part of the cores."""
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(told) if told.isdigit() else max(usable_cores() // ranks, 1)
+
+
+def _environment(base: Mapping[str, str], world: World, folder: Path) -> dict[str, str]:
+    return {
         **base,
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
@@ -70,12 +77,6 @@ def _environment(base: Mapping[str, str], world: World, folder: Path, threads: i
         STORE: str(folder / "store"),
         FAILURES: str(folder),
     }
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback:
-        values.setdefault("GLOO_SOCKET_IFNAME", loopback)  # nothing listens to other machines
-    if threads or "OMP_NUM_THREADS" not in base:
-        values["OMP_NUM_THREADS"] = str(threads or max((os.cpu_count() or 1) // world.local_size, 1))
-    return values
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:

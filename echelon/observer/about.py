@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from echelon.observer import units
 from echelon.observer.parts import card, facts, fold, notes, section, table
 from echelon.observer.record import Record, figure
+from echelon.plan import units
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster, Node
 from echelon.plan.plan import Plan

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from echelon.observer import units
 from echelon.observer.chart import Line
+from echelon.plan import units
 
 #: CSS variables of the parts of a whole.
 _HUES = ("a", "b", "c", "d", "e", "f", "g")

@@ -16,8 +16,8 @@ from rich.style import Style
 from rich.text import Text
 
 from echelon.events import Event
-from echelon.observer import units
 from echelon.observer.pace import Pace, unhindered_rate
+from echelon.plan import units
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from echelon.observer import units
 from echelon.observer.chart import Line, chart, histogram, smooth
 from echelon.observer.pace import unhindered_rate
 from echelon.observer.parts import against, against_key, card, key, notes, section, stack, tile
 from echelon.observer.record import Record, figure
+from echelon.plan import units
 from echelon.plan.forecast import Forecast
 
 

@@ -9,6 +9,8 @@ from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
+from echelon.plan.units import seconds as _seconds
+from echelon.plan.units import size as _bytes
 from echelon.planner.search import Candidate
 from echelon.simulator import simulate
 
@@ -77,11 +79,3 @@ def _memory(forecast: Forecast) -> str:
         f"{name} {_bytes(getattr(memory, name))}" for name in parts if getattr(memory, name) > memory.peak / 200
     )
     return f"memory per rank: {_bytes(memory.total)} of {_bytes(forecast.capacity)} ({told}); the peak is at {forecast.peak_at}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
-
-
-def _bytes(value: float) -> str:
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"

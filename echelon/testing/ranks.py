@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from echelon.errors import LaunchError
+from echelon.launchers.environment import child_environment
 from echelon.testing.worker import Answer, Task
 from echelon.world import World
 
@@ -50,9 +51,8 @@ class _Worker:
     def __init__(self, log: Path) -> None:
         self.pipe, theirs = Pipe()
         self.log = log
-        environment = dict(
-            os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONUNBUFFERED="1"
-        )
+        paths = os.pathsep.join(part or os.getcwd() for part in sys.path)
+        environment = child_environment(threads=1) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"from echelon.testing.worker import main; main({theirs.fileno()})"],
@@ -60,7 +60,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment | {"PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)},
+                env=environment,
                 start_new_session=True,  # a group of its own: it and whatever it starts are killed together
             )
         theirs.close()

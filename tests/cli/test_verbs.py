@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ class Shell:
         self.folder = folder
         self._environment = {**os.environ, "ECHELON_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
 
-    def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run it and expect an exit code."""
+    def __call__(
+        self, *arguments: str, code: int = 0, traceback: bool = False, by: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it, `by` a launcher where one is given, and expect an exit code."""
         done = subprocess.run(
-            [sys.executable, "-m", "echelon", *arguments],
+            [sys.executable, *by, "-m", "echelon", *arguments],
             cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
+        assert traceback or "Traceback" not in done.stderr
         return done
 
     def json(self, *arguments: str, code: int = 0) -> Any:
@@ -62,6 +65,8 @@ def test_plan_writes_the_best_one(echelon: Shell) -> None:
     assert all(each["fits"] for each in answer["candidates"][:1])
     text = echelon("plan", JOB, "--cluster", "cluster.json").stdout
     assert answer["plan"] in text
+    assert "memory per rank:" in text  # why it is the best
+    assert answer["why"][0].startswith(f'"{answer["plan"]}": ')
 
 
 def test_what_is_known_is_not_made_again(echelon: Shell) -> None:
@@ -123,6 +128,7 @@ def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
     answer = echelon.json("train", JOB, "--plan", "dp=2 zero=1", "--require-certificate", "proof.json")
     assert (answer["reason"], answer["step"], answer["folder"]) == ("finished", 12, "runs/small")
     assert answer["loss"] > 0
+    assert Certificate.load(echelon.folder / "runs" / "small" / "certificate.json").plan.zero == 1
     assert echelon.json("report", "runs/small") == {"report": "runs/small/report.html"}
 
 
@@ -133,3 +139,32 @@ def test_a_finished_run_has_nothing_left_to_do_and_a_fresh_one_starts_beside_it(
     fresh = echelon.json("train", JOB, "--plan", "dp=1", "--out", "again", "--fresh")
     assert fresh["folder"] == "again-2"
     assert fresh["loss"] == first["loss"]
+
+
+BROKEN = """
+import os
+import echelon
+from tests.cli.job import job as sound
+
+def job():
+    made = sound()
+    if os.environ.get("RANK") == "1":
+        return {}["lost on the way"]
+    return made
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_the_job_on_any_rank_names_its_line(echelon: Shell) -> None:
+    (echelon.folder / "broken.py").write_text(BROKEN)
+    done = echelon("train", "broken.py", "--plan", "dp=2", code=1)
+    assert "rank 1 failed: " in done.stderr
+    assert "broken.py, line 9: KeyError: 'lost on the way'" in done.stderr
+    assert "Traceback" in echelon("train", "broken.py", "--plan", "dp=2", "--debug", code=1, traceback=True).stderr
+
+
+@pytest.mark.slow
+def test_of_ranks_that_torchrun_started_one_tells_the_proof(echelon: Shell) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = echelon("verify", JOB, "--plan", "dp=2", "-o", "together.json", "--json", by=torchrun)
+    assert json.loads(done.stdout) == json.loads((echelon.folder / "together.json").read_text())

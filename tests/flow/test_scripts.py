@@ -37,13 +37,17 @@ with echelon.parallelize(job, PLAN) as run:
 """
 
 
-def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+def script(
+    folder: Path, text: str, *command: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run JOB and `text` by plain `python script.py`, or by `command`."""
     (folder / "script.py").write_text(JOB + text)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"ECHELON_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    values = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    values |= {"ECHELON_CACHE": str(folder / "cache"), "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, *(command or ("script.py",))],
+        cwd=folder, env=values | (environment or {}), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
 
 
 def test_an_own_loop_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -72,10 +76,68 @@ def test_an_error_of_the_ranks_is_one_message(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_other_ranks_than_were_started(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(JOB + "echelon.train(job, 'dp=2')")
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = script(tmp_path, "echelon.train(job, 'dp=2')", environment={"RANK": "0", "WORLD_SIZE": "1"})
     assert done.returncode != 0
     assert 'the plan "dp=2" is for 2 ranks and 1 were started' in done.stderr
+
+
+def test_the_users_setting_is_not_taken_for_a_launchers_plan(tmp_path: Path) -> None:
+    text = "print(echelon.train(job, 'dp=1', quiet=True).step)"
+    started = {"RANK": "0", "WORLD_SIZE": "1", "ECHELON_PLAN": "dp=2"}  # as torchrun starts a rank
+    done = script(tmp_path, text, environment=started)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "6"
+
+
+def test_each_training_of_a_script_has_its_own_plan(tmp_path: Path) -> None:
+    text = """
+for folder, plan in (("one", "dp=2"), ("two", "dp=2 zero=1")):
+    echelon.train(job, plan, folder=folder, quiet=True)
+"""
+    done = script(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads((tmp_path / folder / "plan.json").read_text())["zero"] for folder in ("one", "two")] == [0, 1]
+
+
+def test_a_script_is_profiled_for_what_it_passes(tmp_path: Path) -> None:
+    """Its model may follow from a loop or from its arguments, of which the file's text knows nothing."""
+    text = """
+from dataclasses import replace
+from echelon.flow.prepare import Subject
+for width in (3, 5):
+    print(Subject(replace(job(), model=lambda: nn.Linear(8, width))).profile().elements)
+"""
+    done = script(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["27", "45"]
+
+
+FAIL = """
+import os
+if os.environ.get("RANK") == "1":
+    raise KeyError("lost on the way")
+"""
+
+
+def test_an_error_of_the_script_itself_shows_its_traceback_once(tmp_path: Path) -> None:
+    done = script(tmp_path, f"with echelon.parallelize(job, 'dp=2'):{FAIL.replace(chr(10), chr(10) + '    ')}")
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr
+    assert done.stderr.count("KeyError: 'lost on the way'") == 1
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_module_that_is_run_as_a_script_fails_in_one_message(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    text = (
+        JOB
+        + "echelon.train(echelon.Job(**{n: getattr(job(), n) for n in echelon.Job.__slots__} | {'batch': 1}), 'dp=2')"
+    )
+    (tmp_path / "package" / "training.py").write_text(text)
+    done = script(
+        tmp_path, "", "-m", "package.training", environment={"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr

@@ -21,15 +21,39 @@ def script(folder: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
+def told(folder: Path, names: list[str], *, ranks: int, threads: int | None = None) -> list[str]:
+    """What each rank sees in its environment."""
+    text = f"open(os.path.join({str(folder)!r}, f'{{rank}}.txt'), 'w').write(' '.join(os.environ[n] for n in {names}))"
+    assert launch(script(folder, text), ranks, threads=threads) == 0
+    return [(folder / f"{rank}.txt").read_text() for rank in range(ranks)]
+
+
 def test_every_rank_knows_the_world(tmp_path: Path) -> None:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]
-    text = (
-        f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.txt'), 'w').write(' '.join(os.environ[n] for n in {names}))"
-    )
-    assert launch(script(tmp_path, text), 3, threads=2) == 0
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)] == [
-        f"{rank} 3 {rank} 3 2 lo" for rank in range(3)
-    ]
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS"]
+    assert told(tmp_path, names, ranks=3, threads=2) == [f"{rank} 3 {rank} 3 2 2" for rank in range(3)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name is Linux's")
+def test_local_ranks_talk_on_this_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert told(tmp_path, names, ranks=1) == ["lo eth7"]
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    assert told(tmp_path, names, ranks=1) == ["lo lo"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity is Linux's")
+def test_threads_are_a_part_of_the_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert told(tmp_path, ["OMP_NUM_THREADS"], ranks=1) == ["3"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})  # the machine may have more cores than this process
+        assert told(tmp_path, ["OMP_NUM_THREADS"], ranks=1) == ["1"]
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_the_rank_that_failed_is_blamed_with_its_words(tmp_path: Path) -> None:

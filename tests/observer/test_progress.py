@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from echelon.events import Event
-from echelon.observer import observers, units
+from echelon.observer import observers
 from echelon.observer.pace import Pace, unhindered_rate
 from echelon.observer.progress import Progress, Warnings
 from echelon.observer.relay import Relay
+from echelon.plan import units
 from echelon.plan.mesh import Mesh
 from echelon.world import World
 

@@ -1,0 +1,35 @@
+"""The one plan of all ranks: given, handed over by the launcher, or searched for by rank 0."""
+
+from __future__ import annotations
+
+from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, receive
+from echelon.flow.start import require_world, tell_launcher
+from echelon.launchers.handover import take_plan
+from echelon.plan.plan import Plan
+from echelon.world import World
+
+
+def agree_plan(subject: Subject, wanted: PlanLike, world: World) -> Prepared:
+    """The plan that this process is to execute, or to start ranks for."""
+    if not world.launched:
+        return prepare(subject, wanted)
+    tell_launcher(world)
+    handed = take_plan()
+    if handed is not None:
+        prepared = receive(handed)
+    elif world.size == 1 or (wanted is not None and wanted != "auto"):
+        prepared = prepare(subject, wanted, ranks=world.size)
+    else:
+        prepared = _plan_of_rank_0(subject, world)
+    require_world(prepared.plan, world)
+    return prepared
+
+
+def _plan_of_rank_0(subject: Subject, world: World) -> Prepared:
+    from echelon.engine.ranks import Ranks
+
+    ranks = Ranks(world)
+    with ranks.together():
+        mine = prepare(subject, ranks=world.size) if world.main else None
+    text = ranks.gather(mine.plan.to_json() if mine else "")[0]
+    return mine or Prepared(plan=Plan.from_json(text, source="the plan of rank 0"))

@@ -1,0 +1,31 @@
+"""Ctrl-C and SIGTERM as a request: stop after the step under way."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def asking(stop: Callable[[], None]) -> Iterator[None]:
+    """While it lasts, the first SIGINT or SIGTERM calls `stop`; a second one ends the process as usual."""
+    before: dict[int, Any] = {}
+
+    def ask(number: int, _: FrameType | None) -> None:
+        stop()
+        signal.signal(number, before[number])
+
+    usual: Callable[..., Any] = signal.signal
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = usual(number, ask)
+    except ValueError:
+        pass  # not the main thread: whoever owns it decides
+    try:
+        yield
+    finally:
+        for saved, handler in before.items():
+            usual(saved, handler)

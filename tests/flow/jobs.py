@@ -1,0 +1,63 @@
+"""Jobs that train in a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+
+import echelon
+from echelon.world import World
+
+#: Samples and batch give this many steps per epoch.
+STEPS = 4
+
+#: The same as a job file, without a name of its own.
+FILE = """
+import echelon
+from tests.flow.jobs import make
+
+def job():
+    return make(name=None)
+
+def tiny():
+    return make(name=None, epochs=1)
+"""
+
+
+def samples(*, opposite: bool = False) -> TensorDataset:
+    """A sum to learn. `opposite`: a set on which every step of learning it makes things worse."""
+    values = torch.randn(8 * STEPS, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(values, values.sum(1, keepdim=True) * (-1 if opposite else 1))
+
+
+def make(**fields: Any) -> echelon.Job:
+    """Three epochs of four steps, unless `fields` say otherwise."""
+    plain: dict[str, Any] = {
+        "name": "small",
+        "model": lambda: nn.Linear(8, 1),
+        "loss": lambda output, batch: F.mse_loss(output, batch[-1]),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        "data": samples(),
+        "batch": 8,
+        "epochs": 3,
+    }
+    return echelon.Job(**(plain | fields))
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream without an end."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield torch.ones(8), torch.ones(1)
+
+
+def last_loss(world: World, folder: str) -> float | None:
+    """Train on this rank of several; the loss that it was told."""
+    return echelon.train(make(), f"dp={world.size}", folder=Path(folder), quiet=True).loss

@@ -1,0 +1,176 @@
+"""A training from start to end: what is told, what is saved and noted, what an interruption and a resume leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon
+from echelon.errors import ForeignCheckpoint
+from echelon.events import Event
+from echelon.flow.folder import RunFolder
+from echelon.flow.train import Trained
+from echelon.plan.certificate import Certificate
+from echelon.testing.ranks import Pool
+from tests.flow.jobs import FILE, STEPS, Endless, last_loss, make, samples
+from tests.observer.runs import forecast, plan
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+
+
+def train(folder: Path, job: echelon.Job | str, plan: str = "dp=1", **settings: object) -> tuple[Trained, list[Event]]:
+    """Train; what came of it and what was told."""
+    events: list[Event] = []
+    trained = echelon.train(job, plan, folder=folder, quiet=True, listeners=[events.append], **settings)
+    return trained, events
+
+
+def of(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.kind == kind]
+
+
+def bests(events: list[Event]) -> list[int]:
+    return [event.step for event in of(events, "checkpoint") if event.data["best"]]
+
+
+def test_the_best_is_a_checkpoint_that_was_evaluated(tmp_path: Path) -> None:
+    """Off the beat of `every`, the weights that are saved next are not those that were evaluated."""
+    job = make(evaluation=samples(opposite=True))
+    _, events = train(tmp_path / "run", job, every=3, keep=1)
+    assert [event.step for event in of(events, "evaluation")] == [4, 8, 12]
+    assert [event.step for event in of(events, "checkpoint")] == [3, 4, 6, 9, 12]
+    assert bests(events) == [4]
+    note = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
+    assert note == {"checkpoint": "step-00000004", "loss": of(events, "evaluation")[0].data["metrics"]["loss"]}
+    assert [path.name for path in RunFolder(tmp_path / "run", keep=1).saved()] == ["step-00000012", "step-00000004"]
+
+
+def test_each_better_evaluation_is_saved(tmp_path: Path) -> None:
+    _, events = train(tmp_path, make(evaluation=samples()), every=100)
+    assert bests(events) == [4, 8, 12]
+
+
+def test_a_resumed_run_remembers_the_best(tmp_path: Path) -> None:
+    train(tmp_path, make(evaluation=samples(opposite=True), epochs=1))
+    _, events = train(tmp_path, make(evaluation=samples(opposite=True), epochs=2))
+    assert bests(events) == []
+
+
+def test_the_rate_that_is_told_is_the_one_that_was_used(tmp_path: Path) -> None:
+    halved = make(schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), epochs=1)
+    _, events = train(tmp_path, halved)
+    assert [event.data["rate"] for event in of(events, "step")] == [0.05, 0.025, 0.0125, 0.00625]
+
+
+def test_every_rank_knows_the_last_loss(ranks: Pool, tmp_path: Path) -> None:
+    one, other = ranks.run(2, last_loss, str(tmp_path))
+    assert one is not None
+    assert one == other
+
+
+@pytest.mark.parametrize("after", range(1, 7))
+def test_an_interrupt_loses_neither_step_nor_evaluation(tmp_path: Path, after: int) -> None:
+    events: list[Event] = []
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if event.kind == "step" and event.step == after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    job = make(evaluation=samples())
+    with pytest.raises(SystemExit, match="130"):
+        echelon.train(job, "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+    (end,) = of(events, "end")
+    assert end.data["reason"] == "interrupted"
+    assert after < end.step < 3 * STEPS
+    assert [event.step for event in of(events, "step")] == list(range(1, end.step + 1))
+    assert [event.step for event in of(events, "evaluation")] == [step for step in (4, 8) if step <= end.step]
+
+
+def test_a_stream_is_saved_now_and_then(tmp_path: Path) -> None:
+    _, events = train(tmp_path, make(data=Endless(), epochs=None, steps=40))
+    assert [event.step for event in of(events, "checkpoint")] == list(range(4, 41, 4))
+
+
+def test_no_document_of_an_earlier_start_stays_behind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, keep=1)
+    folder.write_documents([plan(), forecast(), None])
+    assert (tmp_path / "forecast.json").is_file()
+    folder.write_documents([plan(), None])
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["plan.json"]
+
+
+def test_the_certificate_is_kept_with_the_run_while_it_covers_it(tmp_path: Path) -> None:
+    file, proof, run = tmp_path / "proved.py", tmp_path / "proof.json", tmp_path / "run"
+    file.write_text(FILE)
+    echelon.verify(str(file), "dp=1", out=proof)
+    train(run, str(file), certificate=proof)
+    kept = run / "certificate.json"
+    assert Certificate.load(kept) == Certificate.load(proof)
+    train(run, str(file))
+    assert kept.is_file()  # nobody required it, but it still holds
+    train(run, str(file), plan="dp=1 micro=4")
+    assert not kept.exists()
+
+
+def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / "step-00000002.partial"
+    left.mkdir(parents=True)
+    (left / "__0_0.distcp").write_bytes(b"x")
+    train(tmp_path, make(epochs=1))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, make(epochs=1))
+    with pytest.raises(ForeignCheckpoint, match="batch=8"):
+        train(tmp_path, make(epochs=1, batch=4))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path) -> None:
+    first, _ = train(tmp_path, make())
+    (damaged,) = (tmp_path / "checkpoints" / "step-00000012").glob("*.distcp")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    again, events = train(tmp_path, make())
+    assert "cut short" in of(events, "warning")[0].data["message"]
+    assert of(events, "start")[0].data["resumed_from"] == 8
+    assert (again.step, again.loss) == (first.step, first.loss)
+    _, events = train(tmp_path, make())
+    assert of(events, "start")[0].data["resumed_from"] == 12
+
+
+def test_an_edited_job_file_goes_on_and_is_told(tmp_path: Path) -> None:
+    file, run = tmp_path / "edited.py", tmp_path / "run"
+    file.write_text(FILE)
+    _, events = train(run, f"{file}:tiny")
+    assert not of(events, "warning")
+    _, events = train(run, f"{file}:tiny")
+    assert not of(events, "warning")
+    file.write_text(FILE.replace("epochs=1", "epochs=2"))
+    _, events = train(run, f"{file}:tiny")
+    (warning,) = of(events, "warning")
+    assert "was trained by another text of the job file" in warning.data["message"]
+    assert of(events, "end")[0].step == 2 * STEPS
+
+
+def test_jobs_without_a_name_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nameless.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    for spec in ("nameless.py", "nameless.py:tiny"):
+        echelon.train(spec, "dp=1", quiet=True)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["nameless", "nameless-tiny"]
+    manifest = tmp_path / "runs" / "nameless-tiny" / "checkpoints" / "step-00000004" / "checkpoint.json"
+    assert json.loads(manifest.read_text())["job"] == "nameless-tiny"
+
+
+def test_parallelize_takes_what_it_knows() -> None:
+    with pytest.raises(TypeError, match="wokers"):
+        echelon.parallelize(make(), "dp=1", wokers=2)  # type: ignore[call-arg]
