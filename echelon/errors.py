@@ -62,10 +62,6 @@ class ForeignCheckpoint(CheckpointError):  # noqa: N818 (a kind of checkpoint; i
     """A whole checkpoint of another job or format: an older one would not fit either."""
 
 
-class ForeignCheckpoint(CheckpointError):  # noqa: N818
-    """A checkpoint of another job or format: sound, but not this run's."""
-
-
 class TrainingError(EchelonError):
     """A training that cannot go on."""
 
