@@ -65,7 +65,7 @@ class Run:
         self.job, self.plan, self.world = job, plan, world
         self.ranks = Ranks(world, device)
         self.device, self._dtype = self.ranks.device, dtype
-        self.precision = "fp32" if dtype is not None else plan.precision
+        self.precision = "fp32" if dtype is not None else plan.precision or job.precision
         if plan.threads and self.device.type == "cpu":
             torch.set_num_threads(plan.threads)
         if self.precision == "tf32":

@@ -71,7 +71,6 @@ def _plans(profile: Profile, cluster: Cluster, ranks: int | None) -> Iterator[Pl
                     zero=zero,
                     micro=micro,
                     threads=threads,
-                    precision=profile.precision,
                     whole=whole,
                     model=profile.model,
                 )

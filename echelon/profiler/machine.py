@@ -53,7 +53,9 @@ def known_cluster(*, store: Store | None = None) -> Cluster | None:
 def _key() -> str:
     """What makes it another machine: name, processor, cores, GPUs that this process may see."""
     gpus = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
-    return " ".join(["machine", platform.node(), _processor(), str(usable_cores()), *gpus, f"visible={visible_devices()}"])
+    return " ".join(
+        ["machine", platform.node(), _processor(), str(usable_cores()), *gpus, f"visible={visible_devices()}"]
+    )
 
 
 def _measured(gpus: int, progress: Progress, versions: dict[str, str]) -> Cluster:

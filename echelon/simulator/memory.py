@@ -60,7 +60,7 @@ def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
     buckets = taken(held.buckets, large)
     peak = parameters + gradients + optimizer + activations + temporary + buckets
     spread = _SPREAD[plan.zero > 0 and plan.mesh.dp > 1]
-    if plan.precision != profile.precision:
+    if plan.precision not in (None, profile.precision):
         spread = 0.5
     return Memory(
         parameters=parameters,

@@ -76,7 +76,8 @@ def _time(profile: Profile, plan: Plan, load: Load) -> Time:
 
 def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phase) -> float:
     operators = [operator for operator in profile.operators if operator.phase == phase]
-    seconds = sum(o.count * operator_seconds(o, samples, load, plan.precision) for o in operators)
+    precision = plan.precision or profile.precision
+    seconds = sum(o.count * operator_seconds(o, samples, load, precision) for o in operators)
     if load.device.fault:
         # What a step keeps was given back after the last one: the system hands it out anew. So are gradients of one rank alone.
         fresh = profile.kept(samples) if phase == "forward" else profile.gradient_bytes * (plan.mesh.dp == 1)
@@ -99,7 +100,7 @@ def _notes(profile: Profile, cluster: Cluster, plan: Plan, load: Load) -> tuple[
         notes.append(
             f"{load.ranks} ranks x {load.threads} threads on {load.node.cores} cores: everything takes {load.crowding:.1f} x as long"
         )
-    if plan.precision != profile.precision:
+    if plan.precision not in (None, profile.precision):
         notes.append(f"profiled in {profile.precision}, planned in {plan.precision}: the memory is a rough guess")
     if profile.device != cluster.kind:
         notes.append(f"traced for {profile.device}, forecast for {cluster.kind}: operators may differ")

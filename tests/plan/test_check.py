@@ -71,6 +71,14 @@ def test_half_precision_without_instructions_is_a_warning() -> None:
     assert "no bf16 instructions" in str(found[0])
 
 
+def test_a_plan_without_a_precision_takes_the_jobs() -> None:
+    half = replace(PROFILE, precision="bf16")
+    assert check(Plan(), half) == ()
+    assert "this CPU has no bf16 instructions" in str(check(Plan(), half, machine("cpu", 2))[0])
+    (problem,) = check(Plan(precision="fp32"), half)
+    assert "the job asks for bf16" in str(problem)
+
+
 def test_untraced_models_are_sharded_whole() -> None:
     untraced = replace(PROFILE, traced="real")
     assert "add `whole`" in str(check(from_text("dp=2 zero=3"), untraced)[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +43,11 @@ def test_ranks_win_where_a_device_is_needed_for_memory() -> None:
     profile = make_profile(blocks=12, width=1024, length=256, batch=64)
     whole = min(candidates(profile, make_cluster(cores=4)), key=lambda c: c.forecast.memory.peak)
     assert whole.plan.micro == 1 or whole.plan.zero == 3
+
+
+def test_plans_leave_the_precision_to_the_job() -> None:
+    profile = replace(make_profile(), precision="bf16")
+    assert {candidate.plan.precision for candidate in search(profile, make_cluster())} == {None}
 
 
 def test_little_memory_forces_small_micro_batches() -> None:

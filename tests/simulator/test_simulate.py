@@ -130,8 +130,23 @@ def test_other_axes_are_refused() -> None:
 def test_unmeasured_cases_are_noted() -> None:
     profile = make_profile()
     assert any("compile" in note for note in simulate(profile, make_cluster(), plan(compile=True)).notes)
-    other = simulate(replace(profile, precision="bf16"), make_cluster(), plan())
+    other = simulate(replace(profile, precision="bf16"), make_cluster(), plan(precision="fp32"))
     assert other.memory.high > 1.4 * other.memory.peak
+
+
+def test_a_plan_without_a_precision_is_forecast_in_the_jobs() -> None:
+    profile, cluster = replace(make_profile(), precision="tf32"), make_cluster()
+    node, device = cluster.nodes[0], cluster.nodes[0].devices[0]
+    fast = tuple(
+        replace(curve, dtype="tf32", points=tuple(Point(point.dims, 4 * point.rate) for point in curve.points))
+        for curve in device.curves
+        if "mm" in curve.operation
+    )
+    cluster = replace(cluster, nodes=(replace(node, devices=(replace(device, curves=(*device.curves, *fast)),)),))
+    left, named, other = (simulate(profile, cluster, plan(precision=each)) for each in (None, "tf32", "fp32"))
+    assert (left.time, left.memory, left.notes) == (named.time, named.memory, named.notes)
+    assert left.time.forward < other.time.forward
+    assert left.memory.high < other.memory.high
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(1e6, 1e12)), min_size=1, max_size=8), st.floats(0.1, 1e6))
