@@ -28,6 +28,8 @@ class Document:
     __slots__ = ()
     KIND: ClassVar[str]
     VERSION: ClassVar[int] = 1
+    #: Whether only its hash makes it valid: people edit plans, nobody edits a proof.
+    SEALED: ClassVar[bool] = False
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """This document as JSON text."""
@@ -51,10 +53,13 @@ class Document:
                 f"{source}: {cls.KIND} of version {version!r}, this echelon reads version {cls.VERSION}; make it again"
             )
         document = from_plain(cls, plain, source)
+        if digest is None and cls.SEALED:
+            raise DocumentError(f"{source}: a {cls.KIND} without its hash was edited by hand; make it again")
         if digest is not None and digest != document.digest:
+            remedy = "make it again" if cls.SEALED else 'delete the "hash" line to accept the edit'
             raise DocumentError(
                 f"{source}: content hashes to {document.digest[:12]} but the file says {str(digest)[:12]}: it was "
-                'edited by hand or damaged; delete the "hash" line to accept the edit'
+                f"edited by hand or damaged; {remedy}"
             )
         return document
 
