@@ -6,6 +6,7 @@ schema, so there is no second description to keep in step. What does not fit is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -64,11 +65,17 @@ class Document:
         return document
 
     def save(self, path: str | Path) -> None:
-        """Write to `path`, whole or not at all."""
+        """Write to `path`, whole or not at all; its folder is made."""
         path = Path(path)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.to_json() + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(self.to_json() + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise DocumentError(f"{path}: the {self.KIND} cannot be written ({error}); give another path") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
