@@ -56,6 +56,11 @@ class Plan(Document):
         """Number of processes."""
         return self.mesh.ranks
 
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded at rest: a ZeRO stage, and ranks to shard over."""
+        return self.zero > 0 and self.mesh.dp > 1
+
     def __str__(self) -> str:
         from echelon.plan.text import to_text
 

@@ -22,6 +22,7 @@ from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
 from echelon.profiler.trace import Trace, counting, recording
+from echelon.profiler.tree import module_tree
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes of example data that a trace may hold: a fake step costs nothing, but its inputs are collated for real.
@@ -65,7 +66,7 @@ def _assemble(
 ) -> Profile:
     parameters = _parameters(model)
     optimizers, guesses = rules(job, {name: p for name, p in model.named_parameters() if p.requires_grad})
-    blocks = _units(model)
+    blocks = units(module_tree(model))
     if len(first.calls) != len(second.calls):
         notes.append("the operators differ between batch sizes: figures are taken in proportion to the samples")
     return Profile(
@@ -234,15 +235,6 @@ def _tree(model: nn.Module) -> dict[str, tuple[str, int]]:
         path: (type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters()))
         for path, module in model.named_modules()
     }
-
-
-def _units(model: nn.Module) -> tuple[str, ...]:
-    return units(
-        [
-            (path, type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
-            for path, module in model.named_modules()
-        ]
-    )
 
 
 def _first_line(error: Exception) -> str:

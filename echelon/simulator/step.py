@@ -59,7 +59,10 @@ def _time(profile: Profile, plan: Plan, load: Load) -> Time:
     words = talk(profile, plan, load)
     hidden = min(words.hideable * _overlap(load), backward / len(load.micros))
     share = 1 / plan.mesh.dp if plan.zero else 1.0
-    optimizer = sum(optimizer_seconds(rule, load, fused=plan.fused, share=share) for rule in profile.optimizers)
+    optimizer = sum(
+        optimizer_seconds(rule, load, fused=plan.fused and rule.fuses(sharded=plan.sharded), share=share)
+        for rule in profile.optimizers
+    )
     if profile.clip:
         optimizer += stream_seconds(load, "mul", 3 * share * profile.gradient_bytes)
     parts = {

@@ -51,7 +51,7 @@ def make_profile(
                 gradients=float(size * (blocks - 1)), blocks=2,
             ),
         ),
-        optimizers=(Rule(name="AdamW", state=2 * size * blocks, temporary=size, elements=width * width * blocks, fused=True),),
+        optimizers=(Rule(name="AdamW", state=2 * size * blocks, temporary=size, elements=width * width * blocks, fused=True, fused_sharded=True),),
         units=tuple(f"blocks.{i}" for i in range(blocks)),
         unit_bytes=(size,) * blocks,
         input_bytes=4 * length,

@@ -105,6 +105,33 @@ def test_exchange_hides_only_as_far_as_the_link_overlaps() -> None:
     assert 0 < half.hidden < half.exchange
 
 
+def test_an_optimizer_without_a_kernel_for_shards_is_priced_unfused_under_zero() -> None:
+    profile, cluster = make_profile(blocks=8, width=1024), make_cluster()
+    node, device = cluster.nodes[0], cluster.nodes[0].devices[0]
+    # Fused kernels four times as fast as plain ones.
+    curves = tuple(
+        replace(curve, points=tuple(Point(point.dims, 4 * point.rate) for point in curve.points))
+        if curve.operation.endswith(":fused")
+        else curve
+        for curve in device.curves
+    )
+    cluster = replace(cluster, nodes=(replace(node, devices=(replace(device, curves=curves),)),))
+    (rule,) = profile.optimizers
+    other = replace(profile, optimizers=(replace(rule, fused_sharded=False),))
+    for zero, slower in ((0, False), (1, True)):
+        wanted = plan(dp=2, zero=zero)
+        known, unknown = (simulate(each, cluster, wanted) for each in (profile, other))
+        assert (unknown.time.optimizer > 2 * known.time.optimizer) is slower
+    alone = [simulate(each, cluster, plan(zero=1)).time for each in (profile, other)]
+    assert alone[0] == alone[1]  # one rank shards nothing
+
+
+def test_a_model_sharded_whole_is_one_message_each_way() -> None:
+    profile, cluster = make_profile(blocks=12, width=64), make_cluster()
+    parts, whole = (simulate(profile, cluster, plan(dp=2, zero=3, whole=each)).time for each in (False, True))
+    assert whole.exchange < parts.exchange
+
+
 def test_buckets_hold_every_gradient_once_and_the_first_is_small() -> None:
     profile = make_profile(blocks=12, width=1024)  # 4 MB each
     sizes = buckets(profile, plan(bucket=8))
