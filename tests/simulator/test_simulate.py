@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.simulator import simulate
 from echelon.simulator.exchange import buckets
-from tests.simulator.cases import make_cluster, make_profile, plan, plans, profiles
+from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, plans, profiles
 
 
 @given(profiles, plans)
@@ -152,6 +154,56 @@ def test_other_axes_are_refused() -> None:
         simulate(make_profile(), make_cluster(), Plan(mesh=Mesh(tp=2)))
     with pytest.raises(PlanError, match="dp=8"):
         simulate(make_profile(batch=4), make_cluster(), plan(dp=8))
+
+
+def test_what_no_link_or_device_describes_is_refused() -> None:
+    cluster = make_gpus(2, 8e9)
+    node = cluster.nodes[0]
+    with pytest.raises(PlanError, match="2 nodes cannot be forecast, because no link between nodes is described"):
+        simulate(make_profile(), replace(cluster, nodes=(node, node)), plan(dp=2))
+    slow = replace(node.devices[0], name="slow", overhead=1.0)
+    with pytest.raises(PlanError, match=r"device 1 \(slow\) is not like device 0"):
+        simulate(make_profile(), replace(cluster, nodes=(replace(node, devices=(node.devices[0], slow)),)), plan(dp=2))
+
+
+def test_the_smallest_of_like_devices_decides_what_fits() -> None:
+    cluster = make_gpus(2, 8e9)
+    node = cluster.nodes[0]
+    smaller = replace(node.devices[0], memory=int(7e9))
+    cluster = replace(cluster, nodes=(replace(node, devices=(node.devices[0], smaller)),))
+    assert simulate(make_profile(), cluster, plan(dp=2)).capacity == 7e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 1}, "ranks=1: a message passes between at least 2"),
+        ({"points": ()}, "at least one"),
+        ({"points": ((8.0, 1.0), (8.0, 2.0))}, "ascend"),
+        ({"points": ((8.0, 0.0),)}, "more than 0 seconds"),
+        ({"overlap": 1.5}, "between 0 and 1"),
+    ],
+)
+def test_an_impossible_link_is_named(changes: dict[str, Any], message: str) -> None:
+    link = make_cluster().nodes[0].links[0]
+    with pytest.raises(ValueError, match=f"all_reduce: .*{message}"):
+        replace(link, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"points": ()}, "at least one point"),
+        ({"points": (Point((1.0,), math.inf),)}, "above 0 and finite"),
+        ({"points": (Point((1.0,), 1.0), Point((1.0, 2.0), 1.0))}, "as many dims"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"threads": 0}, "threads=0"),
+    ],
+)
+def test_an_impossible_curve_is_named(changes: dict[str, Any], message: str) -> None:
+    curve = Curve(operation="add", points=(Point((1.0,), 1.0),))
+    with pytest.raises(ValueError, match=f"add: .*{message}"):
+        replace(curve, **changes)
 
 
 def test_unmeasured_cases_are_noted() -> None:
