@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.launchers.local import die_with_parent
+from echelon.launchers.local import child_environment, die_with_parent
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.store import Store, installed_versions
 from echelon.world import cache_folder, usable_cores, visible_devices
@@ -156,10 +156,10 @@ def _reports(device: str, ranks: int, threads: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _processes(device: str, ranks: int, threads: int, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PYTHONWARNINGS="ignore")
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment = child_environment(threads)
     root = str(Path(__file__).resolve().parent.parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
+    environment["PYTHONWARNINGS"] = "ignore"
     processes = []
     try:
         for rank in range(ranks):
