@@ -100,7 +100,7 @@ def to_plain(value: Any) -> Any:
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list | frozenset):
+    if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise DocumentError(f"{value} has no place in a document")
@@ -139,20 +139,11 @@ def from_plain(kind: type[T], plain: Any, path: str) -> T:
 
 def _read(kind: Any, plain: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return plain
     if origin in (Union, types.UnionType):
         if plain is None and type(None) in arguments:
             return None
-        options = [option for option in arguments if option is not type(None)]
-        if len(options) == 1:
-            return _read(options[0], plain, path)
-        for option in options:
-            try:
-                return _read(option, plain, path)
-            except DocumentError:
-                continue
-        raise DocumentError(f"{path}: {plain!r} is none of {', '.join(_name(option) for option in options)}")
+        (option,) = (option for option in arguments if option is not type(None))  # a union is "or nothing" here
+        return _read(option, plain, path)
     if origin is typing.Literal:
         if plain in arguments and type(plain) in {type(argument) for argument in arguments}:
             return plain
@@ -167,7 +158,7 @@ def _read(kind: Any, plain: Any, path: str) -> Any:
         if len(plain) != len(arguments):
             raise DocumentError(f"{path}: expected {len(arguments)} items, found {len(plain)}")
         return tuple(_read(a, item, f"{path}[{i}]") for i, (a, item) in enumerate(zip(arguments, plain, strict=True)))
-    if origin in (dict, Mapping):
+    if origin is dict:
         if not isinstance(plain, dict):
             raise DocumentError(f"{path}: expected an object, found {plain!r}")
         return {key: _read(arguments[1], item, f"{path}.{key}") for key, item in plain.items()}

@@ -96,7 +96,6 @@ class Operator:
     dims: tuple[Amount, ...] = ()
     flops: Amount = Amount()
     moved: Amount = Amount()  #: bytes read and written
-    made: Amount = Amount()  #: bytes of new storage
 
 
 def rate_dims(kind: str, dims: tuple[float, ...]) -> tuple[float, ...]:

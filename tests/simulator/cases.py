@@ -27,7 +27,6 @@ def make_profile(
     def operator(name: str, phase: str, count: int) -> Operator:
         return Operator(
             name=name, kind="matmul", phase=phase, module="blocks.*", count=count, dims=square, flops=product, moved=moved,
-            made=Amount(0.0, 4.0 * length * width),
         )  # fmt: skip
 
     return Profile(
