@@ -87,6 +87,12 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} samples",
             remedy=f"use micro={share} or less",
         )  # fmt: skip
+    if profile.coupled and (dp > 1 or (plan.micro is not None and plan.micro < batch)):
+        parted = ("dp", dp) if dp > 1 else ("micro", plan.micro)
+        yield Problem(
+            path=parted[0], value=parted[1], rule="a sample's loss depends on the others of its batch: in parts another objective is trained",
+            remedy="use dp=1 without micro; or give the loss as (sum, count) if it is a mean over unequal numbers of items",
+        )  # fmt: skip
     tail = profile.samples % batch if profile.samples else 0
     if 0 < tail < dp:
         yield Problem(

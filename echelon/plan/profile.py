@@ -157,9 +157,9 @@ class Profile(Document):
     buffers: int = 0  #: bytes
     units: tuple[str, ...] = ()
     unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
-    #: Whether the output of one sample depends on the others (batch norm, contrastive losses).
+    #: Whether the gradient of one sample depends on the others of its batch other than through batch norms (contrastive losses).
     coupled: bool = False
-    #: Paths of batch norms, whose statistics are the coupling that `batchnorm=` decides on.
+    #: Paths of batch norms, the coupling that `batchnorm=` decides on.
     norms: tuple[str, ...] = ()
     input_bytes: int = 0  #: per sample
     samples: int = 0  #: in the data set; 0: unknown

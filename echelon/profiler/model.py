@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Parameter, Profile, fingerprint, units
+from echelon.profiler.coupling import coupling
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
@@ -50,7 +51,14 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             )
             model, first, second = _ran(job, example)
             how, device = "real", "cpu"
-    return _assemble(job, example, model, first, second, device=device, how=how, notes=notes)
+        coupled, unsure = coupling(
+            job,
+            example,
+            parameters=sum(p.numel() for p in model.parameters()),
+            flops=sum(call.flops for call in second.calls) / second.samples,
+        )
+    notes += unsure
+    return _assemble(job, example, model, first, second, device=device, how=how, coupled=coupled, notes=notes)
 
 
 def _assemble(
@@ -62,6 +70,7 @@ def _assemble(
     *,
     device: str,
     how: Any,
+    coupled: bool,
     notes: list[str],
 ) -> Profile:
     parameters = _parameters(model)
@@ -85,7 +94,7 @@ def _assemble(
         unit_bytes=tuple(
             sum(p.numel() * p.element_size() for p in model.get_submodule(path).parameters()) for path in blocks
         ),
-        coupled=any(isinstance(module, _BatchNorm) for module in model.modules()),
+        coupled=coupled,
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
         input_bytes=example.bytes,
         samples=example.length,

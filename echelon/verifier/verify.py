@@ -23,12 +23,12 @@ from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
+from echelon.profiler.still import Stillness, silence
 from echelon.verifier.case import Case, Referee
 from echelon.verifier.compare import Bounds, findings
 from echelon.verifier.feed import open_feed
 from echelon.verifier.identity import versions
 from echelon.verifier.reference import Record
-from echelon.verifier.still import Stillness, silence
 from echelon.world import World, read_world
 
 T = TypeVar("T")

@@ -52,6 +52,13 @@ def test_ranks_win_where_a_device_is_needed_for_memory() -> None:
     assert tight.zero > 0
 
 
+def test_a_batch_whose_samples_see_each_other_stays_whole() -> None:
+    profile, cluster = replace(make_profile(), coupled=True), make_cluster(cores=4)
+    assert {(each.plan.ranks, each.plan.micro) for each in search(profile, cluster, top=50)} == {(1, None)}
+    with pytest.raises(PlanError, match=r"no plan of 2 ranks .*\n  dp=2: a sample's loss depends on the others"):
+        search(profile, cluster, ranks=2)
+
+
 def test_plans_leave_the_precision_to_the_job() -> None:
     profile = replace(make_profile(), precision="bf16")
     assert {candidate.plan.precision for candidate in search(profile, make_cluster())} == {None}

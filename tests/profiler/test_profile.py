@@ -133,11 +133,11 @@ def test_shared_parameters_are_found_once() -> None:
     assert found.bytes == profile(gpt_job()).bytes - 128 * 64 * 4
 
 
-def test_batch_norm_couples_samples() -> None:
+def test_batch_norms_are_known_by_name_and_are_no_other_coupling() -> None:
     found = profile(image_job(lambda: ResNet(width=8)))
-    assert found.coupled
     assert "stem.1" in found.norms
-    assert not profile(gpt_job()).coupled
+    assert not found.coupled
+    assert not profile(gpt_job()).norms
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
