@@ -47,7 +47,7 @@ def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tu
         with _random_states():
             return _tried(job, example, samples)
     except Exception as error:  # whatever a user's model needs that is not here
-        return False, [_unknown(f"a small step on the CPU failed with {type(error).__name__}: {_line(error)}")]
+        return False, [_unknown(f"a small step on the CPU failed with {type(error).__name__}: {first_line(error)}")]
 
 
 def _tried(job: Job, example: Example, samples: int) -> tuple[bool, list[str]]:
@@ -162,5 +162,6 @@ def _random_states() -> Iterator[None]:
         numpy.random.set_state(arrays)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, short enough for a note."""
     return (str(error).strip().splitlines() or [""])[0][:160]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Parameter, Profile, fingerprint, units
-from echelon.profiler.coupling import coupling
+from echelon.profiler.coupling import coupling, first_line
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
@@ -46,7 +46,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             raise
         except Exception as error:  # whatever a user's forward does with values it does not have
             notes.append(
-                f"the model cannot be traced without running it ({type(error).__name__}: {_first_line(error)}): two small "
+                f"the model cannot be traced without running it ({type(error).__name__}: {first_line(error)}): two small "
                 f"steps of {_REAL[0]} and {_REAL[1]} samples were run on the CPU instead"
             )
             model, first, second = _ran(job, example)
@@ -244,7 +244,3 @@ def _tree(model: nn.Module) -> dict[str, tuple[str, int]]:
         path: (type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters()))
         for path, module in model.named_modules()
     }
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:160]
