@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +55,10 @@ class Store:
 
     def put(
         self, key: str, document: Document, *, versions: Mapping[str, str], sources: Mapping[str, str] | None = None
-    ) -> Path | None:
-        """Keep `document` under `key`; None, with a warning, where it cannot be written: to have made it was not in vain.
+    ) -> Path:
+        """Keep `document` under `key`. `sources`: file -> sha256 of what it was made from (see `hash_files`).
 
-        `sources`: file -> sha256 of what it was made from (see `hash_files`).
+        An OSError means that it is not kept, and leaves nothing behind. Callers tell their users and go on: the document is made.
         """
         path = self._path(document.KIND, key)
         entry = {
@@ -69,15 +68,7 @@ class Store:
             "sources": dict(sources or {}),
             "document": document.to_json(indent=None),
         }
-        try:
-            _write(path, json.dumps(entry))
-        except OSError as error:
-            warnings.warn(
-                f"the {document.KIND} is not kept and will be made again next time: {self.folder} cannot be written "
-                f"({error}); point ECHELON_CACHE at a folder that can",
-                stacklevel=2,
-            )
-            return None
+        _write(path, json.dumps(entry))
         return path
 
     def show(self, *, versions: Mapping[str, str]) -> tuple[Entry, ...]:

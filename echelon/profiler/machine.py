@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,14 @@ def measure(*, refresh: bool = False, store: Store | None = None, progress: Prog
         return known
     versions = installed_versions()
     cluster = _measured(len(_gpus()), progress or (lambda what, share: None), versions)
-    store.put(_key(), cluster, versions=versions)
+    try:
+        store.put(_key(), cluster, versions=versions)
+    except OSError as error:
+        note = (
+            f"{store.folder}: what was measured cannot be kept there ({error.strerror or error}), so this machine is measured "
+            "each time; make the folder writable, or name another in ECHELON_CACHE"
+        )
+        return replace(cluster, notes=(*cluster.notes, note))
     return cluster
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import echelon
+from echelon.plan.store import Store
 from echelon.profiler import machine
+from tests.simulator.cases import make_cluster
 
 ROOT = Path(echelon.__file__).parent
 
@@ -19,6 +21,19 @@ def test_the_environment_is_read_elsewhere(room: str) -> None:
     for path in (ROOT / room).glob("*.py"):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         assert not names & {"environ", "getenv"}, path
+
+
+def test_what_was_measured_is_not_lost_to_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(machine, "_gpus", list)
+    monkeypatch.setattr(machine, "_measured", lambda *_: make_cluster())
+    found = machine.measure(store=Store(tmp_path / "file" / "cache"))
+    assert found.nodes == make_cluster().nodes
+    assert "cannot be kept there (Not a directory)" in found.notes[0]
+    assert "ECHELON_CACHE" in found.notes[0]
+    assert machine.measure(store=Store(tmp_path / "cache")).notes == ()
 
 
 def test_measuring_processes_have_their_threads_and_find_echelon(

@@ -27,20 +27,12 @@ def test_what_was_put_is_found_by_kind_and_key(store: Store) -> None:
     assert store.get(Plan, "a", versions=NOW) == Plan(zero=2)
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    store = Store(tmp_path / "file" / "cache")
-    with pytest.warns(UserWarning, match="the plan is not kept .* cannot be written .* ECHELON_CACHE"):
-        assert store.put("a", Plan(), versions=NOW) is None
-    assert store.get(Plan, "a", versions=NOW) is None
-
-
 def test_a_failed_write_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.warns(UserWarning, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device"):
         store.put("a", Plan(), versions=NOW)
     assert list(store.folder.iterdir()) == []
 
