@@ -82,8 +82,9 @@ def child_environment(threads: int) -> dict[str, str]:
     """The environment of a process of ours on this machine: `threads` threads, and messages that do not leave it."""
     values = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
-        values.setdefault(name, loopback)
+    if loopback is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            values.setdefault(name, loopback)
     return values
 
 

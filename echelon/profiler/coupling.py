@@ -113,9 +113,9 @@ class _Trial:
         _seed(part.seed)
         batch = tree_map(self._cast, self._example.batch(part.size, first=part.first))
         with self._still():
-            value = call_loss(self._job, call_model(self._job, self._model, batch), batch, self._model)
+            loss = call_loss(self._job, call_model(self._job, self._model, batch), batch, self._model)
         # A mean is over the samples.
-        return (value[0], float(value[1])) if isinstance(value, tuple) else (value * part.size, float(part.size))
+        return (loss[0], float(loss[1])) if isinstance(loss, tuple) else (loss * part.size, float(part.size))
 
     def _cast(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
