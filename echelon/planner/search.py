@@ -13,7 +13,8 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.simulator import simulate
+from echelon.simulator.load import require_one_kind
+from echelon.simulator.step import price
 
 #: So many reasons are told when all plans are refused.
 _REASONS = 8
@@ -48,10 +49,11 @@ def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | Non
 
 def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:
     """Every plan that passes `check`, whether it fits or not."""
+    require_one_kind(cluster)
     found = []
     for plan in _plans(profile, cluster, ranks):
         if not _errors(plan, profile, cluster):
-            found.append(Candidate(plan=plan, forecast=simulate(profile, cluster, plan)))
+            found.append(Candidate(plan=plan, forecast=price(profile, cluster, plan)))
     return found
 
 

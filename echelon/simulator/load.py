@@ -44,7 +44,7 @@ class Load:
         return float(min(device.memory for device in self.node.devices))
 
 
-def _require_one_kind(cluster: Cluster) -> None:
+def require_one_kind(cluster: Cluster) -> None:
     """Between nodes no link is known, and unequal devices wait for the slowest: priced by the first they would be flattered."""
     if len(cluster.nodes) > 1:
         raise PlanError(
@@ -62,7 +62,6 @@ def _require_one_kind(cluster: Cluster) -> None:
 
 def load_of(profile: Profile, cluster: Cluster, plan: Plan) -> Load:
     """The load that `plan` puts on the cluster's node."""
-    _require_one_kind(cluster)
     node, ranks = cluster.nodes[0], plan.ranks
     threads = plan.threads or max(node.cores // ranks, 1)
     asked = ranks * threads

@@ -9,7 +9,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Phase, Profile
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import talk
-from echelon.simulator.load import Load, load_of
+from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
@@ -20,6 +20,12 @@ _SAMPLE = 1
 
 def simulate(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     """What a step of `plan` takes and holds on `cluster`."""
+    require_one_kind(cluster)
+    return price(profile, cluster, plan)
+
+
+def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
+    """`simulate` on a cluster that passed `require_one_kind`: a search asks that once for hundreds of plans."""
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(plan.mesh, axis) > 1:
             raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: only the data axis is forecast; use {axis}=1")

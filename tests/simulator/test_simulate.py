@@ -16,6 +16,7 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
+from echelon.planner import search
 from echelon.simulator import simulate
 from echelon.simulator.exchange import buckets
 from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, plans, profiles
@@ -161,6 +162,8 @@ def test_what_no_link_or_device_describes_is_refused() -> None:
     node = cluster.nodes[0]
     with pytest.raises(PlanError, match="2 nodes cannot be forecast, because no link between nodes is described"):
         simulate(make_profile(), replace(cluster, nodes=(node, node)), plan(dp=2))
+    with pytest.raises(PlanError, match="2 nodes cannot be forecast"):
+        search(make_profile(), replace(cluster, nodes=(node, node)))
     slow = replace(node.devices[0], name="slow", overhead=1.0)
     with pytest.raises(PlanError, match=r"device 1 \(slow\) is not like device 0"):
         simulate(make_profile(), replace(cluster, nodes=(replace(node, devices=(node.devices[0], slow)),)), plan(dp=2))
