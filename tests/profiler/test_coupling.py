@@ -47,7 +47,7 @@ def unequal(output: Tensor, batch: Any) -> Tensor:
 
 
 def unequal_counted(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-    kept = batch[-1] > 0
+    kept = batch[-1] > 0.5
     return (output.square() * kept).sum(), kept.sum()
 
 
@@ -107,6 +107,36 @@ class Island(nn.Module):
         return self.linear(x) @ self.table
 
 
+class Recurrent(nn.Module):
+    """Its dropout happens where no function can be caught."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.unsqueeze(1))[0].squeeze(1)
+
+
+class Faint(nn.Module):
+    """A loss of its own in which samples see each other, a hundredth of the whole, as router losses are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.layers = nn.Linear(8, 4), mlp()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        shares = self.router(x).softmax(-1)
+        return {"output": self.layers(x), "balance": 1e-2 * shares.mean(0).square().sum()}
+
+
+def test_a_faint_coupling_is_found() -> None:
+    def loss(output: dict[str, Tensor], batch: Any) -> Tensor:
+        return F.mse_loss(output["output"], batch[-1]) + output["balance"]
+
+    assert profile(make_job(Faint, loss=loss)).coupled
+
+
 @pytest.mark.parametrize(
     "job",
     [
@@ -115,6 +145,7 @@ class Island(nn.Module):
         make_job(mlp, loss=unequal_counted),
         make_job(Island),
         make_job(Quirks),
+        make_job(Recurrent),
         make_job(mlp, batch=3),
         make_job(mlp, batch=1),
         make_job(
@@ -123,7 +154,17 @@ class Island(nn.Module):
             loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
         ),
     ],
-    ids=["mlp", "module", "sum and count", "float32 inside", "quirks", "batch of three", "batch of one", "gpt"],
+    ids=[
+        "mlp",
+        "module",
+        "sum and count",
+        "float32 inside",
+        "quirks",
+        "recurrent",
+        "batch of three",
+        "batch of one",
+        "gpt",
+    ],
 )
 def test_independent_samples_are_left_in_peace(job: Job) -> None:
     found = profile(job)
@@ -169,6 +210,9 @@ def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_of_the_users_is_changed() -> None:
     model = Quirks()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[index]
     profile(make_job(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
