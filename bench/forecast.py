@@ -153,10 +153,10 @@ def run_case(world: World, device: str, name: str, text: str, threads: int) -> t
     """On each rank: (bytes that the process grew by, seconds of each step after the first, of those queueing for a core)."""
     case = (CUDA if device == "cuda" else CPU)[name]
     job = case.job()
-    plan = replace(from_text(text), precision=job.precision)
+    plan = from_text(text)
     torch.set_num_threads(threads)
     where = torch.device(device)
-    before = _warm(case.tiny(), replace(plan, precision="fp32", micro=None), world, where)
+    before = _warm(case.tiny(), replace(plan, micro=None), world, where)
     run = Run(job, plan, world, device=where)
     # With one thread the others only carry messages: they queue while the main one works or waits.
     alone = threads == 1
@@ -221,7 +221,7 @@ def _forecasts(cases: dict[str, Case], *, refresh: bool) -> dict[tuple[str, str]
         job = case.job()
         known = profile(job)
         for text in case.plans:
-            found[name, text] = simulate(known, cluster, replace(from_text(text), precision=job.precision))
+            found[name, text] = simulate(known, cluster, from_text(text))
     return found
 
 

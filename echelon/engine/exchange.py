@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import TrainingError
+from echelon.plan.buckets import layout
 
 
 class _Bucket:
@@ -82,7 +83,8 @@ class Exchange:
     """Sums gradients over all ranks. `arm` before the backward whose gradients are final, `finish` after it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], megabytes: int) -> None:
-        self._buckets = [_Bucket(group) for group in _layout(parameters, megabytes * 2**20)]
+        kinds = [(each.numel() * each.element_size(), (each.dtype, each.device)) for each in parameters]
+        self._buckets = [_Bucket([parameters[place] for place in group]) for group in layout(kinds, megabytes)]
         self._armed = False
         self._next = 0
         self._hooks = []
@@ -126,21 +128,3 @@ class Exchange:
         """Detach from the parameters."""
         for hook in self._hooks:
             hook.remove()
-
-
-def _layout(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Buckets of about `size` bytes, last parameter first, since backward reaches it first; one dtype and device each."""
-    buckets: list[list[nn.Parameter]] = []
-    filled, kind = 0, None
-    # The first bucket is small, so that the exchange starts early.
-    limit = min(size, 2**20)
-    for parameter in reversed(parameters):
-        this = (parameter.dtype, parameter.device)
-        if not buckets or kind != this or filled >= limit:
-            if buckets:
-                limit = size
-            buckets.append([])
-            filled, kind = 0, this
-        buckets[-1].append(parameter)
-        filled += parameter.numel() * parameter.element_size()
-    return buckets

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,23 +26,12 @@ from echelon.engine.build import realise
 from echelon.engine.ranks import Ranks
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
+from echelon.profiler.tree import module_tree
 
 
 def unit_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that are gathered as one, inner ones first; the model itself, which takes the rest, is not among them."""
-    tree = [
-        (path, type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
-        for path, module in model.named_modules()
-    ]
-    found = [model.get_submodule(path) for path in units(tree)]
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    return [unit for unit in found if not _shares(unit, uses)]
-
-
-def _shares(unit: nn.Module, uses: Counter[int]) -> bool:
-    """Whether a parameter of `unit` is also used outside it: gathered in two places it would come apart."""
-    inside = Counter(id(p) for module in unit.modules() for p in module._parameters.values() if p is not None)
-    return any(uses[key] > count for key, count in inside.items())
+    return [model.get_submodule(path) for path in units(module_tree(model))]
 
 
 def _fill_unused(modules: Sequence[FSDPModule], used: set[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from echelon.plan.codec import Document
@@ -30,6 +30,7 @@ class Certificate(Document):
     """A plan computed the same as one device: for this job, this code and these versions."""
 
     KIND: ClassVar[str] = "certificate"
+    SEALED: ClassVar[bool] = True
 
     plan: Plan
     job: str  #: hash of the job file's text
@@ -46,6 +47,15 @@ class Certificate(Document):
     #: What a reader must know: batch statistics local or synchronised, dropout set to zero, parts in fp32.
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.findings:
+            raise ValueError("findings: a proof compares at least one kind of tensor")
+        good = all(finding.good for finding in self.findings)
+        if self.verified != good:
+            raise ValueError(f"verified={self.verified}, but {'all' if good else 'not all'} findings are within bounds")
+        if self.verified == bool(self.divergent):
+            raise ValueError(f"verified={self.verified} and divergent={self.divergent!r}: one of the two is wrong")
+
     def stale(self, *, plan: Plan, job: str, model: str, versions: dict[str, str]) -> list[str]:
         """Why this certificate does not cover a run; empty when it does. Both sides are named."""
         reasons = []
@@ -53,7 +63,8 @@ class Certificate(Document):
             reasons.append(f"the job file changed: certified {self.job[:12]}, now {job[:12]}")
         if self.model != model:
             reasons.append(f"the parameters' names or shapes changed: certified {self.model[:12]}, now {model[:12]}")
-        if self.plan.digest != plan.digest:
+        # For which model a plan was made does not change what it computes; the parameters are compared above.
+        if replace(self.plan, model=None) != replace(plan, model=None):
             reasons.append(f'the plan differs: certified "{self.plan}", now "{plan}"')
         for name in sorted(set(self.versions) | set(versions)):
             if self.versions.get(name) != versions.get(name):

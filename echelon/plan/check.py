@@ -8,7 +8,7 @@ from typing import Literal
 
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
-from echelon.plan.plan import Plan
+from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
@@ -35,7 +35,7 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     if profile is not None:
         found += _with_model(plan, profile)
     if cluster is not None:
-        found += _with_devices(plan, cluster)
+        found += _with_devices(plan, cluster, plan.precision or (profile.precision if profile is not None else None))
     return tuple(found)
 
 
@@ -87,6 +87,12 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} samples",
             remedy=f"use micro={share} or less",
         )  # fmt: skip
+    if profile.coupled and (dp > 1 or (plan.micro is not None and plan.micro < batch)):
+        parted = ("dp", dp) if dp > 1 else ("micro", plan.micro)
+        yield Problem(
+            path=parted[0], value=parted[1], rule="a sample's loss depends on the others of its batch: in parts another objective is trained",
+            remedy="use dp=1 without micro; or give the loss as (sum, count) if it is a mean over unequal numbers of items",
+        )  # fmt: skip
     tail = profile.samples % batch if profile.samples else 0
     if 0 < tail < dp:
         yield Problem(
@@ -99,14 +105,14 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
             remedy="add `whole`, or use zero=0",
         )  # fmt: skip
-    if plan.precision != profile.precision:
+    if plan.precision not in (None, profile.precision):
         yield Problem(
             path="precision", value=plan.precision, rule=f"the job asks for {profile.precision}",
             remedy=f"use precision={profile.precision}, or change the job", severity="warning",
         )  # fmt: skip
 
 
-def _with_devices(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
+def _with_devices(plan: Plan, cluster: Cluster, precision: Precision | None) -> Iterator[Problem]:
     if cluster.kind != "cpu":
         if plan.ranks > cluster.ranks:
             yield Problem(
@@ -126,8 +132,8 @@ def _with_devices(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
             path="threads", value=threads, rule=f"{plan.ranks} ranks x {threads} threads share {cores} cores",
             remedy="right numbers, but slower than fewer ranks", severity="warning",
         )  # fmt: skip
-    if plan.precision in ("bf16", "fp16") and plan.precision not in cluster.nodes[0].devices[0].instructions:
+    if precision in ("bf16", "fp16") and precision not in cluster.nodes[0].devices[0].instructions:
         yield Problem(
-            path="precision", value=plan.precision, rule=f"this CPU has no {plan.precision} instructions: about 100 times slower",
+            path="precision", value=precision, rule=f"this CPU has no {precision} instructions: about 100 times slower",
             remedy="use precision=fp32", severity="warning",
         )  # fmt: skip

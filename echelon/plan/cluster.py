@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
@@ -38,8 +38,12 @@ class Curve:
     def __post_init__(self) -> None:
         if not self.points:
             raise ValueError(f"{self.operation}: a curve has at least one point")
-        if any(not point.rate > 0 for point in self.points):
-            raise ValueError(f"{self.operation}: rates are above 0")
+        if any(not 0 < point.rate < math.inf for point in self.points):
+            raise ValueError(f"{self.operation}: rates are above 0 and finite")
+        if len({len(point.dims) for point in self.points}) > 1:
+            raise ValueError(f"{self.operation}: all points of a curve have as many dims")
+        if self.ranks < 1 or self.threads < 1:
+            raise ValueError(f"{self.operation}: ranks={self.ranks} and threads={self.threads} are at least 1")
 
     def rate(self, dims: Sequence[float]) -> float:
         """The rate at `dims`. Beyond the measured range it stays as it is at the edge."""
@@ -105,8 +109,15 @@ class Link:
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.points or list(self.points) != sorted(self.points):
+        sizes = [size for size, _ in self.points]
+        if not sizes or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"{self.operation}: points ascend by bytes and there is at least one")
+        if any(not 0 < seconds < math.inf for _, seconds in self.points):
+            raise ValueError(f"{self.operation}: a message takes more than 0 seconds")
+        if self.ranks < 2:
+            raise ValueError(f"{self.operation}: ranks={self.ranks}: a message passes between at least 2")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"{self.operation}: overlap={self.overlap}: a share is between 0 and 1")
 
     @property
     def latency(self) -> float:

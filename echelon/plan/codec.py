@@ -6,6 +6,7 @@ schema, so there is no second description to keep in step. What does not fit is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -28,6 +29,8 @@ class Document:
     __slots__ = ()
     KIND: ClassVar[str]
     VERSION: ClassVar[int] = 1
+    #: Whether only its hash makes it valid: people edit plans, nobody edits a proof.
+    SEALED: ClassVar[bool] = False
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """This document as JSON text."""
@@ -51,19 +54,28 @@ class Document:
                 f"{source}: {cls.KIND} of version {version!r}, this echelon reads version {cls.VERSION}; make it again"
             )
         document = from_plain(cls, plain, source)
+        if digest is None and cls.SEALED:
+            raise DocumentError(f"{source}: a {cls.KIND} without its hash was edited by hand; make it again")
         if digest is not None and digest != document.digest:
+            remedy = "make it again" if cls.SEALED else 'delete the "hash" line to accept the edit'
             raise DocumentError(
                 f"{source}: content hashes to {document.digest[:12]} but the file says {str(digest)[:12]}: it was "
-                'edited by hand or damaged; delete the "hash" line to accept the edit'
+                f"edited by hand or damaged; {remedy}"
             )
         return document
 
     def save(self, path: str | Path) -> None:
-        """Write to `path`, whole or not at all."""
+        """Write to `path`, whole or not at all; its folder is made."""
         path = Path(path)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.to_json() + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(self.to_json() + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise DocumentError(f"{path}: the {self.KIND} cannot be written ({error}); give another path") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -88,7 +100,7 @@ def to_plain(value: Any) -> Any:
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list | frozenset):
+    if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise DocumentError(f"{value} has no place in a document")
@@ -127,20 +139,11 @@ def from_plain(kind: type[T], plain: Any, path: str) -> T:
 
 def _read(kind: Any, plain: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return plain
     if origin in (Union, types.UnionType):
         if plain is None and type(None) in arguments:
             return None
-        options = [option for option in arguments if option is not type(None)]
-        if len(options) == 1:
-            return _read(options[0], plain, path)
-        for option in options:
-            try:
-                return _read(option, plain, path)
-            except DocumentError:
-                continue
-        raise DocumentError(f"{path}: {plain!r} is none of {', '.join(_name(option) for option in options)}")
+        (option,) = (option for option in arguments if option is not type(None))  # a union is "or nothing" here
+        return _read(option, plain, path)
     if origin is typing.Literal:
         if plain in arguments and type(plain) in {type(argument) for argument in arguments}:
             return plain
@@ -155,7 +158,7 @@ def _read(kind: Any, plain: Any, path: str) -> Any:
         if len(plain) != len(arguments):
             raise DocumentError(f"{path}: expected {len(arguments)} items, found {len(plain)}")
         return tuple(_read(a, item, f"{path}[{i}]") for i, (a, item) in enumerate(zip(arguments, plain, strict=True)))
-    if origin in (dict, Mapping):
+    if origin is dict:
         if not isinstance(plain, dict):
             raise DocumentError(f"{path}: expected an object, found {plain!r}")
         return {key: _read(arguments[1], item, f"{path}.{key}") for key, item in plain.items()}

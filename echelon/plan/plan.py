@@ -27,7 +27,8 @@ class Plan(Document):
     keep_gradients: bool = False
     #: zero 1-3: shard the model as one unit, not block by block; needed where samples decide which blocks run.
     whole: bool = False
-    precision: Precision = "fp32"
+    #: None: the job's.
+    precision: Precision | None = None
     #: Batch statistics: each micro-batch its own ("local"), or over the data ranks ("sync").
     batchnorm: BatchNorm = "local"
     compile: bool = False
@@ -54,6 +55,11 @@ class Plan(Document):
     def ranks(self) -> int:
         """Number of processes."""
         return self.mesh.ranks
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded at rest: a ZeRO stage, and ranks to shard over."""
+        return self.zero > 0 and self.mesh.dp > 1
 
     def __str__(self) -> str:
         from echelon.plan.text import to_text

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -95,7 +96,6 @@ class Operator:
     dims: tuple[Amount, ...] = ()
     flops: Amount = Amount()
     moved: Amount = Amount()  #: bytes read and written
-    made: Amount = Amount()  #: bytes of new storage
 
 
 def rate_dims(kind: str, dims: tuple[float, ...]) -> tuple[float, ...]:
@@ -130,6 +130,11 @@ class Rule:
     temporary: int  #: bytes that one unfused step makes besides
     elements: int  #: trainable elements
     fused: bool = False  #: whether torch has a fused kernel for it
+    fused_sharded: bool = False  #: and one that takes sharded parameters
+
+    def fuses(self, *, sharded: bool) -> bool:
+        """Whether a plan that asks for fused kernels gets one."""
+        return self.fused_sharded if sharded else self.fused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +157,9 @@ class Profile(Document):
     buffers: int = 0  #: bytes
     units: tuple[str, ...] = ()
     unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
-    #: Whether the output of one sample depends on the others (batch norm, contrastive losses).
+    #: Whether the gradient of one sample depends on the others of its batch other than through batch norms (contrastive losses).
     coupled: bool = False
-    #: Paths of batch norms, whose statistics are the coupling that `batchnorm=` decides on.
+    #: Paths of batch norms, the coupling that `batchnorm=` decides on.
     norms: tuple[str, ...] = ()
     input_bytes: int = 0  #: per sample
     samples: int = 0  #: in the data set; 0: unknown
@@ -206,28 +211,38 @@ def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def units(tree: Sequence[tuple[str, str, int]]) -> tuple[str, ...]:
+def units(tree: Sequence[tuple[str, str, Mapping[int, int]]]) -> tuple[str, ...]:
     """The module paths that ZeRO shards as one: the repeated blocks of the outermost lists, root aside (it holds the rest).
 
-    `tree` is (path, class name, bytes of its own parameters) for every module, as `named_modules()` walks it. A block is a child with a
-    number for a name (ModuleList and Sequential name them so) that has a sibling of its class. One that holds less than a
-    thousandth of the model is left to the root: a collective of its own would cost more than it saves.
+    `tree` is (path, class name, identity -> bytes of its own parameters) for every path of the model, those of shared modules
+    too. A block is a child with a number for a name (ModuleList and Sequential name them so) that has a sibling of its class.
+    One that holds less than a thousandth of the model is left to the root: a collective of its own would cost more than it
+    saves. So is one that shares a parameter with what is outside it: gathered in two places it would come apart.
     """
-    weight: dict[str, int] = {}
-    kinds: dict[tuple[str, str], int] = {}
+    weight: Counter[str] = Counter()
+    kinds: Counter[tuple[str, str]] = Counter()
     for path, kind, own in tree:
-        parts = path.split(".") if path else []
-        for depth in range(len(parts) + 1):
-            prefix = ".".join(parts[:depth])
-            weight[prefix] = weight.get(prefix, 0) + own
-        if parts and parts[-1].isdigit():
-            family = (".".join(parts[:-1]), kind)
-            kinds[family] = kinds.get(family, 0) + 1
+        for prefix in _prefixes(path):
+            weight[prefix] += sum(own.values())
+        kinds[path.rpartition(".")[0], kind] += path.rpartition(".")[2].isdigit()
     chosen: list[str] = []
     for path, kind, _ in tree:
         parent, _, last = path.rpartition(".")
-        if not last.isdigit() or kinds[(parent, kind)] < 2 or weight[path] * 1000 < max(weight.get("", 0), 1):
+        if not last.isdigit() or kinds[parent, kind] < 2 or weight[path] * 1000 < max(weight[""], 1):
             continue
         if not any(path.startswith(outer + ".") for outer in chosen):
             chosen.append(path)
-    return tuple(chosen)
+    uses = Counter(key for _, _, own in tree for key in own)
+    return tuple(path for path in chosen if not _shares(path, tree, uses))
+
+
+def _prefixes(path: str) -> list[str]:
+    """The path and all that it lies in, the root's empty one included."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def _shares(unit: str, tree: Sequence[tuple[str, str, Mapping[int, int]]], uses: Counter[int]) -> bool:
+    """Whether a parameter of `unit` is also used outside it."""
+    inside = Counter(key for path, _, own in tree if path == unit or path.startswith(unit + ".") for key in own)
+    return any(uses[key] > count for key, count in inside.items())

@@ -56,9 +56,11 @@ class Store:
     def put(
         self, key: str, document: Document, *, versions: Mapping[str, str], sources: Mapping[str, str] | None = None
     ) -> Path:
-        """Keep `document` under `key`. `sources`: file -> sha256 of what it was made from (see `hash_files`)."""
+        """Keep `document` under `key`. `sources`: file -> sha256 of what it was made from (see `hash_files`).
+
+        An OSError means that it is not kept, and leaves nothing behind. Callers tell their users and go on: the document is made.
+        """
         path = self._path(document.KIND, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         entry = {
             "kind": document.KIND,
             "key": key,
@@ -66,15 +68,7 @@ class Store:
             "sources": dict(sources or {}),
             "document": document.to_json(indent=None),
         }
-        # Several ranks or commands may write the same entry at once: each writes a file of its own and renames it.
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(entry, file)
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        _write(path, json.dumps(entry))
         return path
 
     def show(self, *, versions: Mapping[str, str]) -> tuple[Entry, ...]:
@@ -109,14 +103,14 @@ class Store:
         return self.folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def installed_versions() -> dict[str, str]:
-    """Versions that stored documents depend on, found without importing what they are of."""
+def installed_versions(packages: Iterable[str] = ("torch", "echelon")) -> dict[str, str]:
+    """Versions of Python and of `packages` (default: those that documents depend on), found without importing them."""
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for name in ("torch", "echelon"):
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "checkout"
+            found[name] = "checkout" if name == "echelon" else "missing"
     return found
 
 
@@ -144,6 +138,19 @@ def user_files(modules: Mapping[str, Any]) -> list[Path]:
         if not any(path.is_relative_to(root) for root in foreign) and "site-packages" not in path.parts:
             found.add(path)
     return sorted(found)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several ranks or commands may write the same entry at once: each writes a file of its own and renames it.
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
 
 
 def _hash(path: Path) -> str | None:

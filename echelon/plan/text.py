@@ -97,7 +97,7 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     elif plan.micro:
         lines.append(f"micro-batches of {plan.micro} samples per rank")
     lines.append(
-        f"computes in {plan.precision}"
+        f"computes in {plan.precision or 'the precision of the job'}"
         + (", compiled" if plan.compile else "")
         + ("" if plan.fused else ", optimizer kernels not fused")
     )

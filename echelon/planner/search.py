@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from echelon.errors import PlanError
-from echelon.plan.check import check
+from echelon.plan.check import Problem, check
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.simulator import simulate
+from echelon.simulator.load import require_one_kind
+from echelon.simulator.step import price
 
+#: So many reasons are told when all plans are refused.
+_REASONS = 8
 #: A plan must be this much faster to be preferred to one with fewer processes: forecasts are not finer than that.
 _WORTH = 0.02
 
@@ -31,7 +34,7 @@ def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | Non
     """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks."""
     everything = candidates(profile, cluster, ranks=ranks)
     if not everything:
-        raise PlanError(_no_plan(profile, cluster, ranks))
+        raise _no_plan(profile, cluster, ranks)
     fitting = [candidate for candidate in everything if candidate.forecast.fits]
     if not fitting:
         raise _too_large(everything, cluster.kind)
@@ -46,20 +49,25 @@ def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | Non
 
 def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:
     """Every plan that passes `check`, whether it fits or not."""
+    require_one_kind(cluster)
     found = []
     for plan in _plans(profile, cluster, ranks):
-        if not any(problem.severity == "error" for problem in check(plan, profile, cluster)):
-            found.append(Candidate(plan=plan, forecast=simulate(profile, cluster, plan)))
+        if not _errors(plan, profile, cluster):
+            found.append(Candidate(plan=plan, forecast=price(profile, cluster, plan)))
     return found
+
+
+def _errors(plan: Plan, profile: Profile, cluster: Cluster) -> list[Problem]:
+    return [problem for problem in check(plan, profile, cluster) if problem.severity == "error"]
 
 
 def _plans(profile: Profile, cluster: Cluster, ranks: int | None) -> Iterator[Plan]:
     cpu = cluster.kind == "cpu"
     most = cluster.ranks
+    if ranks is not None and ranks < 1:
+        raise PlanError(f"ranks={ranks}: a plan has at least one rank")
     sizes = [ranks] if ranks is not None else _sizes(min(most, profile.batch))
     for dp in sizes:
-        if not 1 <= dp <= profile.batch:
-            continue
         threads = max(cluster.cores // dp, 1) if cpu else None
         share = -(-profile.batch // dp)
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
@@ -71,7 +79,6 @@ def _plans(profile: Profile, cluster: Cluster, ranks: int | None) -> Iterator[Pl
                     zero=zero,
                     micro=micro,
                     threads=threads,
-                    precision=profile.precision,
                     whole=whole,
                     model=profile.model,
                 )
@@ -104,12 +111,14 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, float, float]:
     return plan.ranks, plan.zero, -(plan.micro or math.inf), candidate.forecast.time.step
 
 
-def _no_plan(profile: Profile, cluster: Cluster, ranks: int | None) -> str:
+def _no_plan(profile: Profile, cluster: Cluster, ranks: int | None) -> PlanError:
+    """Every plan is refused: why, each reason once however many plans it refuses."""
+    refused = [_errors(plan, profile, cluster) for plan in _plans(profile, cluster, ranks)]
+    reasons = {str(problem): problem for problems in refused for problem in problems}
     asked = f" of {ranks} ranks" if ranks is not None else ""
-    return (
-        f"no plan{asked} can be executed: a batch of {profile.batch} on {cluster.ranks} "
-        f"{'cores' if cluster.kind == 'cpu' else 'devices'}; use at most {min(profile.batch, cluster.ranks)} ranks"
-    )
+    told = [f"  {reason}" for reason in list(reasons)[:_REASONS]]
+    more = [f"  and {len(reasons) - _REASONS} more"] if len(reasons) > _REASONS else []
+    return PlanError("\n".join([f"no plan{asked} can be executed:", *told, *more]), list(reasons.values()))
 
 
 def _too_large(everything: list[Candidate], kind: str) -> PlanError:

@@ -24,9 +24,9 @@ class Example:
         self.samples, self.length = _take(job.data)
         self.bytes = _bytes(self.batch(1))
 
-    def batch(self, size: int) -> Any:
-        """A collated batch of `size` samples."""
-        return self._collate([self.samples[i % len(self.samples)] for i in range(size)])
+    def batch(self, size: int, *, first: int = 0) -> Any:
+        """A collated batch of `size` samples, from number `first` on."""
+        return self._collate([self.samples[i % len(self.samples)] for i in range(first, first + size)])
 
 
 def _take(data: Any) -> tuple[list[Any], int]:

@@ -52,7 +52,6 @@ def fold_operators(first: Trace, second: Trace) -> tuple[Operator, ...]:
             dims=tuple(line.amount(a, b) for a, b in zip(small.dims, large.dims, strict=True)),
             flops=line.amount(small.flops, large.flops),
             moved=line.amount(small.moved, large.moved),
-            made=line.amount(small.made, large.made),
         )
         counts[operator] = counts.get(operator, 0) + 1
     return tuple(

@@ -10,11 +10,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.launchers.local import die_with_parent
+from echelon.launchers.local import child_environment, die_with_parent
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.store import Store, installed_versions
 from echelon.world import cache_folder, usable_cores, visible_devices
@@ -41,7 +42,14 @@ def measure(*, refresh: bool = False, store: Store | None = None, progress: Prog
         return known
     versions = installed_versions()
     cluster = _measured(len(_gpus()), progress or (lambda what, share: None), versions)
-    store.put(_key(), cluster, versions=versions)
+    try:
+        store.put(_key(), cluster, versions=versions)
+    except OSError as error:
+        note = (
+            f"{store.folder}: what was measured cannot be kept there ({error.strerror or error}), so this machine is measured "
+            "each time; make the folder writable, or name another in ECHELON_CACHE"
+        )
+        return replace(cluster, notes=(*cluster.notes, note))
     return cluster
 
 
@@ -156,10 +164,10 @@ def _reports(device: str, ranks: int, threads: int) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _processes(device: str, ranks: int, threads: int, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PYTHONWARNINGS="ignore")
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment = child_environment(threads)
     root = str(Path(__file__).resolve().parent.parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
+    environment["PYTHONWARNINGS"] = "ignore"
     processes = []
     try:
         for rank in range(ranks):

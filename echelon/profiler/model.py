@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_map
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Parameter, Profile, fingerprint, units
+from echelon.profiler.coupling import coupling, first_line
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
 from echelon.profiler.trace import Trace, counting, recording
+from echelon.profiler.tree import module_tree
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes of example data that a trace may hold: a fake step costs nothing, but its inputs are collated for real.
@@ -44,12 +46,19 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             raise
         except Exception as error:  # whatever a user's forward does with values it does not have
             notes.append(
-                f"the model cannot be traced without running it ({type(error).__name__}: {_first_line(error)}): two small "
+                f"the model cannot be traced without running it ({type(error).__name__}: {first_line(error)}): two small "
                 f"steps of {_REAL[0]} and {_REAL[1]} samples were run on the CPU instead"
             )
             model, first, second = _ran(job, example)
             how, device = "real", "cpu"
-    return _assemble(job, example, model, first, second, device=device, how=how, notes=notes)
+        coupled, unsure = coupling(
+            job,
+            example,
+            parameters=sum(p.numel() for p in model.parameters()),
+            flops=sum(call.flops for call in second.calls) / second.samples,
+        )
+    notes += unsure
+    return _assemble(job, example, model, first, second, device=device, how=how, coupled=coupled, notes=notes)
 
 
 def _assemble(
@@ -61,11 +70,12 @@ def _assemble(
     *,
     device: str,
     how: Any,
+    coupled: bool,
     notes: list[str],
 ) -> Profile:
     parameters = _parameters(model)
     optimizers, guesses = rules(job, {name: p for name, p in model.named_parameters() if p.requires_grad})
-    blocks = _units(model)
+    blocks = units(module_tree(model))
     if len(first.calls) != len(second.calls):
         notes.append("the operators differ between batch sizes: figures are taken in proportion to the samples")
     return Profile(
@@ -84,7 +94,7 @@ def _assemble(
         unit_bytes=tuple(
             sum(p.numel() * p.element_size() for p in model.get_submodule(path).parameters()) for path in blocks
         ),
-        coupled=any(isinstance(module, _BatchNorm) for module in model.modules()),
+        coupled=coupled,
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
         input_bytes=example.bytes,
         samples=example.length,
@@ -234,16 +244,3 @@ def _tree(model: nn.Module) -> dict[str, tuple[str, int]]:
         path: (type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters()))
         for path, module in model.named_modules()
     }
-
-
-def _units(model: nn.Module) -> tuple[str, ...]:
-    return units(
-        [
-            (path, type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
-            for path, module in model.named_modules()
-        ]
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:160]

@@ -14,7 +14,9 @@ from echelon.job import Job
 from echelon.plan.profile import Rule
 from echelon.profiler.trace import Recorder
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+#: Those that the engine switches to fused kernels, and of these the ones whose kernels know sharded tensors.
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 #: State per parameter element where a step on the meta device fails: what nearly all optimizers hold at most.
 _GUESS = 2
 
@@ -54,7 +56,8 @@ def _rule(optimizer: Optimizer, notes: list[str]) -> Rule:
         state=state,
         temporary=int(temporary),
         elements=sum(value.numel() for value in held),
-        fused=type(optimizer) in _FUSED,
+        fused=type(optimizer) in FUSED,
+        fused_sharded=type(optimizer) in FUSED_SHARDED,
     )
 
 

@@ -316,10 +316,6 @@ def _status(name: str) -> float:
         return next(float(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
-def _held(device: str) -> float:
-    return _status("VmRSS") if device == "cpu" else float(torch.cuda.memory_allocated())
-
-
 def _peak(device: str) -> float:
     return _status("VmHWM") if device == "cpu" else float(torch.cuda.max_memory_allocated())
 

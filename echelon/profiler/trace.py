@@ -45,7 +45,6 @@ class Call:
 class Figures:
     """What one module's forward adds up to, children included."""
 
-    calls: int = 0
     flops: float = 0.0
     moved: float = 0.0
     kept: float = 0.0
@@ -187,7 +186,6 @@ def recording(model: nn.Module, samples: int) -> Iterator[Recorder]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             recorder.stack.pop()
             figures = recorder.trace.modules.setdefault(path, Figures())
-            figures.calls += 1
             figures.output += sum(t.numel() * t.element_size() for t in _tensors(output))
 
         return hook

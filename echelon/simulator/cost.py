@@ -46,10 +46,10 @@ def stream_seconds(load: Load, name: str, moved: float) -> float:
 
 
 def optimizer_seconds(rule: Rule, load: Load, *, fused: bool, share: float) -> float:
-    """One optimizer step over `share` of the elements."""
+    """One optimizer step over `share` of the elements; `fused`: by a fused kernel."""
     elements = rule.elements * share
     plain = rule.name if rule.state or rule.name != "SGD" else "plain-SGD"
-    suffix = ":fused" if fused and rule.fused else ""
+    suffix = ":fused" if fused else ""
     return (
         elements / rate(load, (plain + suffix, "AdamW" + suffix, "AdamW"), "float32", (elements,)) if elements else 0.0
     )

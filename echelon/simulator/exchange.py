@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from echelon.plan.buckets import layout
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.simulator.cost import message_seconds, stream_seconds
@@ -31,7 +32,8 @@ def talk(profile: Profile, plan: Plan, load: Load) -> Talk:
         copies = stream_seconds(load, "copy_", 2 * sum(sizes))
         # The last bucket holds the first layers' gradients: nothing is left to compute behind it.
         return Talk(messages + copies, messages - message_seconds(load, "all_reduce", sizes[-1]))
-    sizes = [*profile.unit_bytes, max(profile.bytes - sum(profile.unit_bytes), 0)]
+    parts = () if plan.whole else profile.unit_bytes
+    sizes = [*parts, max(profile.bytes - sum(parts), 0)]
     gather = sum(message_seconds(load, "all_gather", size) for size in sizes)
     scatter = sum(message_seconds(load, "reduce_scatter", size) for size in sizes)
     copy = stream_seconds(load, "copy_", 2 * profile.bytes)
@@ -44,15 +46,6 @@ def talk(profile: Profile, plan: Plan, load: Load) -> Talk:
 
 
 def buckets(profile: Profile, plan: Plan) -> list[float]:
-    """Bytes of each bucket of zero=0, in the order of their exchange, as the engine lays them out: the first is small."""
-    sizes: list[float] = []
-    limit = min(plan.bucket * 2**20, 2**20)
-    for parameter in reversed(profile.parameters):
-        if not parameter.trainable:
-            continue
-        if not sizes or sizes[-1] >= limit:
-            if sizes:
-                limit = plan.bucket * 2**20
-            sizes.append(0.0)
-        sizes[-1] += parameter.bytes
-    return sizes or [0.0]
+    """Bytes of each bucket of zero=0, in the order of their exchange."""
+    trained = [(parameter.bytes, parameter.dtype) for parameter in profile.parameters if parameter.trainable]
+    return [float(sum(trained[place][0] for place in group)) for group in layout(trained, plan.bucket)] or [0.0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster, Device, Node
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
@@ -40,13 +41,28 @@ class Load:
         """Bytes that one rank may use."""
         if self.device.kind == "cpu":
             return self.node.memory * 0.95 / self.ranks  # the system and the launcher need some too
-        return float(self.device.memory)
+        return float(min(device.memory for device in self.node.devices))
+
+
+def require_one_kind(cluster: Cluster) -> None:
+    """Between nodes no link is known, and unequal devices wait for the slowest: priced by the first they would be flattered."""
+    if len(cluster.nodes) > 1:
+        raise PlanError(
+            f"{cluster.name}: a cluster of {len(cluster.nodes)} nodes cannot be forecast, because no link between nodes is "
+            "described; give a cluster of one node"
+        )
+    first, *others = (replace(device, memory=0) for device in cluster.nodes[0].devices)
+    for number, device in enumerate(others, 1):
+        if device != first:
+            raise PlanError(
+                f"{cluster.nodes[0].name}: device {number} ({device.name}) is not like device 0 ({first.name}), and a step "
+                "over unequal devices cannot be forecast; leave one kind of them out (CUDA_VISIBLE_DEVICES)"
+            )
 
 
 def load_of(profile: Profile, cluster: Cluster, plan: Plan) -> Load:
-    """The load that `plan` puts on the cluster's first node."""
-    node = cluster.nodes[0]
-    ranks = -(-plan.ranks // len(cluster.nodes))
+    """The load that `plan` puts on the cluster's node."""
+    node, ranks = cluster.nodes[0], plan.ranks
     threads = plan.threads or max(node.cores // ranks, 1)
     asked = ranks * threads
     crowding = 1.0

@@ -59,8 +59,8 @@ def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
     temporary = loose + unreturned + device.workspace
     buckets = taken(held.buckets, large)
     peak = parameters + gradients + optimizer + activations + temporary + buckets
-    spread = _SPREAD[plan.zero > 0 and plan.mesh.dp > 1]
-    if plan.precision != profile.precision:
+    spread = _SPREAD[plan.sharded]
+    if plan.precision not in (None, profile.precision):
         spread = 0.5
     return Memory(
         parameters=parameters,
@@ -117,4 +117,5 @@ def _workspace(moment: Moment, load: Load) -> float:
 
 def _optimizer_extra(profile: Profile, plan: Plan) -> float:
     share = 1 / plan.mesh.dp if plan.zero else 1.0
-    return share * sum(rule.temporary for rule in profile.optimizers if not (plan.fused and rule.fused))
+    plain = [rule for rule in profile.optimizers if not (plan.fused and rule.fuses(sharded=plan.sharded))]
+    return share * sum(rule.temporary for rule in plain)

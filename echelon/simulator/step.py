@@ -9,7 +9,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Phase, Profile
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import talk
-from echelon.simulator.load import Load, load_of
+from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
@@ -20,6 +20,12 @@ _SAMPLE = 1
 
 def simulate(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     """What a step of `plan` takes and holds on `cluster`."""
+    require_one_kind(cluster)
+    return price(profile, cluster, plan)
+
+
+def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
+    """`simulate` on a cluster that passed `require_one_kind`: a search asks that once for hundreds of plans."""
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(plan.mesh, axis) > 1:
             raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: only the data axis is forecast; use {axis}=1")
@@ -59,7 +65,10 @@ def _time(profile: Profile, plan: Plan, load: Load) -> Time:
     words = talk(profile, plan, load)
     hidden = min(words.hideable * _overlap(load), backward / len(load.micros))
     share = 1 / plan.mesh.dp if plan.zero else 1.0
-    optimizer = sum(optimizer_seconds(rule, load, fused=plan.fused, share=share) for rule in profile.optimizers)
+    optimizer = sum(
+        optimizer_seconds(rule, load, fused=plan.fused and rule.fuses(sharded=plan.sharded), share=share)
+        for rule in profile.optimizers
+    )
     if profile.clip:
         optimizer += stream_seconds(load, "mul", 3 * share * profile.gradient_bytes)
     parts = {
@@ -76,7 +85,8 @@ def _time(profile: Profile, plan: Plan, load: Load) -> Time:
 
 def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phase) -> float:
     operators = [operator for operator in profile.operators if operator.phase == phase]
-    seconds = sum(o.count * operator_seconds(o, samples, load, plan.precision) for o in operators)
+    precision = plan.precision or profile.precision
+    seconds = sum(o.count * operator_seconds(o, samples, load, precision) for o in operators)
     if load.device.fault:
         # What a step keeps was given back after the last one: the system hands it out anew. So are gradients of one rank alone.
         fresh = profile.kept(samples) if phase == "forward" else profile.gradient_bytes * (plan.mesh.dp == 1)
@@ -99,7 +109,7 @@ def _notes(profile: Profile, cluster: Cluster, plan: Plan, load: Load) -> tuple[
         notes.append(
             f"{load.ranks} ranks x {load.threads} threads on {load.node.cores} cores: everything takes {load.crowding:.1f} x as long"
         )
-    if plan.precision != profile.precision:
+    if plan.precision not in (None, profile.precision):
         notes.append(f"profiled in {profile.precision}, planned in {plan.precision}: the memory is a rough guess")
     if profile.device != cluster.kind:
         notes.append(f"traced for {profile.device}, forecast for {cluster.kind}: operators may differ")

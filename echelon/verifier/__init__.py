@@ -1,7 +1,7 @@
 """The proof that a plan computes what one device computes.
 
 reference.py   one device, plain PyTorch, float64: the truth; recipe.py and feed.py: how it reads a job and its data
-still.py       dropout off and casts to float32 lifted, the same way in both runs
+survey.py      what still draws or rounds with dropout off and casts lifted (profiler/still.py, the same way in both runs)
 compare.py     how far two sets of tensors are apart
 noise.py       what rounding alone may do: the parameters under Adam, parts that stay in float32
 diagnose.py    the first divergent tensor in forward order, and what the error looks like

@@ -9,11 +9,12 @@ import torch
 
 from echelon.job import Job
 from echelon.plan.plan import Plan
+from echelon.profiler.still import Stillness, silence
 from echelon.verifier import diagnose, noise
 from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.feed import Feed
 from echelon.verifier.reference import Record, Reference
-from echelon.verifier.still import Stillness, Survey, silence
+from echelon.verifier.survey import Survey
 
 
 class Case:

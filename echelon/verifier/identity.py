@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from echelon.errors import JobError
 from echelon.plan.profile import fingerprint
+from echelon.plan.store import installed_versions
 
 
 def job_hash(spec: str | Path) -> str:
@@ -33,8 +32,5 @@ def model_hash(model: nn.Module) -> str:
 
 def versions() -> dict[str, str]:
     """The versions on which a proof depends."""
-    try:
-        ours = version("echelon")
-    except PackageNotFoundError:
-        ours = "checkout"  # run from a checkout with nothing installed
-    return {"echelon": ours, "torch": torch.__version__}
+    found = installed_versions()
+    return {name: found[name] for name in ("echelon", "torch")}

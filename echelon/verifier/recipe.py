@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.errors import JobError
 from echelon.job import Job
 
 
@@ -34,6 +35,9 @@ def fill(model: nn.Module, job: Job) -> None:
 def _weights(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".json":
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        for file in files:
+            if Path(file).name != file:
+                raise JobError(f"{path}: shard name {file!r} leaves the folder; name files that lie beside the index")
         return {name: value for file in files for name, value in _weights(path.parent / file).items()}
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file

@@ -23,12 +23,12 @@ from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
+from echelon.profiler.still import Stillness, silence
 from echelon.verifier.case import Case, Referee
 from echelon.verifier.compare import Bounds, findings
 from echelon.verifier.feed import open_feed
 from echelon.verifier.identity import versions
 from echelon.verifier.reference import Record
-from echelon.verifier.still import Stillness, silence
 from echelon.world import World, read_world
 
 T = TypeVar("T")
@@ -132,10 +132,9 @@ def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_h
     case.reconsider(proof)
     found = findings(proof.differences, case.bounds)
     notes = [*case.notes, *drift.notes]
+    precision = case.plan.precision or case.job.precision
     if skipped:
-        notes.append(
-            f"in {case.plan.precision} {skipped} of {len(case.steps)} steps were skipped while the loss scale settled"
-        )
+        notes.append(f"in {precision} {skipped} of {len(case.steps)} steps were skipped while the loss scale settled")
     if not any(each.kind == "norm" for each in found):
         notes.append("the gradient norm is not compared: the job does not clip, so the plan does not compute it")
     return Certificate(
@@ -148,7 +147,7 @@ def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_h
         verified=all(each.good for each in found),
         findings=found,
         divergent=proof.divergent,
-        drift=findings(drift.differences, Bounds(least=DRIFT[case.plan.precision])),
+        drift=findings(drift.differences, Bounds(least=DRIFT[precision])),
         notes=tuple(notes),
     )
 

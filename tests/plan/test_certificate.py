@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from echelon.errors import DocumentError
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.plan import Plan
 
-FACTS = {"plan": Plan(zero=0), "job": "a" * 64, "model": "b" * 64, "versions": {"torch": "2.13.0", "echelon": "0.1.0"}}
+FACTS: dict[str, Any] = {
+    "plan": Plan(zero=0),
+    "job": "a" * 64,
+    "model": "b" * 64,
+    "versions": {"torch": "2.13.0", "echelon": "0.1.0"},
+}
 GOOD = Finding(kind="gradient", tensors=3, worst=1e-15, where="a.weight", bound=1e-9)
 CERTIFICATE = Certificate(**FACTS, batch=8, steps=2, verified=True, findings=(GOOD,))
+FAILED = replace(CERTIFICATE, verified=False, findings=(replace(GOOD, worst=1.0),), divergent="gradient of a.weight")
 
 
 def test_what_was_verified_is_covered() -> None:
@@ -29,8 +40,40 @@ def test_each_difference_is_a_reason_that_names_both_sides() -> None:
         assert all(word in reason for word in words)
 
 
+def test_for_which_model_a_plan_was_made_is_no_difference() -> None:
+    planned = replace(FACTS["plan"], model=FACTS["model"])
+    assert CERTIFICATE.stale(**(FACTS | {"plan": planned})) == []
+    assert replace(CERTIFICATE, plan=planned).stale(**FACTS) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"findings": ()}, "at least one kind"),
+        ({"verified": False}, "verified=False, but all findings are within bounds"),
+        ({"findings": (replace(GOOD, worst=1.0),)}, "verified=True, but not all findings are within bounds"),
+        ({"divergent": "gradient of a.weight"}, "one of the two is wrong"),
+    ],
+)
+def test_a_verdict_that_its_findings_do_not_give_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(CERTIFICATE, **changes)
+    with pytest.raises(ValueError, match="one of the two is wrong"):
+        replace(FAILED, divergent="")
+
+
+def test_an_edited_certificate_is_refused_with_and_without_its_hash() -> None:
+    for text in (FAILED.to_json(), CERTIFICATE.to_json()):
+        edited = json.loads(text) | {"steps": 9}
+        with pytest.raises(DocumentError, match="edited by hand or damaged; make it again"):
+            Certificate.from_json(json.dumps(edited))
+        del edited["hash"]
+        with pytest.raises(DocumentError, match="a certificate without its hash was edited by hand; make it again"):
+            Certificate.from_json(json.dumps(edited))
+
+
 def test_a_failed_proof_covers_nothing() -> None:
-    assert replace(CERTIFICATE, verified=False).stale(**FACTS) == ["the verification failed"]
+    assert FAILED.stale(**FACTS) == ["the verification failed"]
 
 
 def test_a_finding_is_good_within_its_bound() -> None:

@@ -71,6 +71,26 @@ def test_half_precision_without_instructions_is_a_warning() -> None:
     assert "no bf16 instructions" in str(found[0])
 
 
+def test_a_plan_without_a_precision_takes_the_jobs() -> None:
+    half = replace(PROFILE, precision="bf16")
+    assert check(Plan(), half) == ()
+    assert "this CPU has no bf16 instructions" in str(check(Plan(), half, machine("cpu", 2))[0])
+    (problem,) = check(Plan(precision="fp32"), half)
+    assert "the job asks for bf16" in str(problem)
+
+
+def test_a_batch_whose_samples_see_each_other_is_not_parted() -> None:
+    coupled = replace(PROFILE, coupled=True, samples=0)
+    for text, path in (("dp=2", "dp"), ("micro=8", "micro"), ("dp=2 micro=4", "dp")):
+        (problem,) = check(from_text(text), coupled)
+        assert (problem.path, problem.severity) == (path, "error")
+        assert "a sample's loss depends on the others of its batch" in str(problem)
+        assert "use dp=1 without micro; or give the loss as (sum, count)" in str(problem)
+        assert check(from_text(text), replace(coupled, coupled=False, norms=("1",))) == ()
+    for text in ("dp=1", "micro=16"):
+        assert check(from_text(text), coupled) == ()
+
+
 def test_untraced_models_are_sharded_whole() -> None:
     untraced = replace(PROFILE, traced="real")
     assert "add `whole`" in str(check(from_text("dp=2 zero=3"), untraced)[0])

@@ -30,6 +30,8 @@ def test_as_people_write_it() -> None:
     assert (plan.mesh, plan.zero, plan.micro) == (Mesh(dp=2), 3, 8)
     assert str(plan) == "dp=2 zero=3 micro=8"
     assert from_text("") == Plan()
+    assert str(Plan()) == "dp=1"
+    assert str(Plan(precision="fp32")) == "dp=1 precision=fp32"  # else the job's own precision would be taken
     assert diff(plan, replace(plan, zero=1)) == ["zero: 3 -> 1"]
 
 
@@ -57,3 +59,5 @@ def test_in_words() -> None:
     assert "a batch of 64 is 8 micro-batches of up to 2 samples per rank" in words
     assert "batch-norm statistics are taken over all ranks" in words
     assert explain(Plan()).startswith("one process")
+    assert "computes in the precision of the job" in explain(Plan())
+    assert "computes in bf16" in explain(Plan(precision="bf16"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,9 +40,28 @@ def test_one_process_wins_where_exchange_costs_more_than_it_saves() -> None:
 
 
 def test_ranks_win_where_a_device_is_needed_for_memory() -> None:
-    profile = make_profile(blocks=12, width=1024, length=256, batch=64)
-    whole = min(candidates(profile, make_cluster(cores=4)), key=lambda c: c.forecast.memory.peak)
-    assert whole.plan.micro == 1 or whole.plan.zero == 3
+    profile = make_profile(blocks=12, width=1024, length=1, batch=16)
+    needed: dict[int, float] = {}
+    for candidate in candidates(profile, make_gpus(4, 64e9)):
+        memory = candidate.forecast.memory
+        ranks, size = candidate.plan.ranks, memory.high + memory.framework
+        needed[ranks] = min(needed.get(ranks, size), size)
+    assert search(profile, make_gpus(4, needed[1] + 1e6))[0].plan.ranks == 1
+    tight = search(profile, make_gpus(4, (needed[1] + needed[4]) / 2))[0].plan
+    assert tight.ranks > 1
+    assert tight.zero > 0
+
+
+def test_a_batch_whose_samples_see_each_other_stays_whole() -> None:
+    profile, cluster = replace(make_profile(), coupled=True), make_cluster(cores=4)
+    assert {(each.plan.ranks, each.plan.micro) for each in search(profile, cluster, top=50)} == {(1, None)}
+    with pytest.raises(PlanError, match=r"no plan of 2 ranks .*\n  dp=2: a sample's loss depends on the others"):
+        search(profile, cluster, ranks=2)
+
+
+def test_plans_leave_the_precision_to_the_job() -> None:
+    profile = replace(make_profile(), precision="bf16")
+    assert {candidate.plan.precision for candidate in search(profile, make_cluster())} == {None}
 
 
 def test_little_memory_forces_small_micro_batches() -> None:
@@ -57,8 +78,17 @@ def test_little_memory_forces_small_micro_batches() -> None:
 def test_number_of_ranks_can_be_given() -> None:
     found = search(make_profile(), make_cluster(cores=4), ranks=2)
     assert {candidate.plan.ranks for candidate in found} == {2}
-    with pytest.raises(PlanError, match="64 ranks"):
+    with pytest.raises(PlanError, match="ranks=0"):
+        search(make_profile(), make_cluster(), ranks=0)
+
+
+def test_when_all_plans_are_refused_each_reason_is_told_once() -> None:
+    with pytest.raises(PlanError, match="no plan of 64 ranks can be executed") as caught:
         search(make_profile(batch=16), make_cluster(), ranks=64)
+    assert str(caught.value).count("a batch of 16 gives some rank no sample; use dp=16 or less") == 1
+    with pytest.raises(PlanError, match=r"dp=4: the last batch of an epoch has 2 of 18 samples; use dp=2") as caught:
+        search(make_profile(batch=16, samples=18), make_cluster(), ranks=4)
+    assert [problem.path for problem in caught.value.problems] == ["dp"]
 
 
 def test_a_model_too_large_says_how_much_is_missing_and_what_would_hold_it() -> None:

@@ -10,10 +10,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from echelon.engine import optimizers as engine_optimizers
+from echelon.engine.exchange import Exchange
+from echelon.engine.shard import unit_modules
 from echelon.errors import DataError, JobError
 from echelon.job import Job
+from echelon.plan.plan import Plan
 from echelon.plan.profile import units
-from echelon.profiler import profile
+from echelon.profiler import optimizer, profile
+from echelon.profiler.tree import module_tree
+from echelon.simulator.exchange import buckets
 from echelon.testing.models import GPT, MLP, ResNet
 
 
@@ -127,11 +133,11 @@ def test_shared_parameters_are_found_once() -> None:
     assert found.bytes == profile(gpt_job()).bytes - 128 * 64 * 4
 
 
-def test_batch_norm_couples_samples() -> None:
+def test_batch_norms_are_known_by_name_and_are_no_other_coupling() -> None:
     found = profile(image_job(lambda: ResNet(width=8)))
-    assert found.coupled
     assert "stem.1" in found.norms
-    assert not profile(gpt_job()).coupled
+    assert not found.coupled
+    assert not profile(gpt_job()).norms
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
@@ -217,16 +223,67 @@ def test_optimizer_state_of_any_optimizer() -> None:
 
 
 def test_units_are_repeated_blocks_of_weight() -> None:
-    def tree(model: nn.Module) -> list[tuple[str, str, int]]:
-        return [
-            (path, type(m).__name__, sum(p.numel() * 4 for p in m.parameters(recurse=False)))
-            for path, m in model.named_modules()
-        ]
-
-    assert units(tree(nn.Linear(4, 4))) == ()
-    assert units(tree(MLP(width=8, layers=3))) == ("0", "2", "4")
-    assert units(tree(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()))) == ()
+    assert units(module_tree(nn.Linear(4, 4))) == ()
+    assert units(module_tree(MLP(width=8, layers=3))) == ("0", "2", "4")
+    assert units(module_tree(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()))) == ()
     nested = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    assert units(tree(nested)) == ("0", "1")
+    assert units(module_tree(nested)) == ("0", "1")
     lopsided = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(2, 2))
-    assert units(tree(lopsided)) == ("0", "1")
+    assert units(module_tree(lopsided)) == ("0", "1")
+
+
+def blocks(*, tie: str = "") -> nn.Module:
+    """Three blocks of two layers; `tie`: what the first shares with the second."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)))
+    first, second = model[0], model[1]
+    assert isinstance(first, nn.Sequential)
+    assert isinstance(second, nn.Sequential)
+    if tie == "weight":
+        second[0].weight = first[0].weight
+    elif tie == "module":
+        second[0] = first[0]
+    elif tie == "inside":
+        first[1].weight = first[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("tie", "wanted"),
+    [("", ("0", "1", "2")), ("weight", ("2",)), ("module", ("2",)), ("inside", ("0", "1", "2"))],
+)
+def test_blocks_that_share_parameters_are_no_units_of_the_profile_or_the_engine(
+    tie: str, wanted: tuple[str, ...]
+) -> None:
+    found, model = profile(vector_job(lambda: blocks(tie=tie))), blocks(tie=tie)
+    assert found.units == wanted
+    assert [id(unit) for unit in unit_modules(model)] == [id(model.get_submodule(path)) for path in wanted]
+    assert sum(found.unit_bytes) <= found.bytes
+
+
+def test_buckets_are_forecast_as_the_engine_lays_them_out() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+            self.layers[1].to(torch.float64)
+            self.layers[2].requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x.to(layer.weight.dtype))
+            return x.float()
+
+    job = vector_job(Mixed)
+    trained = [value for value in job.model().parameters() if value.requires_grad]
+    laid_out = Exchange(trained, 25)._buckets
+    sizes = [sum(value.numel() * value.element_size() for value in bucket.parameters) for bucket in laid_out]
+    assert buckets(profile(job), Plan()) == sizes
+    assert len(sizes) == 3
+
+
+def test_the_engine_and_the_profiler_name_the_same_fused_optimizers() -> None:
+    assert (optimizer.FUSED, optimizer.FUSED_SHARDED) == (engine_optimizers._FUSED, engine_optimizers._FUSED_SHARDED)
+    (rule,) = profile(vector_job(lambda: MLP(width=16), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))).optimizers
+    assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, False)
+    (rule,) = profile(vector_job(lambda: MLP(width=16))).optimizers
+    assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, True)

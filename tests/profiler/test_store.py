@@ -27,6 +27,16 @@ def test_what_was_put_is_found_by_kind_and_key(store: Store) -> None:
     assert store.get(Plan, "a", versions=NOW) == Plan(zero=2)
 
 
+def test_a_failed_write_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        store.put("a", Plan(), versions=NOW)
+    assert list(store.folder.iterdir()) == []
+
+
 def test_another_version_is_not_used(store: Store) -> None:
     store.put("a", Plan(), versions=NOW)
     assert store.get(Plan, "a", versions=NOW | {"torch": "9"}) is None
@@ -90,4 +100,5 @@ def test_looking_things_up_needs_no_torch() -> None:
 
 
 def test_versions_name_torch_and_echelon() -> None:
-    assert {"torch", "echelon", "python"} <= set(installed_versions())
+    assert {"torch", "echelon", "python"} == set(installed_versions())
+    assert installed_versions(["no-such-package"])["no-such-package"] == "missing"

@@ -27,7 +27,6 @@ def make_profile(
     def operator(name: str, phase: str, count: int) -> Operator:
         return Operator(
             name=name, kind="matmul", phase=phase, module="blocks.*", count=count, dims=square, flops=product, moved=moved,
-            made=Amount(0.0, 4.0 * length * width),
         )  # fmt: skip
 
     return Profile(
@@ -51,7 +50,7 @@ def make_profile(
                 gradients=float(size * (blocks - 1)), blocks=2,
             ),
         ),
-        optimizers=(Rule(name="AdamW", state=2 * size * blocks, temporary=size, elements=width * width * blocks, fused=True),),
+        optimizers=(Rule(name="AdamW", state=2 * size * blocks, temporary=size, elements=width * width * blocks, fused=True, fused_sharded=True),),
         units=tuple(f"blocks.{i}" for i in range(blocks)),
         unit_bytes=(size,) * blocks,
         input_bytes=4 * length,

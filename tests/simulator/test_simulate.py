@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +16,10 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
+from echelon.planner import search
 from echelon.simulator import simulate
 from echelon.simulator.exchange import buckets
-from tests.simulator.cases import make_cluster, make_profile, plan, plans, profiles
+from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, plans, profiles
 
 
 @given(profiles, plans)
@@ -105,6 +108,33 @@ def test_exchange_hides_only_as_far_as_the_link_overlaps() -> None:
     assert 0 < half.hidden < half.exchange
 
 
+def test_an_optimizer_without_a_kernel_for_shards_is_priced_unfused_under_zero() -> None:
+    profile, cluster = make_profile(blocks=8, width=1024), make_cluster()
+    node, device = cluster.nodes[0], cluster.nodes[0].devices[0]
+    # Fused kernels four times as fast as plain ones.
+    curves = tuple(
+        replace(curve, points=tuple(Point(point.dims, 4 * point.rate) for point in curve.points))
+        if curve.operation.endswith(":fused")
+        else curve
+        for curve in device.curves
+    )
+    cluster = replace(cluster, nodes=(replace(node, devices=(replace(device, curves=curves),)),))
+    (rule,) = profile.optimizers
+    other = replace(profile, optimizers=(replace(rule, fused_sharded=False),))
+    for zero, slower in ((0, False), (1, True)):
+        wanted = plan(dp=2, zero=zero)
+        known, unknown = (simulate(each, cluster, wanted) for each in (profile, other))
+        assert (unknown.time.optimizer > 2 * known.time.optimizer) is slower
+    alone = [simulate(each, cluster, plan(zero=1)).time for each in (profile, other)]
+    assert alone[0] == alone[1]  # one rank shards nothing
+
+
+def test_a_model_sharded_whole_is_one_message_each_way() -> None:
+    profile, cluster = make_profile(blocks=12, width=64), make_cluster()
+    parts, whole = (simulate(profile, cluster, plan(dp=2, zero=3, whole=each)).time for each in (False, True))
+    assert whole.exchange < parts.exchange
+
+
 def test_buckets_hold_every_gradient_once_and_the_first_is_small() -> None:
     profile = make_profile(blocks=12, width=1024)  # 4 MB each
     sizes = buckets(profile, plan(bucket=8))
@@ -127,11 +157,78 @@ def test_other_axes_are_refused() -> None:
         simulate(make_profile(batch=4), make_cluster(), plan(dp=8))
 
 
+def test_what_no_link_or_device_describes_is_refused() -> None:
+    cluster = make_gpus(2, 8e9)
+    node = cluster.nodes[0]
+    with pytest.raises(PlanError, match="2 nodes cannot be forecast, because no link between nodes is described"):
+        simulate(make_profile(), replace(cluster, nodes=(node, node)), plan(dp=2))
+    with pytest.raises(PlanError, match="2 nodes cannot be forecast"):
+        search(make_profile(), replace(cluster, nodes=(node, node)))
+    slow = replace(node.devices[0], name="slow", overhead=1.0)
+    with pytest.raises(PlanError, match=r"device 1 \(slow\) is not like device 0"):
+        simulate(make_profile(), replace(cluster, nodes=(replace(node, devices=(node.devices[0], slow)),)), plan(dp=2))
+
+
+def test_the_smallest_of_like_devices_decides_what_fits() -> None:
+    cluster = make_gpus(2, 8e9)
+    node = cluster.nodes[0]
+    smaller = replace(node.devices[0], memory=int(7e9))
+    cluster = replace(cluster, nodes=(replace(node, devices=(node.devices[0], smaller)),))
+    assert simulate(make_profile(), cluster, plan(dp=2)).capacity == 7e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 1}, "ranks=1: a message passes between at least 2"),
+        ({"points": ()}, "at least one"),
+        ({"points": ((8.0, 1.0), (8.0, 2.0))}, "ascend"),
+        ({"points": ((8.0, 0.0),)}, "more than 0 seconds"),
+        ({"overlap": 1.5}, "between 0 and 1"),
+    ],
+)
+def test_an_impossible_link_is_named(changes: dict[str, Any], message: str) -> None:
+    link = make_cluster().nodes[0].links[0]
+    with pytest.raises(ValueError, match=f"all_reduce: .*{message}"):
+        replace(link, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"points": ()}, "at least one point"),
+        ({"points": (Point((1.0,), math.inf),)}, "above 0 and finite"),
+        ({"points": (Point((1.0,), 1.0), Point((1.0, 2.0), 1.0))}, "as many dims"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"threads": 0}, "threads=0"),
+    ],
+)
+def test_an_impossible_curve_is_named(changes: dict[str, Any], message: str) -> None:
+    curve = Curve(operation="add", points=(Point((1.0,), 1.0),))
+    with pytest.raises(ValueError, match=f"add: .*{message}"):
+        replace(curve, **changes)
+
+
 def test_unmeasured_cases_are_noted() -> None:
     profile = make_profile()
     assert any("compile" in note for note in simulate(profile, make_cluster(), plan(compile=True)).notes)
-    other = simulate(replace(profile, precision="bf16"), make_cluster(), plan())
+    other = simulate(replace(profile, precision="bf16"), make_cluster(), plan(precision="fp32"))
     assert other.memory.high > 1.4 * other.memory.peak
+
+
+def test_a_plan_without_a_precision_is_forecast_in_the_jobs() -> None:
+    profile, cluster = replace(make_profile(), precision="tf32"), make_cluster()
+    node, device = cluster.nodes[0], cluster.nodes[0].devices[0]
+    fast = tuple(
+        replace(curve, dtype="tf32", points=tuple(Point(point.dims, 4 * point.rate) for point in curve.points))
+        for curve in device.curves
+        if "mm" in curve.operation
+    )
+    cluster = replace(cluster, nodes=(replace(node, devices=(replace(device, curves=(*device.curves, *fast)),)),))
+    left, named, other = (simulate(profile, cluster, plan(precision=each)) for each in (None, "tf32", "fp32"))
+    assert (left.time, left.memory, left.notes) == (named.time, named.memory, named.notes)
+    assert left.time.forward < other.time.forward
+    assert left.memory.high < other.memory.high
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(1e6, 1e12)), min_size=1, max_size=8), st.floats(0.1, 1e6))

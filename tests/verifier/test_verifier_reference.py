@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
+from echelon.errors import JobError
 from echelon.job import Job
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
@@ -236,6 +238,18 @@ def test_pretrained_weights_and_the_meta_device(tmp_path: Any) -> None:
     model = Reference(made, plan(), open_feed(made)).model
     assert torch.equal(model[0].weight, torch.full((5, 4), 0.25, dtype=torch.float64))  # type: ignore[index]
     assert model[2].weight.abs().sum() > 0  # type: ignore[index]
+
+
+def test_an_index_of_weights_stays_in_its_folder(tmp_path: Any) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "inside").mkdir()
+    save_file({"0.weight": torch.full((5, 4), 0.25)}, tmp_path / "shard.safetensors")
+    index = tmp_path / "inside" / "model.safetensors.index.json"
+    for name in ("../shard.safetensors", str(tmp_path / "shard.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"0.weight": name}}))
+        with pytest.raises(JobError, match="leaves the folder"):
+            Reference(job(weights=index), plan(), open_feed(job()))
 
 
 def test_forward_order_is_that_of_the_calls() -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.verifier.still import Stillness, Survey, silence
+from echelon.profiler.still import Stillness, silence
+from echelon.verifier.survey import Survey
 
 X = torch.ones(3, 4, 4)
 

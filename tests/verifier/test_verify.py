@@ -184,6 +184,13 @@ def test_drift_is_told_in_the_plans_own_precision() -> None:
         assert "drift leaves out gradients that are zero in truth and rounding alone: key.bias" in certificate.notes
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+def test_a_plan_without_a_precision_drifts_in_the_jobs() -> None:
+    named = alone(proofs.make_job("keys"), precision="bf16")
+    left = alone(proofs.make_job("keys", precision="bf16"))
+    assert left.drift == named.drift
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

@@ -1,0 +1,223 @@
+"""Samples that see each other are found by holding a batch against its halves; those that do not are left in peace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.job import Job
+from echelon.profiler import coupling, profile
+from echelon.testing.models import GPT, MLP
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+
+
+def make_job(model: Any, **fields: Any) -> Job:
+    values: dict[str, Any] = {
+        "loss": lambda output, batch: F.mse_loss(output, batch[-1]),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters),
+        "data": list(zip(X, Y, strict=True)),
+        "batch": 8,
+        "steps": 1,
+    }
+    return Job(model=model, **(values | fields))
+
+
+def mlp() -> nn.Module:
+    return MLP(width=8, layers=2)
+
+
+def contrastive(output: Tensor, batch: Any) -> Tensor:
+    """Each sample against all others of its batch."""
+    scores = F.normalize(output, dim=1) @ F.normalize(batch[-1], dim=1).T
+    return F.cross_entropy(scores / 0.1, torch.arange(len(scores), device=scores.device))
+
+
+def unequal(output: Tensor, batch: Any) -> Tensor:
+    """A mean over the items that count, of which samples have unequal numbers."""
+    total, count = unequal_counted(output, batch)
+    return total / count
+
+
+def unequal_counted(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    kept = batch[-1] > 0.5
+    return (output.square() * kept).sum(), kept.sum()
+
+
+class Functional(nn.Module):
+    """Takes batch statistics without a batch norm that could be known by its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last((x - x.mean(0)) / (x.std(0) + 1e-3))
+
+
+class Zero(Functional):
+    """A last layer of zeros: the outputs hide what the gradients show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.last.weight)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [make_job(mlp, loss=contrastive), make_job(mlp, loss=unequal), make_job(Functional), make_job(Zero)],
+    ids=["contrastive", "mean over unequal numbers", "functional statistics", "zero head"],
+)
+def test_samples_that_see_each_other_are_found(job: Job) -> None:
+    found = profile(job)
+    assert found.coupled
+    assert found.notes == ()
+
+
+class Quirks(nn.Module):
+    """Dropout in every form, a buffer that every forward changes, casts to float32, batch norms with and without statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.norm(F.dropout(self.layers(x), 0.5)).float() * (1 + self.seen).log()
+
+
+class Island(nn.Module):
+    """Keeps a float32 tensor to itself, so that it does not run in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), torch.eye(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ self.table
+
+
+class Recurrent(nn.Module):
+    """Its dropout happens where no function can be caught."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.unsqueeze(1))[0].squeeze(1)
+
+
+class Faint(nn.Module):
+    """A loss of its own in which samples see each other, a hundredth of the whole, as router losses are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.layers = nn.Linear(8, 4), mlp()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        shares = self.router(x).softmax(-1)
+        return {"output": self.layers(x), "balance": 1e-2 * shares.mean(0).square().sum()}
+
+
+def test_a_faint_coupling_is_found() -> None:
+    def loss(output: dict[str, Tensor], batch: Any) -> Tensor:
+        return F.mse_loss(output["output"], batch[-1]) + output["balance"]
+
+    assert profile(make_job(Faint, loss=loss)).coupled
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        make_job(mlp),
+        make_job(mlp()),
+        make_job(mlp, loss=unequal_counted),
+        make_job(Island),
+        make_job(Quirks),
+        make_job(Recurrent),
+        make_job(mlp, batch=3),
+        make_job(mlp, batch=1),
+        make_job(
+            lambda: GPT(vocab=32, context=8, width=16, layers=2, heads=2, dropout=0.1),
+            data=[(row, row) for row in torch.arange(128).view(16, 8) % 31],
+            loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
+        ),
+    ],
+    ids=[
+        "mlp",
+        "module",
+        "sum and count",
+        "float32 inside",
+        "quirks",
+        "recurrent",
+        "batch of three",
+        "batch of one",
+        "gpt",
+    ],
+)
+def test_independent_samples_are_left_in_peace(job: Job) -> None:
+    found = profile(job)
+    assert not found.coupled
+    assert found.notes == ()
+
+
+def test_a_contrastive_loss_is_found_in_float32_too() -> None:
+    assert profile(make_job(Island, loss=contrastive)).coupled
+
+
+def test_randomness_that_cannot_be_held_is_said_and_not_taken_for_coupling() -> None:
+    def drawn(samples: list[Any]) -> Any:
+        batch = torch.utils.data.default_collate(samples)
+        return [batch[0] + torch.empty_like(batch[0]).exponential_(), batch[1]]
+
+    found = profile(make_job(mlp, collate=drawn))
+    assert not found.coupled
+    assert "draws random numbers that cannot be held still" in found.notes[0]
+
+
+def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype == torch.float64 or not isinstance(x, torch._subclasses.FakeTensor):
+                raise RuntimeError("only on an accelerator")
+            return super().forward(x)
+
+    (note,) = profile(make_job(lambda: Fails(8, 8))).notes
+    assert "RuntimeError: only on an accelerator" in note
+    assert "use dp=1 without micro" in note
+    monkeypatch.setattr(coupling, "PARAMETERS", 10)
+    built = []
+    found = profile(make_job(lambda: built.append(1) or mlp(), loss=contrastive))
+    assert "too large to try it on a CPU" in found.notes[0]
+    assert not found.coupled
+    assert len(built) == 1, "a large model is traced and not built for real"
+    monkeypatch.setattr(coupling, "PARAMETERS", 10**6)
+    monkeypatch.setattr(coupling, "FLOPS", 1e3)
+    assert "too large" in profile(make_job(mlp)).notes[0]
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model = Quirks()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[index]
+    profile(make_job(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.layers[2].p == 0.5
+    assert all(value.grad is None for value in model.parameters())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (numpy.random.get_state()[1] == states[2]).all()  # type: ignore[index]
