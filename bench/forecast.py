@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from torch.utils.data import TensorDataset
 from bench.common import Row, publish
 from echelon.engine.run import Run
 from echelon.job import Job
+from echelon.launchers.environment import child_environment
 from echelon.plan.forecast import Forecast
 from echelon.plan.text import from_text
 from echelon.profiler import measure, profile
@@ -183,7 +183,7 @@ def _answers(device: str, name: str, text: str, ranks: int, threads: int) -> lis
             return pool.run(ranks, run_case, device, name, text, threads, timeout=900)
     # The pool's processes start with one thread, which the matrix library keeps to whatever torch is told later.
     code = f"import json; from bench.forecast import World, run_case; print(json.dumps(run_case(World(), *{(device, name, text, threads)!r})))"
-    environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
+    environment = child_environment(threads)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(f"{name} {text}: {done.stderr.strip()[-2000:]}")

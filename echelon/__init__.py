@@ -15,8 +15,11 @@
 Names are loaded when they are first used: importing echelon imports neither torch nor anything else.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from echelon.launchers.environment import keep_memory
 
 if TYPE_CHECKING:
     from echelon.errors import EchelonError
@@ -52,6 +55,10 @@ __all__ = [
     "Job", "Cluster", "Profile", "Plan", "Forecast", "Certificate", "profile", "measure", "search", "simulate", "verify",
     "train", "parallelize", "EchelonError",
 ]  # fmt: skip
+
+
+if "torch" not in sys.modules:
+    keep_memory()
 
 
 def __getattr__(name: str) -> Any:

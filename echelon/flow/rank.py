@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import sys
 
 from echelon.launchers.handover import in_words, leave_word
@@ -28,5 +30,17 @@ def main(verb: str, spec: str, options: str, debug: str = "") -> int:
         return getattr(error, "exit_code", 1)
 
 
+def _end(codes: list[int]) -> None:
+    """The last that runs before Python takes itself apart, which it must not: where torch's caches still hold a process group its
+    threads abort the process then, after all is done and saved."""
+    if codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:5]))
+    codes: list[int] = []
+    atexit.register(_end, codes)  # first in, last out: other libraries' farewells come before it
+    codes.append(main(*sys.argv[1:5]))
+    sys.exit(codes[0])

@@ -79,16 +79,6 @@ def _environment(base: Mapping[str, str], world: World, folder: Path) -> dict[st
     }
 
 
-def child_environment(threads: int) -> dict[str, str]:
-    """The environment of a process of ours on this machine: `threads` threads, and messages that do not leave it."""
-    values = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
-    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-    if loopback is not None:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            values.setdefault(name, loopback)
-    return values
-
-
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
     """Until all have ended, or one has failed and the others had their grace. Ctrl-C is passed on, once each time."""
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.launchers.local import child_environment, die_with_parent
+from echelon.launchers.environment import child_environment
+from echelon.launchers.local import die_with_parent
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.store import Store, installed_versions
 from echelon.world import cache_folder, usable_cores, visible_devices

@@ -280,21 +280,24 @@ def reference_step(device: str, width: int, samples: int) -> tuple[float, float]
 
 
 def _fault(threads: int) -> float:
-    """Seconds per byte of touching memory that the system has to hand out first, through torch's own allocator.
+    """Seconds per byte of memory that was freed and is taken again, beyond touching it: what the allocator gave back to the
+    system in between is handed out anew, page by page. Nothing where it keeps what it has.
 
     By the processor's clock over all threads: a wall clock sees mostly noise here.
     """
-    size, found, kept = 32 * 2**20, [], []
-    for _ in range(5):
+    size, found = 32 * 2**20, []
+    for _ in range(6):
         memory = torch.empty(size, dtype=torch.uint8)
         start = time.process_time()
         memory.fill_(1)
-        fresh = time.process_time() - start
+        first = time.process_time() - start
         start = time.process_time()
         memory.fill_(2)
-        found.append(max(fresh - (time.process_time() - start), 0.0) / size / threads)
-        kept.append(memory)  # not given back: the next one must be fresh too
-    return sorted(found)[len(found) // 2]
+        found.append(max(first - (time.process_time() - start), 0.0) / size / threads)
+        del memory
+        time.sleep(0.03)  # allocators wait a little before they give memory back
+        torch.empty(2**16)  # and do so when they are next asked for some
+    return sorted(found[1:])[2]
 
 
 def queued(*, main: bool = False) -> float:
