@@ -1,0 +1,193 @@
+"""A pipeline stage: the model's own forward, of which only some units are computed.
+
+Nothing is traced into a graph and no code is replaced. Every stage runs the model's forward as it is written; a unit of another
+stage is not computed: what it would return is either received from the stage before, or absent. An absent value is a fake tensor: it has a
+shape and no numbers, whatever is computed from it is absent too, and asking for its value is an error. So masks, positions and
+other things that follow from the batch are there on every stage without being sent, and a short batch, evaluation mode or a dict
+of outputs need no care.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from echelon.errors import TrainingError
+from echelon.profiler.visits import Value, Visit, crossing, follow, intercepted
+
+
+class _Done(BaseException):
+    """This stage's last unit is computed: the rest of forward is other stages' work. Not an Exception: models may catch those."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a visit returns for batches of one shape: the structure, and its leaves (tensors without numbers)."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    tensors: tuple[int, ...]  #: places of tensors among the leaves
+
+
+class Ghost:
+    """A copy of the whole model without numbers: it tells what every unit returns for a batch of any shape."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        memo: dict[int, Any] = {}
+        for value in (*model.parameters(), *model.buffers()):
+            memo[id(value)] = self._fake(value, device)
+        self.model = copy.deepcopy(model, memo)
+        self._known: dict[Any, list[Returned]] = {}
+
+    def _fake(self, value: Tensor, device: torch.device) -> Tensor:
+        with self.mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        if isinstance(value, nn.Parameter):
+            return nn.Parameter(fake, value.requires_grad)
+        return fake
+
+    def visits(self, forward: Callable[[nn.Module, Any], Any], batch: Any) -> list[Visit]:
+        """The calls of the model's units and whose values they read; empty: it cannot be cut."""
+        with self.mode:
+            fakes = self._faked(batch)
+            return follow(self.model, lambda: forward(self.model, fakes))
+
+    def returned(self, forward: Callable[[nn.Module, Any], Any], batch: Any, paths: Sequence[str]) -> list[Returned]:
+        """What each visit returns for a batch of this shape; the last entry is what `forward` itself does."""
+        key = _shape_key(batch), self.model.training
+        if key not in self._known:
+            found: list[Returned] = []
+
+            def around(path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+                out = call(*args, **kwargs)
+                leaves, spec = tree_flatten(out)
+                places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+                kept = tuple(
+                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+                )
+                found.append(Returned(kept, spec, places))
+                return out
+
+            with self.mode, intercepted(self.model, list(paths), around):
+                end = _as_tuple(forward(self.model, self._faked(batch)))
+            found.append(Returned(end, tree_flatten(end)[1], tuple(range(len(end)))))
+            self._known[key] = found
+        return self._known[key]
+
+    def _faked(self, batch: Any) -> Any:
+        return tree_map(lambda leaf: self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _shape_key(batch: Any) -> Any:
+    leaves, spec = tree_flatten(batch)
+    plain = (int, float, bool, str, type(None))
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, plain) else type(leaf)
+        for leaf in leaves
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+class Stage(nn.Module):
+    """Visits `first` to `last` (exclusive) of a model. `stage(*received, batch=...)` gives what later stages read, or the loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ghost: Ghost,
+        visits: list[Visit],
+        first: int,
+        last: int,
+        forward: Callable[[nn.Module, Any], Any],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._ghost, self._visits = ghost, visits
+        self.first, self.last = first, last
+        self._forward = forward
+        self._paths = list(dict.fromkeys(visit.path for visit in visits if visit.path))
+        self.incoming = crossing(visits, first)
+        #: Whether it gives the loss.
+        self.final = last == len(visits)
+        #: What the stages after this one read.
+        self.outgoing = [] if self.final else crossing(visits, last)
+
+    def forward(self, *received: Tensor, batch: Any) -> Any:
+        """The outgoing values, in order; on the last stage what the job's forward gives."""
+        values: dict[Value, Tensor] = dict(zip(self.incoming, received, strict=True))
+        walk = _Walk(self, values, self._ghost.returned(self._forward, batch, self._paths))
+        with intercepted(self.model, self._paths, walk.around):
+            try:
+                result = self._forward(self.model, batch)
+            except _Done:
+                # What only passes through is copied: torch's schedules take a stage's outputs apart in place.
+                return tuple(values[value].clone() if value in self.incoming else values[value] for value in self.outgoing)
+        return result
+
+    def shapes(self, batch: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What comes in and goes out for a batch of this shape, as tensors on the meta device."""
+        returned = self._ghost.returned(self._forward, batch, self._paths)
+
+        def metas(values: Sequence[Value]) -> tuple[Tensor, ...]:
+            fakes = [returned[visit].leaves[returned[visit].tensors[place]] for visit, place in values]
+            return tuple(
+                torch.empty(fake.shape, dtype=fake.dtype, device="meta", requires_grad=fake.requires_grad) for fake in fakes
+            )
+
+        outgoing = [(len(returned) - 1, i) for i in range(len(returned[-1].leaves))] if self.final else self.outgoing
+        return metas(self.incoming), metas(outgoing)
+
+
+class _Walk:
+    """One forward of a stage: which visit comes next, and what is known of the values so far."""
+
+    def __init__(self, stage: Stage, values: dict[Value, Tensor], returned: list[Returned]) -> None:
+        self._stage, self._values, self._returned = stage, values, returned
+        self._wanted = set(stage.outgoing)
+        self._next = 0
+
+    def around(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        number, stage = self._next, self._stage
+        self._next += 1
+        planned = stage._visits[number].path if number < len(stage._visits) else ""
+        if planned != path:
+            raise TrainingError(
+                f"pp: the model called {path} where {planned or 'the loss'} was planned: its calls depend on the data, so it cannot be cut "
+                "into stages; use pp=1 (dp with zero=3 also shares the memory)"
+            )
+        if not stage.first <= number < stage.last:
+            return self._elsewhere(number)
+        absent = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FakeTensor)]
+        if absent:
+            raise TrainingError(
+                f"pp: {path} reads a value that no stage sends ({tuple(absent[0].shape)}): a bug in echelon, please report"
+            )
+        out = forward(*args, **kwargs)
+        leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+        for place, leaf in enumerate(leaves):
+            if (number, place) in self._wanted:
+                self._values[number, place] = leaf
+        if number == stage.last - 1 and not stage.final:
+            raise _Done
+        return out
+
+    def _elsewhere(self, number: int) -> Any:
+        """What a visit of another stage returned: received, or absent."""
+        what = self._returned[number]
+        leaves = list(what.leaves)
+        for place, leaf in enumerate(what.tensors):
+            received = self._values.get((number, place))
+            if received is not None:
+                leaves[leaf] = received
+        return tree_unflatten(leaves, what.spec)

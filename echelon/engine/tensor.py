@@ -1,0 +1,225 @@
+"""The tensor axis: weights cut over a group of ranks; everything computes on plain local tensors.
+
+    column   y = x W        each rank has some of the outputs; backward adds up the gradients of x
+    row      z = y V + b    each rank has some of the inputs; forward adds up z
+    gather   column, and the outputs are put together again: right wherever a column stands alone
+
+Parameters are DTensors, so that optimizers, checkpoints and fully_shard know what they hold; activations are not: between the
+cut modules the model's own code runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from echelon.plan.placement import Placement
+
+
+class Axis:
+    """The tensor group as this rank sees it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._copied: tuple[Any, Tensor] | None = None
+
+    def shares(self, size: int) -> list[int]:
+        """How `size` rows are dealt out: as torch.chunk does, but nobody may get none."""
+        step = -(-size // self.size)
+        return [max(min(step, size - rank * step), 0) for rank in range(self.size)]
+
+    def copied(self, x: Tensor) -> Tensor:
+        """`x` into the cut region. Modules that read the same `x` share one sum in backward."""
+        if self._copied is not None and self._copied[0]() is x:
+            return self._copied[1]
+        copy: Tensor = _Copy.apply(x, self.group)  # type: ignore[no-untyped-call]
+        self._copied = ref(x), copy
+        return copy
+
+    def forget(self) -> None:
+        """Let go of the last input."""
+        self._copied = None
+
+
+class _Copy(torch.autograd.Function):
+    """Into the region: the same `x` on every rank; each rank's gradient is a share of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0].contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """Out of the region: the ranks' shares add up; the gradient is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.contiguous()
+        if total is x:
+            ctx.mark_dirty(x)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Out of the region: the ranks' parts along `dim`, side by side; each rank keeps its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+        ctx.dim, ctx.start, ctx.length = dim, sum(sizes[: axis.rank]), sizes[axis.rank]
+        first = x.movedim(dim, 0)
+        step = max(sizes)
+        if first.shape[0] < step:
+            first = torch.cat([first, first.new_zeros(step - first.shape[0], *first.shape[1:])])
+        first = first.contiguous()
+        whole = first.new_empty(step * axis.size, *first.shape[1:])
+        dist.all_gather_into_tensor(whole, first, group=axis.group)
+        return whole[: sum(sizes)].movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].narrow(ctx.dim, ctx.start, ctx.length).contiguous(), None, None, None
+
+
+class Piece:
+    """Which part of a parameter this rank keeps."""
+
+    def __init__(self, dim: int, parts: Sequence[int], axis: Axis) -> None:
+        self.dim, self.parts, self.axis = dim, tuple(parts), axis
+
+    def take(self, full: Tensor) -> Tensor:
+        """This rank's rows (or columns) of `full`, a copy."""
+        pieces = [
+            part.narrow(self.dim, sum(sizes[: self.axis.rank]), sizes[self.axis.rank])
+            for part in full.split(list(self.parts or (full.shape[self.dim],)), self.dim)
+            for sizes in (self.axis.shares(part.shape[self.dim]),)
+        ]
+        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone()
+
+    def wrap(self, local: Tensor, full: Tensor) -> nn.Parameter:
+        """The rank's part as the parameter that optimizers, checkpoints and fully_shard see."""
+        held = DTensor.from_local(
+            local.contiguous(),
+            self.axis.mesh,
+            [Shard(self.dim)],
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+        return nn.Parameter(held, full.requires_grad)
+
+
+def pieces(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> dict[int, Piece]:
+    """id of a parameter -> the part of it that this rank keeps."""
+    found: dict[int, Piece] = {}
+    for placement in placements:
+        module = model.get_submodule(placement.path)
+        for name, dim, parts in _cuts(module, placement):
+            value = getattr(module, name, None)
+            if value is not None:
+                found[id(value)] = Piece(dim, parts, axis)
+    return found
+
+
+def _cuts(module: nn.Module, placement: Placement) -> Iterable[tuple[str, int, Sequence[int]]]:
+    """(parameter, dim, parts) that are cut in a module."""
+    flipped = type(module).__name__ == "Conv1D"  # transformers' linear layer, whose weight lies transposed
+    if placement.cut == "row":
+        yield "weight", 0 if flipped else 1, ()
+    elif placement.cut == "vocabulary":
+        yield "weight", 0, ()
+    else:
+        yield "weight", 1 if flipped else 0, placement.parts
+        yield "bias", 0, placement.parts
+
+
+def install(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> None:
+    """Make the modules compute with their parts. Their parameters are cut already, or will be before the first call."""
+    for placement in placements:
+        module = model.get_submodule(placement.path)
+        for name in placement.divide:
+            setattr(module, name, getattr(module, name) // axis.size)
+        if placement.cut in _FORWARDS:
+            module.forward = _FORWARDS[placement.cut](module, axis)
+
+
+def _local(value: Tensor | None) -> Tensor | None:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _product(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """How a module multiplies: (x, bias) -> output, with the local weight."""
+    if isinstance(module, nn.Linear):
+        return lambda x, bias: F.linear(x, _local(module.weight), bias)
+    if type(module).__name__ == "Conv1D":
+        return lambda x, bias: _plus(x @ _local(module.weight), bias)
+    return lambda x, bias: module._conv_forward(x, _local(module.weight), bias)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+def _column(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    product = _product(module)
+    return lambda x: product(axis.copied(x), _local(module.bias))
+
+
+def _row(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    product = _product(module)
+    return lambda x: _plus(_Sum.apply(product(x, None), axis.group), module.bias)  # type: ignore[no-untyped-call]
+
+
+def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    product = _product(module)
+    wide = isinstance(module, nn.modules.conv._ConvNd)
+    size = module.out_channels if wide else module.weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
+    sizes = axis.shares(size)
+
+    def forward(x: Tensor) -> Tensor:
+        out = product(axis.copied(x), _local(module.bias))
+        dim = out.dim() - 1 - (len(module.kernel_size) if wide else 0)
+        return _Gather.apply(out, dim, sizes, axis)  # type: ignore[no-untyped-call, no-any-return]
+
+    return forward
+
+
+def _vocabulary(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    sizes = axis.shares(module.num_embeddings)
+    start, length = sum(sizes[: axis.rank]), sizes[axis.rank]
+
+    def forward(ids: Tensor) -> Tensor:
+        mine = ids - start
+        outside = (mine < 0) | (mine >= length)
+        rows = F.embedding(mine.masked_fill(outside, 0), _local(module.weight))  # type: ignore[arg-type]
+        return _Sum.apply(rows.masked_fill(outside.unsqueeze(-1), 0.0), axis.group)  # type: ignore[no-untyped-call, no-any-return]
+
+    return forward
+
+
+_FORWARDS: dict[str, Callable[[Any, Axis], Callable[..., Tensor]]] = {
+    "column": _column,
+    "row": _row,
+    "gather": _gather,
+    "vocabulary": _vocabulary,
+}

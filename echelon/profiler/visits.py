@@ -1,0 +1,184 @@
+"""Where a model can be cut: its units in the order forward calls them, and whose values each of them reads.
+
+A unit is a module that runs on one stage as a whole: a repeated block, or a module without children. What a model's forward
+computes between units (additions, reshapes, masks) is glue: cheap, and free to run on every stage. Values are followed through
+the glue, so that a skip connection or a loss that collects from every block is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from echelon.plan.profile import units
+
+#: One tensor that a unit returned: (number of the visit, place among the tensors of its output).
+Value = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Visit:
+    """One call of a unit."""
+
+    path: str
+    reads: set[Value] = field(default_factory=set)
+    outputs: int = 0  #: tensors that it returned
+
+
+def unit_paths(model: nn.Module) -> list[str]:
+    """The modules that are never cut in two, in the order of the module tree; together they hold all but the glue's parameters."""
+    blocks = set(units(_tree(model)))
+    return list(_units_below(model, "", blocks))
+
+
+def _units_below(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str]:
+    children = list(module.named_children())
+    inside = any(block.startswith(path + "." if path else "") for block in blocks)
+    # One that has both parameters of its own and children may use its children's without calling them (MultiheadAttention).
+    whole = not children or path in blocks or (path and next(module.parameters(recurse=False), None) is not None)
+    if whole and not (inside and path not in blocks):
+        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+            yield path
+        return
+    for name, child in children:
+        yield from _units_below(child, f"{path}.{name}" if path else name, blocks)
+
+
+def _tree(model: nn.Module) -> list[tuple[str, str, int]]:
+    return [
+        (path, type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
+        for path, module in model.named_modules()
+    ]
+
+
+Around = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@contextmanager
+def intercepted(model: nn.Module, paths: list[str], around: Around) -> Iterator[None]:
+    """Inside, each call of a unit goes through `around(path, forward, args, kwargs)`. Hooks on the units work as ever."""
+    wrapped: list[nn.Module] = []
+    depth = 0
+
+    def wrapper(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth:  # a unit that another unit calls is part of it
+                return forward(*args, **kwargs)
+            depth += 1
+            try:
+                return around(path, forward, args, kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    try:
+        for path in paths:
+            module = model.get_submodule(path)
+            wrapped.append(module)
+            module.forward = wrapper(path, module.forward)
+        yield
+    finally:
+        for module in wrapped:
+            del module.__dict__["forward"]
+
+
+class Follower(TorchFunctionMode):
+    """Notes every visit of a unit and, through the glue, what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visits: list[Visit] = []
+        self._origin = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        found = self.origin(inputs)
+        if found:
+            # An operator that writes into its first argument (or `out=`) returns it, or nothing: __setitem__.
+            written = [inputs[0]] if inputs and not outputs else []
+            for tensor in (*outputs, *written):
+                self._origin[tensor] = self.origin([tensor]) | found
+        return out
+
+    def around(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """For `intercepted`."""
+        visit = Visit(path, set(self.origin(_tensors((args, kwargs)))))
+        number = len(self.visits)
+        self.visits.append(visit)
+        self.__exit__(None, None, None)  # what happens inside a unit is its own business
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            self.__enter__()
+        leaves = _tensors(out)
+        visit.outputs = len(leaves)
+        for place, tensor in enumerate(leaves):
+            self._origin[tensor] = frozenset({(number, place)})
+        return out
+
+    def origin(self, tensors: list[Tensor]) -> frozenset[Value]:
+        """The units' values that `tensors` were computed from by glue alone."""
+        return frozenset().union(*(self._origin.get(tensor, frozenset()) for tensor in tensors))
+
+
+def follow(model: nn.Module, step: Callable[[], Any]) -> list[Visit]:
+    """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
+
+    Empty where the model cannot be cut: one of its units is used without being called. A unit whose parameters do not reach the
+    loss at all is left out.
+    """
+    paths = unit_paths(model)
+    while "" not in paths:
+        follower = Follower()
+        with intercepted(model, paths, follower.around), follower:
+            loss = step()
+        called = {visit.path for visit in follower.visits}
+        silent = _used([path for path in paths if path not in called], model, loss)
+        if not silent:
+            return [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
+        paths = _widened([path for path in paths if path in called or path in silent], silent)
+    return []
+
+
+def _used(paths: list[str], model: nn.Module, loss: Any) -> list[str]:
+    """Those units among `paths` whose parameters the loss depends on."""
+    (total, *_) = _tensors(loss)
+    found = []
+    for path in paths:
+        parameters = [value for value in model.get_submodule(path).parameters() if value.requires_grad]
+        if any(
+            grad is not None
+            for grad in torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+            if parameters and total.requires_grad
+        ):
+            found.append(path)
+    return found
+
+
+def _widened(paths: list[str], silent: list[str]) -> list[str]:
+    """Replace units that are never called by their parents, which then swallow the units below them."""
+    parents = {path.rpartition(".")[0] for path in silent}
+    kept = [path for path in paths if path not in silent and not any(path.startswith(p + ".") for p in parents)]
+    outermost = [p for p in parents if not any(p != q and p.startswith(q + ".") for q in parents)]
+    return [*kept, *outermost]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def crossing(visits: list[Visit], start: int) -> list[Value]:
+    """The values that visits from `start` on read of those before it, in a fixed order."""
+    return sorted({value for visit in visits[start:] for value in visit.reads if value[0] < start})
