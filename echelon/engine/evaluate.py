@@ -45,19 +45,20 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     finally:
         run.model.train()
         run.rest()
-    run.ranks.sum(sums)
+    run.data.sum(sums)
     return {
         name: float(total / count) if count else float("nan") for name, (total, count) in zip(names, sums, strict=True)
     }
 
 
 def _micros(run: Run, data: Any) -> Iterator[Micro]:
-    rank, ranks, size = run.world.rank, run.world.size, run.plan.micro or -(-run.job.batch // run.world.size)
+    data_ranks = run.data
+    rank, ranks, size = data_ranks.rank, data_ranks.size, run.plan.micro or -(-run.job.batch // data_ranks.size)
     collate, seed = run.job.collate, run.job.seed
     with run.ranks.together():
         if is_stream(data):
             stream = Stream(data, collate=collate, seed=seed)
-            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=run.ranks.gather)
+            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=data_ranks.gather)
         source, pin = open_source(data, collate=collate, seed=seed), run.device.type == "cuda"
         return evaluation_batches(source, rank=rank, ranks=ranks, size=size, pin=pin, workers=run.workers)
 

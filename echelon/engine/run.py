@@ -38,7 +38,7 @@ from echelon.engine.shard import Sharding, forget_meshes, unit_modules
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
 from echelon.engine.weights import load_weights
-from echelon.errors import DataError, JobError, TrainingError
+from echelon.errors import DataError, JobError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.plan import Plan
@@ -64,6 +64,13 @@ class Run:
             job = dataclasses.replace(job, model=copy.deepcopy(job.model))
         self.job, self.plan, self.world = job, plan, world
         self.ranks = Ranks(world, device)
+        if plan.ranks != world.size:
+            raise PlanError(
+                f'plan "{plan}" is for {plan.ranks} ranks and there are {world.size}: start as many as it needs, or plan for {world.size}'
+            )
+        #: By axis, the ranks that this one works with on it; `data`: those that hold other samples.
+        self.axes = self.ranks.axes(plan.mesh)
+        self.data = self.axes["dp"]
         self.device, self._dtype = self.ranks.device, dtype
         if self.ranks.staged:
             warn(
@@ -77,11 +84,11 @@ class Run:
         self._exchange: Exchange | None = None
         self.model = self._build(warn)
         self._parameters = [value for value in self.model.parameters() if value.requires_grad]
-        if world.size > 1 and self._sharding is None:
-            self._exchange = Exchange(self._parameters, plan.bucket)
+        if self.data.size > 1 and self._sharding is None:
+            self._exchange = Exchange(self._parameters, plan.bucket, self.data.group)
         self.optimizers = make_optimizers(job, self.model, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
-        self._statistics = StepStatistics(self.model, self.ranks)
+        self._statistics = StepStatistics(self.model, self.data)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
@@ -110,7 +117,7 @@ class Run:
         return put_back
 
     def _open_data(self) -> Loader | StreamLoader:
-        job, world, pin = self.job, self.world, self.device.type == "cuda"
+        job, data, pin = self.job, self.data, self.device.type == "cuda"
         #: Samples in the data set; 0: a stream, of unknown length.
         self.samples = 0
         if is_stream(job.data):
@@ -121,10 +128,10 @@ class Run:
             return StreamLoader(
                 stream,
                 batch=job.batch,
-                rank=world.rank,
-                ranks=world.size,
+                rank=data.rank,
+                ranks=data.size,
                 micro=self.plan.micro,
-                agree=self.ranks.gather,
+                agree=data.gather,
                 pin=pin,
             )
         with self.ranks.together():
@@ -134,7 +141,7 @@ class Run:
         self.samples, self.steps_per_epoch = order.samples, order.steps_per_epoch
         self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
         return Loader(
-            source, order, rank=world.rank, ranks=world.size, micro=self.plan.micro, pin=pin, workers=self.workers
+            source, order, rank=data.rank, ranks=data.size, micro=self.plan.micro, pin=pin, workers=self.workers
         )
 
     def _require_equal_data(self, samples: int) -> None:
@@ -148,17 +155,17 @@ class Run:
 
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self.plan, self.ranks
-        sharded = plan.zero > 0 and self.world.size > 1
+        sharded = plan.zero > 0 and self.data.size > 1
         model = build(self.job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model)
-        if plan.batchnorm == "sync" and self.world.size > 1:
-            model = synchronise(model)
+        if plan.batchnorm == "sync" and self.data.size > 1:
+            model = synchronise(model, self.data.group)
         if sharded:
             self._compile(model, unit_modules(model))
-            self._sharding = Sharding(model, plan, ranks)
+            self._sharding = Sharding(model, plan, ranks, self.data)
         else:
             model.to(self.device)
             equalise(model, ranks)
-            self._compile(model, [model] if self.world.size == 1 else unit_modules(model) or [model])
+            self._compile(model, [model] if self.data.size == 1 else unit_modules(model) or [model])
         if self.job.weights is not None:
             load_weights(model, self.job.weights, warn=warn)
         return model.train()
@@ -272,7 +279,7 @@ class Run:
     def _nominal(self, count: Tensor) -> float:
         """The divisor of sums before backward. Asked of the ranks once; a power of two, so that it leaves no trace."""
         if self.nominal is None:
-            items = max(float(self.ranks.sum(count.detach().double().clone())), 1.0)
+            items = max(float(self.data.sum(count.detach().double().clone())), 1.0)
             self.nominal = 2.0 ** round(math.log2(items))
         return self.nominal
 
@@ -315,7 +322,7 @@ class Run:
 
     def _seed(self, step: int) -> None:
         """Randomness of a step follows from (seed, step, rank): a resumed run needs no stored state to draw the same."""
-        text = f"{self.job.seed} {step} {self.world.rank}".encode()
+        text = f"{self.job.seed} {step} {self.data.rank}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -376,7 +383,7 @@ class Run:
             del self.model, self.optimizers, self.schedules
             self._sharding = None
             self._parameters.clear()
-            self._statistics = StepStatistics(nn.Module(), self.ranks)
+            self._statistics = StepStatistics(nn.Module(), self.data)
             forget_meshes()
         self._restore()
         self._restore = lambda: None  # by now somebody else may have set them

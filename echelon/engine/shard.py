@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import debug
 
 from echelon.engine.build import realise
-from echelon.engine.ranks import Ranks
+from echelon.engine.ranks import Group, Ranks
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
@@ -65,9 +64,9 @@ def _filling(group: Any, post_backward: Callable[..., None], used: set[int]) -> 
 class Sharding:
     """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; parameters are DTensors between steps."""
 
-    def __init__(self, model: nn.Module, plan: Plan, ranks: Ranks) -> None:
-        mesh = ranks.mesh()
-        self._plan = plan
+    def __init__(self, model: nn.Module, plan: Plan, ranks: Ranks, data: Group) -> None:
+        mesh = data.mesh()
+        self._plan, self._data = plan, data
         done: dict[int, Tensor] = {}
         for part in [*([] if plan.whole else unit_modules(model)), model]:
             # Values arrive and are cut unit by unit: the whole model is never on one device.
@@ -100,7 +99,7 @@ class Sharding:
         mine = [id(value) in self._used for value in self._parameters]
         self._used.clear()
         ranks = torch.tensor(mine, dtype=torch.float32).to(self._parameters[0].device)
-        dist.all_reduce(ranks)
+        self._data.sum(ranks)
         if not all(mine):  # else there is nothing to learn, and an accelerator need not be waited for
             for value, users in zip(self._parameters, ranks.tolist(), strict=True):
                 if not users:

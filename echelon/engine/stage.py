@@ -71,7 +71,8 @@ class Ghost:
                 leaves, spec = tree_flatten(out)
                 places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
                 kept = tuple(
-                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+                    for leaf in leaves
                 )
                 found.append(Returned(kept, spec, places))
                 return out
@@ -132,7 +133,9 @@ class Stage(nn.Module):
                 result = self._forward(self.model, batch)
             except _Done:
                 # What only passes through is copied: torch's schedules take a stage's outputs apart in place.
-                return tuple(values[value].clone() if value in self.incoming else values[value] for value in self.outgoing)
+                return tuple(
+                    values[value].clone() if value in self.incoming else values[value] for value in self.outgoing
+                )
         return result
 
     def shapes(self, batch: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -142,7 +145,8 @@ class Stage(nn.Module):
         def metas(values: Sequence[Value]) -> tuple[Tensor, ...]:
             fakes = [returned[visit].leaves[returned[visit].tensors[place]] for visit, place in values]
             return tuple(
-                torch.empty(fake.shape, dtype=fake.dtype, device="meta", requires_grad=fake.requires_grad) for fake in fakes
+                torch.empty(fake.shape, dtype=fake.dtype, device="meta", requires_grad=fake.requires_grad)
+                for fake in fakes
             )
 
         outgoing = [(len(returned) - 1, i) for i in range(len(returned[-1].leaves))] if self.final else self.outgoing

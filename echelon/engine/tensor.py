@@ -41,7 +41,7 @@ class Axis:
         """`x` into the cut region. Modules that read the same `x` share one sum in backward."""
         if self._copied is not None and self._copied[0]() is x:
             return self._copied[1]
-        copy: Tensor = _Copy.apply(x, self.group)  # type: ignore[no-untyped-call]
+        copy: Tensor = _Copy.apply(x, self.group)
         self._copied = ref(x), copy
         return copy
 
@@ -158,12 +158,14 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> No
     for placement in placements:
         module = model.get_submodule(placement.path)
         for name in placement.divide:
-            setattr(module, name, getattr(module, name) // axis.size)
+            path, _, attribute = name.rpartition(".")
+            holder = model.get_submodule(path)
+            setattr(holder, attribute, getattr(holder, attribute) // axis.size)
         if placement.cut in _FORWARDS:
             module.forward = _FORWARDS[placement.cut](module, axis)
 
 
-def _local(value: Tensor | None) -> Tensor | None:
+def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -187,7 +189,7 @@ def _column(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
 def _row(module: Any, axis: Axis) -> Callable[..., Tensor]:
     product = _product(module)
-    return lambda x: _plus(_Sum.apply(product(x, None), axis.group), module.bias)  # type: ignore[no-untyped-call]
+    return lambda x: _plus(_Sum.apply(product(x, None), axis.group), module.bias)
 
 
 def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
@@ -199,7 +201,7 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
         out = product(axis.copied(x), _local(module.bias))
         dim = out.dim() - 1 - (len(module.kernel_size) if wide else 0)
-        return _Gather.apply(out, dim, sizes, axis)  # type: ignore[no-untyped-call, no-any-return]
+        return _Gather.apply(out, dim, sizes, axis)
 
     return forward
 
@@ -211,8 +213,8 @@ def _vocabulary(module: Any, axis: Axis) -> Callable[..., Tensor]:
     def forward(ids: Tensor) -> Tensor:
         mine = ids - start
         outside = (mine < 0) | (mine >= length)
-        rows = F.embedding(mine.masked_fill(outside, 0), _local(module.weight))  # type: ignore[arg-type]
-        return _Sum.apply(rows.masked_fill(outside.unsqueeze(-1), 0.0), axis.group)  # type: ignore[no-untyped-call, no-any-return]
+        rows = F.embedding(mine.masked_fill(outside, 0), _local(module.weight))
+        return _Sum.apply(rows.masked_fill(outside.unsqueeze(-1), 0.0), axis.group)
 
     return forward
 

@@ -18,7 +18,7 @@ class Placement:
     cut: Cut
     #: Parts of the outputs that are cut one by one (the q, k and v of a fused projection); empty: the outputs are one part.
     parts: tuple[int, ...] = ()
-    #: Whole numbers that the module's code divides by the axis: counts of heads, widths.
+    #: Attributes of modules that are divided by the axis: counts of heads, widths. By path.
     divide: tuple[str, ...] = ()
     #: Where it comes from: the model's own hint, a known module, a pair that was found, or the universal cut.
     source: Literal["hint", "known", "pair", "universal"] = "universal"

@@ -43,7 +43,16 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
-def find_pairs(model: nn.Module, step: Callable[[], Any]) -> list[Pair]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a model's modules can be cut into."""
+
+    pairs: tuple[Pair, ...]
+    called: frozenset[str]  #: modules without children that forward calls
+    touched: frozenset[int]  #: parameters that are also used outside the module that holds them, by identity
+
+
+def find_pairs(model: nn.Module, step: Callable[[], Any]) -> Found:
     """Every pair of `model`, whose loss `step()` computes on real numbers (float64 best)."""
     leaves = [path for path, module in model.named_modules() if path and not list(module.children()) and _holds(module)]
     follower = Follower()
@@ -51,7 +60,12 @@ def find_pairs(model: nn.Module, step: Callable[[], Any]) -> list[Pair]:
         step()
     candidates = list(_candidates(model, follower.visits))
     seen = _watched(model, candidates, step)
-    return [pair for columns, row in candidates if (pair := _tried(model, columns, row, seen.get(row))) is not None]
+    tried = (_tried(model, columns, row, seen.get(row)) for columns, row in candidates)
+    return Found(
+        tuple(pair for pair in tried if pair is not None),
+        frozenset(visit.path for visit in follower.visits),
+        frozenset(follower.touched),
+    )
 
 
 def _holds(module: nn.Module) -> bool:
@@ -149,7 +163,7 @@ def _tried(model: nn.Module, columns: tuple[str, ...], row: str, seen: _Seen | N
     if seen is None:
         return None
     for parts in _parts(model, columns, seen.reached.shape[-1]):
-        for divide in _attributes(model, columns, row, seen.holder):
+        for divide in _attributes(model, columns, row, seen):
             ways = tuple(way for way in WAYS if _works(model, columns, row, seen, parts, divide, way))
             if ways:
                 return Pair(columns, row, parts, divide, ways)
@@ -173,10 +187,11 @@ def _outputs(module: Any) -> int:
 
 
 def _attributes(
-    model: nn.Module, columns: tuple[str, ...], row: str, holder: str
+    model: nn.Module, columns: tuple[str, ...], row: str, seen: _Seen
 ) -> Iterator[tuple[tuple[str, str], ...]]:
     """Sets of attributes to divide: none, counts of heads, those and widths."""
     yield ()
+    holder, width = seen.holder, seen.reached.shape[-1]
     places = {holder}
     for path in (*columns, row):
         parent = path.rpartition(".")[0]
@@ -194,7 +209,7 @@ def _attributes(
         for place, name, _ in numbers
         if "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
     ]
-    widths = {_outputs(model.get_submodule(path)) for path in columns} | {model.get_submodule(row).weight.shape[-1]}
+    widths = {_outputs(model.get_submodule(path)) for path in columns} | {width}
     wide = [(place, name) for place, name, value in numbers if value in widths or 3 * value in widths]
     if heads:
         yield tuple(heads)

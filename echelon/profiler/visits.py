@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.plan.profile import units
+from echelon.profiler.tree import module_tree
 
 #: One tensor that a unit returned: (number of the visit, place among the tensors of its output).
 Value = tuple[int, int]
@@ -35,7 +36,7 @@ class Visit:
 
 def unit_paths(model: nn.Module) -> list[str]:
     """The modules that are never cut in two, in the order of the module tree; together they hold all but the glue's parameters."""
-    blocks = set(units(_tree(model)))
+    blocks = set(units(module_tree(model)))
     return list(_units_below(model, "", blocks))
 
 
@@ -50,13 +51,6 @@ def _units_below(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str
         return
     for name, child in children:
         yield from _units_below(child, f"{path}.{name}" if path else name, blocks)
-
-
-def _tree(model: nn.Module) -> list[tuple[str, str, int]]:
-    return [
-        (path, type(module).__name__, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
-        for path, module in model.named_modules()
-    ]
 
 
 Around = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
@@ -98,6 +92,8 @@ class Follower(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.visits: list[Visit] = []
+        #: Parameters that the glue itself computes with, by identity.
+        self.touched: set[int] = set()
         self._origin = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,6 +101,10 @@ class Follower(TorchFunctionMode):
         out = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         found = self.origin(inputs)
+        if (
+            func is not Tensor.__repr__ and getattr(func, "__name__", "") != "__get__"
+        ):  # reading .shape is no computation
+            self.touched.update(id(tensor) for tensor in inputs if isinstance(tensor, nn.Parameter))
         if found:
             # An operator that writes into its first argument (or `out=`) returns it, or nothing: __setitem__.
             written = [inputs[0]] if inputs and not outputs else []

@@ -1,0 +1,104 @@
+"""Every model of the zoo trains, and a sample of them is proved under data parallelism (ECHELON_ZOO=all: all of them)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from echelon.job import Job, call_loss, call_model
+from echelon.plan.certificate import Certificate
+from echelon.testing.ranks import Pool, RankError
+from echelon.verifier.feed import open_feed
+from tests.zoo import ZOO, prove
+
+ALL = os.environ.get("ECHELON_ZOO") == "all"
+
+#: What cannot be proved under dp=2, and what is said of it.
+KNOWN = {
+    # Fused optimizers read a gradient in another order of memory than the parameter's.
+    "channels-last": "the gradients agree: clipping, the learning rate or the optimizer differs",
+    "flow": "the gradients agree: clipping, the learning rate or the optimizer differs",
+    # torch.randint is not held still.
+    "diffusion": "gradient of time.0.weight at step 0",
+    # Parameters lose their imaginary part when the model is made float64.
+    "fourier": "expected m1 and m2 to have the same dtype",
+    # Sparse gradients are not exchanged.
+    "dlrm-sparse": "between dense and sparse Tensors is not implemented",
+    # Layers cast their inputs to float32, beside weights of float64.
+    "keras": "Input type .* and weight type .* should be the same",
+    # The loss couples samples.
+    "moe-balanced": "gradient of embed.weight at step 0",
+    "hf-clip": "gradient of logit_scale at step 0",
+}
+GOOD = [name for name in ZOO if name not in KNOWN]
+
+
+def need(name: str) -> None:
+    for package in ZOO[name].needs:
+        if importlib.util.find_spec(package) is None:  # importing keras must wait until its backend is named
+            pytest.skip(f"{package} is not installed")
+
+
+def build(job: Job) -> nn.Module:
+    """As one device would. A module is trained in place, so a zoo of factories only."""
+    assert not isinstance(job.model, nn.Module)
+    torch.manual_seed(job.seed)
+    return job.model().train()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_step(name: str) -> None:
+    need(name)
+    job = ZOO[name]()
+    model, again = build(job), build(job)
+    state, other = model.state_dict(), again.state_dict()
+    assert state.keys() == other.keys()
+    assert all(torch.equal(state[key], other[key]) for key in state), "two builds from one seed differ"
+    assert 20_000 <= sum(value.numel() for value in model.parameters()) < 2_000_000
+    batch = open_feed(job).take(0, np.arange(job.batch))
+    loss = call_loss(job, call_model(job, model, batch), batch, model)
+    value = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    value.backward()
+    assert torch.isfinite(value)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    reached = [each for each in trained if each.grad is not None and each.grad.abs().sum() > 0]
+    assert len(reached) > 0.5 * len(trained)
+    optimizer = job.optimizer(model.named_parameters())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    before = [each.detach().clone() for each in reached]
+    optimizer.step()
+    moved = [not torch.equal(each, old) for each, old in zip(reached, before, strict=True)]
+    assert sum(moved) > 0.5 * len(trained)
+
+
+@pytest.mark.parametrize("name", GOOD if ALL else random.Random(4).sample(GOOD, 5))
+def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
+    require_proved(ranks, name)
+
+
+@pytest.mark.skipif(not ALL, reason="ECHELON_ZOO=all runs it")
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_limits(ranks: Pool, name: str) -> None:
+    """Whoever lifts one takes it out of KNOWN."""
+    with pytest.raises((AssertionError, RankError), match=KNOWN[name]):
+        require_proved(ranks, name)
+
+
+def require_proved(ranks: Pool, name: str) -> None:
+    need(name)
+    certificate = Certificate.from_json(ranks.run(2, prove.prove, name, "dp=2 threads=1", timeout=120)[0])
+    assert certificate.verified, certificate.divergent
+    assert any("the epoch's last" in note for note in certificate.notes), "a short batch is where weights go wrong"
+
+
+def test_importing_the_zoo_imports_no_framework() -> None:
+    code = "import sys, tests.zoo; sys.exit(any(name in sys.modules for name in ('transformers', 'keras')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
