@@ -24,6 +24,9 @@ _CPU = "cpu"
 class Group:
     """Some ranks, this one among them, and the small agreements that they need. Alone it agrees with itself."""
 
+    #: Of the axis, where it is one.
+    name = "dp"
+
     def __init__(self, rank: int, size: int, device: torch.device, mesh: DeviceMesh | None = None) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._mesh = mesh
@@ -33,7 +36,7 @@ class Group:
     def mesh(self) -> DeviceMesh:
         """These ranks as torch's sharding wants them."""
         if self._mesh is None:
-            self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("dp",))
+            self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.name,))
         return self._mesh
 
     def gather(self, value: Any) -> list[Any]:
@@ -112,11 +115,10 @@ class Ranks(Group):
         """The group of each axis that this rank is in. With one axis alone that is everybody."""
         place = mesh.coordinate(self.rank)
         sizes = {axis: getattr(mesh, axis) for axis in AXES}
-        if sum(size > 1 for size in sizes.values()) < 2:
-            return {
-                axis: self if size > 1 or (axis == "dp" and self.size == 1) else Group(0, 1, self.device)
-                for axis, size in sizes.items()
-            }
+        several = [axis for axis, size in sizes.items() if size > 1]
+        if len(several) < 2:
+            self.name = several[0] if several else "dp"
+            return {axis: self if axis == self.name else Group(0, 1, self.device) for axis in AXES}
         grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
         return {axis: Group(place[axis], size, self.device, grid[axis]) for axis, size in sizes.items()}
 

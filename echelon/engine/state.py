@@ -32,34 +32,53 @@ class State:
     optimizer: dict[str, Tensor]
 
 
+#: One rank's part of a tensor: the whole's shape, where the part begins, and the part on the CPU.
+_Part = tuple[tuple[int, ...], tuple[int, ...], Tensor]
+
+
 @torch.no_grad()
 def gather(run: Run) -> State | None:
     """The run's state on rank 0, None elsewhere. Every rank must call it."""
     named = list(run.model.named_parameters())
-    state = State(
-        parameters={name: whole(value) for name, value in named},
-        gradients={name: whole(value.grad) for name, value in named if value.grad is not None},
-        buffers={name: whole(value) for name, value in run.model.named_buffers()},
-        optimizer={name: whole(value) for name, value in optimizer_tensors(run).items()},
-    )
-    return state if run.world.main else None
+    kinds = {
+        "parameters": dict(named),
+        "gradients": {name: value.grad for name, value in named if value.grad is not None},
+        "buffers": dict(run.model.named_buffers()),
+        "optimizer": optimizer_tensors(run),
+    }
+    found = {kind: whole(run, values) for kind, values in kinds.items()}
+    return State(**found) if run.world.main else None
 
 
-def whole(value: Tensor) -> Tensor:
-    """The full tensor on rank 0's CPU (elsewhere this rank's part). A collective where the tensor is sharded.
+def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The full tensors on rank 0's CPU (elsewhere nothing). Every rank must call it.
 
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
+    mine = {name: part for name, value in values.items() if (part := _part(run, value)) is not None}
+    parts = [mine]
+    if run.ranks.size > 1:
+        everyone: list[Any] | None = [None] * run.ranks.size if run.world.main else None
+        dist.gather_object(mine, everyone)
+        parts = everyone or []
+    full: dict[str, Tensor] = {}
+    for each in parts:
+        for name, (shape, start, part) in each.items():
+            if name not in full:
+                full[name] = torch.empty(shape, dtype=part.dtype)
+            full[name][tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
+    return {name: run.pieces[key].restored(value) if (key := _owner(name)) in run.pieces else value for name, value in full.items()}
+
+
+def _part(run: Run, value: Tensor) -> _Part | None:
+    """None: another rank has the same."""
+    axes = set(value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else set()
+    if any(group.rank for axis, group in run.axes.items() if axis not in axes and axis != "pp"):
+        return None
     if not isinstance(value, DTensor):
-        return value.detach().to("cpu", copy=True)
-    size = dist.get_world_size()  # the data axis is the whole world
-    rows = -(-value.shape[0] // size)  # fully_shard cuts dim 0 as torch.chunk does: all parts but the last are full
-    part = torch.zeros(rows, *value.shape[1:], dtype=value.dtype)
-    local = value.to_local().detach().cpu()
-    part[: local.shape[0]] = local
-    parts = [torch.empty_like(part) for _ in range(size)] if dist.get_rank() == 0 else None
-    dist.gather(part, parts)
-    return local if parts is None else torch.cat(parts)[: value.shape[0]]
+        return tuple(value.shape), (0,) * value.dim(), value.detach().to("cpu", copy=True)
+    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(value.shape), tuple(start), value.to_local().detach().to("cpu", copy=True)
 
 
 def names(model: nn.Module) -> dict[int, str]:
