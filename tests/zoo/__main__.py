@@ -1,0 +1,65 @@
+"""The whole zoo under one plan, as a table: `python -m tests.zoo "dp=2 zero=3" [NAME ...]`.
+
+As a person would do it: where `check` refuses the plan for a model, what it proposes (`whole`) is taken, and said.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from echelon.errors import EchelonError
+from echelon.plan.certificate import Certificate
+from echelon.plan.check import check
+from echelon.plan.text import from_text
+from echelon.profiler import profile
+from echelon.testing.ranks import Pool, RankError
+from tests.zoo import ZOO
+from tests.zoo.prove import prove
+
+
+def main(text: str, names: list[str]) -> int:
+    """Prints a line for each entry; 1 if something is not verified."""
+    failed = 0
+    with Pool() as pool:
+        for name in names:
+            begin = time.monotonic()
+            verdict, plan, remarks = _judge(pool, name, text)
+            failed += verdict not in ("verified", "refused")
+            line = f"{name:20} {plan:22} {verdict:12} {time.monotonic() - begin:5.1f} s  {' | '.join(remarks)}"
+            sys.stdout.write(line.rstrip() + "\n")
+            sys.stdout.flush()
+    return int(failed > 0)
+
+
+def _judge(pool: Pool, name: str, text: str) -> tuple[str, str, list[str]]:
+    """The verdict, the plan it is about, and what has to be said beside it."""
+    remarks = []
+    try:
+        traced = profile(ZOO[name]())
+        problems = [each for each in check(from_text(text), traced) if each.severity == "error"]
+        if problems and all("`whole`" in each.remedy for each in problems):
+            text += " whole"
+            remarks.append("whole, as check asks")
+            problems = [each for each in check(from_text(text), traced) if each.severity == "error"]
+        if problems:
+            return "refused", text, [*remarks, *map(str, problems)]
+    except Exception as error:  # whatever it is belongs into the table
+        remarks.append(f"profile failed: {type(error).__name__}: {error}")
+    try:
+        certificate = Certificate.from_json(pool.run(from_text(text).ranks, prove, name, text, timeout=120)[0])
+    except RankError as error:
+        return "failed", text, [*remarks, str(error).strip()]
+    except EchelonError as error:
+        return "failed", text, [*remarks, f"{type(error).__name__}: {error}"]
+    worst = max(certificate.findings, key=lambda each: each.worst)
+    remarks.append(f"worst {worst.worst:.0e} ({worst.kind}), bound {worst.bound:.0e}")
+    kept = [each for each in certificate.notes if "all the same" in each or "could not" in each or "ill-cond" in each]
+    if not certificate.verified:
+        return "NOT VERIFIED", text, [*remarks, certificate.divergent, *kept]
+    return "verified", text, [*remarks, *kept]
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:] or ["dp=2 zero=3"]
+    sys.exit(main(given[0], given[1:] or list(ZOO)))

@@ -1,0 +1,71 @@
+"""Every model of the zoo trains, and a sample of them is proved under data parallelism (ECHELON_ZOO=all: all of them)."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from echelon.job import Job, call_loss, call_model
+from echelon.plan.certificate import Certificate
+from echelon.testing.ranks import Pool
+from echelon.verifier.feed import open_feed
+from tests.zoo import ZOO, prove
+
+INDEPENDENT = [name for name, entry in ZOO.items() if entry.coupled != "loss"]
+SAMPLE = INDEPENDENT if os.environ.get("ECHELON_ZOO") == "all" else random.Random(4).sample(INDEPENDENT, 5)
+
+
+def need(name: str) -> None:
+    for package in ZOO[name].needs:
+        pytest.importorskip(package)
+
+
+def build(job: Job) -> nn.Module:
+    """As one device would. A module is trained in place, so a zoo of factories only."""
+    assert not isinstance(job.model, nn.Module)
+    torch.manual_seed(job.seed)
+    return job.model().train()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_step(name: str) -> None:
+    need(name)
+    job = ZOO[name]()
+    model, again = build(job), build(job)
+    state, other = model.state_dict(), again.state_dict()
+    assert state.keys() == other.keys()
+    assert all(torch.equal(state[key], other[key]) for key in state), "two builds from one seed differ"
+    assert 10_000 < sum(value.numel() for value in model.parameters()) < 2_000_000
+    batch = open_feed(job).take(0, np.arange(job.batch))
+    loss = call_loss(job, call_model(job, model, batch), batch, model)
+    value = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    value.backward()
+    assert torch.isfinite(value)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    reached = [each for each in trained if each.grad is not None and each.grad.abs().sum() > 0]
+    assert len(reached) > 0.75 * len(trained)
+    optimizer = job.optimizer(model.named_parameters())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    before = [each.detach().clone() for each in reached]
+    optimizer.step()
+    assert all(not torch.equal(each, old) for each, old in zip(reached, before, strict=True))
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
+    need(name)
+    certificate = Certificate.from_json(ranks.run(2, prove.prove, name, "dp=2 threads=1", timeout=120)[0])
+    assert certificate.verified, certificate.divergent
+    assert any("the epoch's last" in note for note in certificate.notes), "a short batch is where weights go wrong"
+
+
+def test_importing_the_zoo_imports_no_framework() -> None:
+    code = "import sys, tests.zoo; sys.exit(any(name in sys.modules for name in ('transformers', 'keras')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
