@@ -18,8 +18,8 @@ class Vae(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.fc21, self.fc22 = nn.Linear(64, 48), nn.Linear(48, 8), nn.Linear(48, 8)
-        self.fc3, self.fc4 = nn.Linear(8, 48), nn.Linear(48, 64)
+        self.fc1, self.fc21, self.fc22 = nn.Linear(64, 144), nn.Linear(144, 8), nn.Linear(144, 8)
+        self.fc3, self.fc4 = nn.Linear(8, 144), nn.Linear(144, 64)
 
     def reparameterize(self, mu: Tensor, logvar: Tensor) -> Tensor:
         std = torch.exp(0.5 * logvar)
@@ -51,7 +51,7 @@ class Coupling(nn.Module):
         super().__init__()
         self.flip = flip
         self.mix = nn.Parameter(torch.linalg.qr(torch.randn(8, 8))[0])
-        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.net = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 8))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x @ self.mix
@@ -98,9 +98,9 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.time = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 32))
-        self.first, self.norm = nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32)
-        self.second, self.last = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 1, 3, padding=1)
+        self.time = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 48))
+        self.first, self.norm = nn.Conv2d(1, 48, 3, padding=1), nn.GroupNorm(8, 48)
+        self.second, self.last = nn.Conv2d(48, 48, 3, padding=1), nn.Conv2d(48, 1, 3, padding=1)
         self.kept: Tensor
         self.register_buffer("kept", torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), dim=0))
 
@@ -132,7 +132,7 @@ class VqVae(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv2d(1, 16, 4, 2, 1), nn.ReLU(True), nn.Conv2d(16, 24, 3, padding=1))
-        self.codebook = nn.Embedding(128, 24)
+        self.codebook = nn.Embedding(600, 24)
         self.codebook.weight.data.uniform_(-1.0, 1.0)
         self.decoder = nn.Sequential(nn.Conv2d(24, 16, 3, padding=1), nn.ReLU(True), nn.ConvTranspose2d(16, 1, 4, 2, 1))
 

@@ -135,7 +135,7 @@ def vit() -> Job:
 
         return ViTForImageClassification(
             ViTConfig(
-                image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
                 intermediate_size=64, num_labels=10,
             )
         )  # fmt: skip

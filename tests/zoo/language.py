@@ -284,8 +284,8 @@ class SelectiveScan(nn.Module):
 class Mamba(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Linear(6, 32), nn.ModuleList([SelectiveScan(), SelectiveScan()])
-        self.norms, self.head = nn.ModuleList([nn.LayerNorm(32), nn.LayerNorm(32)]), nn.Linear(32, 1)
+        self.embed, self.blocks = nn.Linear(6, 32), nn.ModuleList(SelectiveScan() for _ in range(3))
+        self.norms, self.head = nn.ModuleList(nn.LayerNorm(32) for _ in range(3)), nn.Linear(32, 1)
 
     def forward(self, series: Tensor) -> Tensor:
         x = self.embed(series)

@@ -109,8 +109,8 @@ class Siamese(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tower = nn.Sequential(
-            nn.Conv1d(4, 16, 5, padding=2), nn.ReLU(True), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(16 * 8, 48), nn.ReLU(True),
-            nn.Linear(48, 24),
+            nn.Conv1d(4, 16, 5, padding=2), nn.ReLU(True), nn.AvgPool1d(2), nn.Flatten(), nn.Linear(16 * 8, 128), nn.ReLU(True),
+            nn.Linear(128, 32),
         )  # fmt: skip
         self.temperature = nn.Parameter(torch.tensor(1.0))
 
@@ -217,11 +217,11 @@ def keras() -> Job:
 
         keras.utils.set_random_seed(0)  # keras has its own idea of a seed
         inputs = keras.Input((12, 12, 1))
-        x = layers.Conv2D(8, 3, activation="relu")(inputs)
+        x = layers.Conv2D(16, 3, activation="relu", name="conv")(inputs)
         x = layers.MaxPooling2D()(x)
         x = layers.Flatten()(x)
-        x = layers.LayerNormalization()(layers.Dense(64, activation="gelu")(x))
-        return keras.Model(inputs, layers.Dense(10)(x))
+        x = layers.LayerNormalization(name="norm")(layers.Dense(64, activation="gelu", name="hidden")(x))
+        return keras.Model(inputs, layers.Dense(10, name="out")(x))
 
     return train(
         name="keras",

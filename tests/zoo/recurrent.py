@@ -80,7 +80,7 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(60, 32, padding_idx=0)
+        self.words = nn.Embedding(90, 32, padding_idx=0)
         self.rnn, self.out = nn.LSTM(32, 32, batch_first=True, bidirectional=True), nn.Linear(64, 7)
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def tagger() -> Job:
     return train(
         name="tagger",
         model=Tagger,
-        data=[(whole(60, n, low=1, seed=100 + i), whole(7, n, seed=200 + i)) for i, n in enumerate(lengths)],
+        data=[(whole(90, n, low=1, seed=100 + i), whole(7, n, seed=200 + i)) for i, n in enumerate(lengths)],
         collate=_sentences,
         loss=lambda output, batch: (
             F.cross_entropy(output.transpose(1, 2), batch[2], reduction="sum"),

@@ -77,8 +77,8 @@ class Potential(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.kinds = nn.Embedding(5, 32)
-        self.filter = nn.Sequential(nn.Linear(12, 64), nn.Softplus(), nn.Linear(64, 32))
-        self.energy = nn.Sequential(nn.Linear(32, 64), nn.Softplus(), nn.Linear(64, 1))
+        self.filter = nn.Sequential(nn.Linear(12, 256), nn.Softplus(), nn.Linear(256, 32))
+        self.energy = nn.Sequential(nn.Linear(32, 256), nn.Softplus(), nn.Linear(256, 1))
         self.centres: Tensor
         self.register_buffer("centres", torch.linspace(0.5, 4.0, 12))
 
@@ -113,11 +113,11 @@ class SpectralConv(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.Parameter(1 / 256 * torch.rand(16, 16, 8, dtype=torch.cfloat))
+        self.weights = nn.Parameter(1 / 256 * torch.rand(24, 24, 8, dtype=torch.cfloat))
 
     def forward(self, x: Tensor) -> Tensor:
         x_ft = torch.fft.rfft(x)
-        out_ft = torch.zeros(x.shape[0], 16, x.size(-1) // 2 + 1, device=x.device, dtype=torch.cfloat)
+        out_ft = torch.zeros(x.shape[0], 24, x.size(-1) // 2 + 1, device=x.device, dtype=torch.cfloat)
         out_ft[:, :, :8] = torch.einsum("bix,iox->box", x_ft[:, :, :8], self.weights)
         return torch.fft.irfft(out_ft, n=x.size(-1))
 
@@ -125,9 +125,9 @@ class SpectralConv(nn.Module):
 class Fourier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lift, self.out = nn.Linear(2, 16), nn.Linear(16, 1)
+        self.lift, self.out = nn.Linear(2, 24), nn.Linear(24, 1)
         self.spectral = nn.ModuleList(SpectralConv() for _ in range(4))
-        self.local = nn.ModuleList(nn.Conv1d(16, 16, 1) for _ in range(4))
+        self.local = nn.ModuleList(nn.Conv1d(24, 24, 1) for _ in range(4))
 
     def forward(self, field: Tensor) -> Tensor:
         grid = torch.linspace(0, 1, field.shape[1], device=field.device).expand(field.shape)
@@ -165,7 +165,7 @@ class Causal(nn.Module):
 class Tcn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(Causal(4, 32, 1), Causal(32, 32, 2), Causal(32, 32, 4))
+        self.network = nn.Sequential(Causal(4, 32, 1), Causal(32, 32, 2), Causal(32, 32, 4), Causal(32, 32, 8))
         self.linear = nn.Linear(32, 1)
 
     def forward(self, x: Tensor) -> Tensor:

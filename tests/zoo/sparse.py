@@ -85,8 +85,8 @@ class EarlyExit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(16, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True)) for _ in range(4))
-        self.exits = nn.ModuleList(nn.Linear(64, 3) for _ in range(5))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True)) for _ in range(5))
+        self.exits = nn.ModuleList(nn.Linear(64, 3) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.stem(x))

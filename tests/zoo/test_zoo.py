@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import subprocess
@@ -24,7 +25,8 @@ SAMPLE = INDEPENDENT if os.environ.get("ECHELON_ZOO") == "all" else random.Rando
 
 def need(name: str) -> None:
     for package in ZOO[name].needs:
-        pytest.importorskip(package)
+        if importlib.util.find_spec(package) is None:  # importing keras must wait until its backend is named
+            pytest.skip(f"{package} is not installed")
 
 
 def build(job: Job) -> nn.Module:
@@ -42,7 +44,7 @@ def test_a_step(name: str) -> None:
     state, other = model.state_dict(), again.state_dict()
     assert state.keys() == other.keys()
     assert all(torch.equal(state[key], other[key]) for key in state), "two builds from one seed differ"
-    assert 10_000 < sum(value.numel() for value in model.parameters()) < 2_000_000
+    assert 20_000 <= sum(value.numel() for value in model.parameters()) < 2_000_000
     batch = open_feed(job).take(0, np.arange(job.batch))
     loss = call_loss(job, call_model(job, model, batch), batch, model)
     value = loss[0] / loss[1] if isinstance(loss, tuple) else loss
@@ -50,12 +52,13 @@ def test_a_step(name: str) -> None:
     assert torch.isfinite(value)
     trained = [each for each in model.parameters() if each.requires_grad]
     reached = [each for each in trained if each.grad is not None and each.grad.abs().sum() > 0]
-    assert len(reached) > 0.75 * len(trained)
+    assert len(reached) > 0.5 * len(trained)
     optimizer = job.optimizer(model.named_parameters())
     assert isinstance(optimizer, torch.optim.Optimizer)
     before = [each.detach().clone() for each in reached]
     optimizer.step()
-    assert all(not torch.equal(each, old) for each, old in zip(reached, before, strict=True))
+    moved = [not torch.equal(each, old) for each, old in zip(reached, before, strict=True)]
+    assert sum(moved) > 0.5 * len(trained)
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -45,7 +45,7 @@ class ResNet(nn.Module):
         self.inplanes = 8
         self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
         self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
-        self.layer1, self.layer2 = self._make_layer(8, 2), self._make_layer(16, 2, stride=2)
+        self.layer1, self.layer2 = self._make_layer(8, 2), self._make_layer(16, 4, stride=2)
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(64, 10)
         for m in self.modules():
             if isinstance(m, nn.Conv2d):
@@ -168,7 +168,7 @@ class MbConv(nn.Module):
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
-        hidden = inner * 4
+        hidden = inner * 6
         self.expand = nn.Sequential(
             nn.Conv2d(inner, hidden, 1, bias=False), nn.BatchNorm2d(hidden), nn.SiLU(inplace=True)
         )
@@ -196,8 +196,10 @@ class EfficientNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.SiLU(inplace=True))
-        self.blocks = nn.ModuleList([MbConv(8, 12, 1), MbConv(12, 12, 1), MbConv(12, 20, 2), MbConv(20, 20, 1)])
-        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(20, 7))
+        self.blocks = nn.ModuleList(
+            [MbConv(8, 12, 1), MbConv(12, 12, 1), MbConv(12, 20, 2), MbConv(20, 20, 1), MbConv(20, 24, 1)]
+        )
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(24, 7))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
