@@ -50,6 +50,7 @@ ZOO: dict[str, Entry] = {
     "ctc": Entry(recurrent.ctc, "speech", "convolutions, GRU, CTC"),
     "resnet": Entry(vision.resnet, "convolutional", "bottlenecks, in-place sums", coupled="norm"),
     "vgg": Entry(vision.vgg, "convolutional", "a view with an explicit size"),
+    "channels-last": Entry(vision.channels_last, "convolutional", "parameters that are not contiguous"),
     "unet": Entry(vision.unet, "segmentation", "skip connections, odd sizes", coupled="norm"),
     "convnext": Entry(vision.convnext, "convolutional", "depthwise, stochastic depth"),
     "efficientnet": Entry(vision.efficientnet, "convolutional", "depthwise, squeeze and excite, RMSprop", coupled="norm"),

@@ -15,12 +15,30 @@ from torch import nn
 
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.certificate import Certificate
-from echelon.testing.ranks import Pool
+from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.feed import open_feed
 from tests.zoo import ZOO, prove
 
-INDEPENDENT = [name for name, entry in ZOO.items() if entry.coupled != "loss"]
-SAMPLE = INDEPENDENT if os.environ.get("ECHELON_ZOO") == "all" else random.Random(4).sample(INDEPENDENT, 5)
+ALL = os.environ.get("ECHELON_ZOO") == "all"
+
+#: What cannot be proved under dp=2, and what is said of it.
+KNOWN = {
+    # Fused optimizers read a gradient in another order of memory than the parameter's.
+    "channels-last": "the gradients agree: clipping, the learning rate or the optimizer differs",
+    "flow": "the gradients agree: clipping, the learning rate or the optimizer differs",
+    # torch.randint is not held still.
+    "diffusion": "gradient of time.0.weight at step 0",
+    # Parameters lose their imaginary part when the model is made float64.
+    "fourier": "expected m1 and m2 to have the same dtype",
+    # Sparse gradients are not exchanged.
+    "dlrm-sparse": "between dense and sparse Tensors is not implemented",
+    # Layers cast their inputs to float32, beside weights of float64.
+    "keras": "Input type .* and weight type .* should be the same",
+    # The loss couples samples.
+    "moe-balanced": "gradient of embed.weight at step 0",
+    "hf-clip": "gradient of logit_scale at step 0",
+}
+GOOD = [name for name in ZOO if name not in KNOWN]
 
 
 def need(name: str) -> None:
@@ -61,8 +79,20 @@ def test_a_step(name: str) -> None:
     assert sum(moved) > 0.5 * len(trained)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", GOOD if ALL else random.Random(4).sample(GOOD, 5))
 def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
+    require_proved(ranks, name)
+
+
+@pytest.mark.skipif(not ALL, reason="ECHELON_ZOO=all runs it")
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_limits(ranks: Pool, name: str) -> None:
+    """Whoever lifts one takes it out of KNOWN."""
+    with pytest.raises((AssertionError, RankError), match=KNOWN[name]):
+        require_proved(ranks, name)
+
+
+def require_proved(ranks: Pool, name: str) -> None:
     need(name)
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, "dp=2 threads=1", timeout=120)[0])
     assert certificate.verified, certificate.divergent

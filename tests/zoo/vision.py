@@ -96,6 +96,20 @@ def vgg() -> Job:
     return train(name="vgg", model=Vgg, data=_images(16, 10, seed=32), loss=_classify, clip=1.0)
 
 
+def channels_last() -> Job:
+    """As PyTorch advises for convolutions: parameters keep their channels last in memory."""
+
+    def model() -> nn.Module:
+        net = nn.Sequential(
+            nn.Conv2d(3, 24, 3, padding=1), nn.GroupNorm(4, 24), nn.ReLU(True), nn.MaxPool2d(2),
+            nn.Conv2d(24, 64, 3, padding=1), nn.GroupNorm(4, 64), nn.ReLU(True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(64, 96), nn.ReLU(True), nn.Linear(96, 10),
+        )  # fmt: skip
+        return net.to(memory_format=torch.channels_last)
+
+    return train(name="channels-last", model=model, data=_images(16, 10, seed=46), loss=_classify)
+
+
 def _double_conv(inner: int, outer: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU(inplace=True),
