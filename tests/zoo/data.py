@@ -24,7 +24,8 @@ def whole(high: int, *shape: int, low: int = 0, seed: int = 0) -> Tensor:
 
 def train(**fields: Any) -> Job:
     """A job of two epochs in batches of 8 with AdamW, unless told otherwise."""
-    return Job(**{"batch": 8, "epochs": 2, "optimizer": adamw} | fields)
+    given: dict[str, Any] = {"batch": 8, "epochs": 2, "optimizer": adamw}
+    return Job(**given | fields)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

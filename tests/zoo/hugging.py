@@ -101,7 +101,7 @@ def bert_classifier() -> Job:
         from transformers import BertConfig, BertForSequenceClassification
 
         made = BertForSequenceClassification(
-            BertConfig(
+            BertConfig(  # type: ignore[call-arg]
                 vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
                 max_position_embeddings=32, num_labels=3,
             )
@@ -119,7 +119,7 @@ def t5() -> Job:
         from transformers import T5Config, T5ForConditionalGeneration
 
         return T5ForConditionalGeneration(
-            T5Config(
+            T5Config(  # type: ignore[call-arg]
                 vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, use_cache=False, pad_token_id=0,
                 eos_token_id=1, decoder_start_token_id=0,
             )
@@ -134,7 +134,7 @@ def vit() -> Job:
         from transformers import ViTConfig, ViTForImageClassification
 
         return ViTForImageClassification(
-            ViTConfig(
+            ViTConfig(  # type: ignore[call-arg]
                 image_size=16, patch_size=4, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
                 intermediate_size=64, num_labels=10,
             )

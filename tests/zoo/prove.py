@@ -11,8 +11,3 @@ from tests.zoo import ZOO
 def prove(world: World, name: str, plan: str) -> str:
     """The certificate of one entry under a plan in its short form, as text."""
     return verify(ZOO[name](), from_text(plan), world=world).to_json()
-
-
-def prove_all(world: World, names: list[str], plan: str) -> list[str]:
-    """Several in one go: starting a group costs more than a small proof."""
-    return [prove(world, name, plan) for name in names]

@@ -93,7 +93,11 @@ def _sentences(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Te
     """Padded to the longest of the batch."""
     words, tags = zip(*samples, strict=True)
     lengths = torch.tensor([len(each) for each in words])
-    return pad_sequence(words, batch_first=True), lengths, pad_sequence(tags, batch_first=True, padding_value=-100)
+    return (
+        pad_sequence(list(words), batch_first=True),
+        lengths,
+        pad_sequence(list(tags), batch_first=True, padding_value=-100),
+    )
 
 
 def tagger() -> Job:

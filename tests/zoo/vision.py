@@ -105,7 +105,7 @@ def channels_last() -> Job:
             nn.Conv2d(24, 64, 3, padding=1), nn.GroupNorm(4, 64), nn.ReLU(True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
             nn.Linear(64, 96), nn.ReLU(True), nn.Linear(96, 10),
         )  # fmt: skip
-        return net.to(memory_format=torch.channels_last)
+        return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     return train(name="channels-last", model=model, data=_images(16, 10, seed=46), loss=_classify)
 
