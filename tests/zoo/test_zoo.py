@@ -26,15 +26,10 @@ ALL = os.environ.get("ECHELON_ZOO") == "all"
 
 #: What cannot be proved under dp=2, and what is said of it.
 KNOWN = {
-    # Fused optimizers read a gradient in another order of memory than the parameter's.
-    "channels-last": "the gradients agree: clipping, the learning rate or the optimizer differs",
-    "flow": "the gradients agree: clipping, the learning rate or the optimizer differs",
     # torch.randint is not held still.
     "diffusion": "gradient of time.0.weight at step 0",
-    # Parameters lose their imaginary part when the model is made float64.
-    "fourier": "expected m1 and m2 to have the same dtype",
     # Sparse gradients are not exchanged.
-    "dlrm-sparse": "between dense and sparse Tensors is not implemented",
+    "dlrm-sparse": "has sparse=True: sparse gradients are not exchanged",
     # Layers cast their inputs to float32, beside weights of float64.
     "keras": "Input type .* and weight type .* should be the same",
     # The loss couples samples.
