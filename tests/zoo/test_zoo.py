@@ -15,6 +15,9 @@ from torch import nn
 
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.certificate import Certificate
+from echelon.plan.check import check
+from echelon.plan.text import from_text
+from echelon.profiler import profile
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.feed import open_feed
 from tests.zoo import ZOO, prove
@@ -23,15 +26,10 @@ ALL = os.environ.get("ECHELON_ZOO") == "all"
 
 #: What cannot be proved under dp=2, and what is said of it.
 KNOWN = {
-    # Fused optimizers read a gradient in another order of memory than the parameter's.
-    "channels-last": "the gradients agree: clipping, the learning rate or the optimizer differs",
-    "flow": "the gradients agree: clipping, the learning rate or the optimizer differs",
     # torch.randint is not held still.
     "diffusion": "gradient of time.0.weight at step 0",
-    # Parameters lose their imaginary part when the model is made float64.
-    "fourier": "expected m1 and m2 to have the same dtype",
     # Sparse gradients are not exchanged.
-    "dlrm-sparse": "between dense and sparse Tensors is not implemented",
+    "dlrm-sparse": "has sparse=True: sparse gradients are not exchanged",
     # Layers cast their inputs to float32, beside weights of float64.
     "keras": "Input type .* and weight type .* should be the same",
     # The loss couples samples.
@@ -97,6 +95,13 @@ def require_proved(ranks: Pool, name: str) -> None:
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, "dp=2 threads=1", timeout=120)[0])
     assert certificate.verified, certificate.divergent
     assert any("the epoch's last" in note for note in certificate.notes), "a short batch is where weights go wrong"
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.coupled == "loss"])
+def test_losses_that_couple_samples_are_refused(name: str) -> None:
+    need(name)
+    (problem,) = (each for each in check(from_text("dp=2"), profile(ZOO[name]())) if each.severity == "error")
+    assert "a sample's loss depends on the others of its batch" in problem.rule
 
 
 def test_importing_the_zoo_imports_no_framework() -> None:
