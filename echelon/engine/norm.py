@@ -28,13 +28,18 @@ def scale(grads: list[Tensor], factor: float | Tensor) -> None:
 
 @torch.no_grad()
 def total_norm(grads: list[Tensor], ranks: Ranks) -> Tensor:
-    """The 2-norm over all gradients as if they were on one device; the same value on every rank."""
-    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-    parts = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
-    squares = _norm(whole, ranks).square()
-    if parts:
-        squares = squares + ranks.sum(_norm(parts, ranks).square())
-    return squares.sqrt()
+    """The 2-norm over all gradients as if they were on one device; the same value on every rank.
+
+    Each rank brings what it holds, divided by the number of ranks that hold the same.
+    """
+    kinds: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        shards = grad.device_mesh.size() if isinstance(grad, DTensor) else 1
+        kinds.setdefault(ranks.size // shards, []).append(_local(grad))
+    if list(kinds) == [ranks.size]:  # whole on every rank: nothing to add up
+        return _norm(kinds[ranks.size], ranks)
+    shares = [_norm(values, ranks).square() / copies for copies, values in kinds.items()]
+    return ranks.sum(torch.stack(shares or [torch.zeros((), device=ranks.device)]).sum()).sqrt()
 
 
 def _norm(tensors: list[Tensor], ranks: Ranks) -> Tensor:

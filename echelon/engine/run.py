@@ -37,6 +37,7 @@ from echelon.engine.ranks import Ranks
 from echelon.engine.shard import Sharding, forget_meshes, unit_modules
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
+from echelon.engine.tensor import Axis, Piece, cut, install, pieces
 from echelon.engine.weights import load_weights
 from echelon.errors import DataError, JobError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
@@ -160,16 +161,32 @@ class Run:
         model = build(self.job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model)
         if plan.batchnorm == "sync" and self.data.size > 1:
             model = synchronise(model, self.data.group)
+        self.pieces = self._pieces(model)
         if sharded:
             self._compile(model, unit_modules(model))
             self._sharding = Sharding(model, plan, ranks, self.data)
         else:
             model.to(self.device)
             equalise(model, ranks)
+            cut(model, self.pieces)
             self._compile(model, [model] if self.data.size == 1 else unit_modules(model) or [model])
         if self.job.weights is not None:
             load_weights(model, self.job.weights, warn=warn)
         return model.train()
+
+    def _pieces(self, model: nn.Module) -> dict[str, Piece]:
+        """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""
+        tensor = self.axes["tp"]
+        if tensor.size == 1:
+            return {}
+        if not self.plan.placements:
+            raise PlanError(
+                f"tp={tensor.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
+            )
+        axis = Axis(tensor)
+        found = pieces(model, self.plan.placements, axis)
+        install(model, self.plan.placements, axis)
+        return found
 
     def _compile(self, model: nn.Module, parts: list[nn.Module]) -> None:
         # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.

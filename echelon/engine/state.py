@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _Part = tuple[tuple[int, ...], tuple[int, ...], Tensor]
 def gather(run: Run) -> State | None:
     """The run's state on rank 0, None elsewhere. Every rank must call it."""
     named = list(run.model.named_parameters())
-    kinds = {
+    kinds: dict[str, Mapping[str, Tensor]] = {
         "parameters": dict(named),
         "gradients": {name: value.grad for name, value in named if value.grad is not None},
         "buffers": dict(run.model.named_buffers()),
@@ -63,15 +64,26 @@ def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts = everyone or []
     full: dict[str, Tensor] = {}
     for each in parts:
-        for name, (shape, start, part) in each.items():
+        for name, (shape, start, values_here) in each.items():
             if name not in full:
-                full[name] = torch.empty(shape, dtype=part.dtype)
-            full[name][tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
-    return {name: run.pieces[key].restored(value) if (key := _owner(name)) in run.pieces else value for name, value in full.items()}
+                full[name] = torch.empty(shape, dtype=values_here.dtype)
+            full[name][tuple(slice(a, a + n) for a, n in zip(start, values_here.shape, strict=True))] = values_here
+    for name, value in full.items():
+        piece = run.pieces.get(_owner(name))
+        if piece is not None and value.dim() > piece.dim:
+            full[name] = piece.restored(value)
+    return full
+
+
+def _owner(name: str) -> str:
+    """The parameter that a value belongs to: `0/blocks.1.up.weight/exp_avg` or the parameter's own name."""
+    return name.split("/")[1] if "/" in name else name
 
 
 def _part(run: Run, value: Tensor) -> _Part | None:
     """None: another rank has the same."""
+    if value.is_meta:
+        return None
     axes = set(value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else set()
     if any(group.rank for axis, group in run.axes.items() if axis not in axes and axis != "pp"):
         return None

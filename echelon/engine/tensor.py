@@ -10,26 +10,27 @@ cut modules the model's own code runs as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+from echelon.engine.ranks import Group
 from echelon.plan.placement import Placement
 
 
 class Axis:
     """The tensor group as this rank sees it."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.group = mesh, mesh.get_group()
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+    def __init__(self, ranks: Group) -> None:
+        self.mesh = ranks.mesh()
+        self.group = self.mesh.get_group()
+        self.rank, self.size = ranks.rank, ranks.size
         self._copied: tuple[Any, Tensor] | None = None
 
     def shares(self, size: int) -> list[int]:
@@ -116,6 +117,17 @@ class Piece:
         ]
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone()
 
+    def restored(self, joined: Tensor) -> Tensor:
+        """The whole from the ranks' parts side by side: what `take` sorted by rank is sorted by part again."""
+        if len(self.parts) < 2:
+            return joined
+        shares = [self.axis.shares(size) for size in self.parts]
+        pieces = joined.split([share[rank] for rank in range(self.axis.size) for share in shares], self.dim)
+        count = len(self.parts)
+        return torch.cat(
+            [pieces[rank * count + part] for part in range(count) for rank in range(self.axis.size)], self.dim
+        )
+
     def wrap(self, local: Tensor, full: Tensor) -> nn.Parameter:
         """The rank's part as the parameter that optimizers, checkpoints and fully_shard see."""
         held = DTensor.from_local(
@@ -129,16 +141,31 @@ class Piece:
         return nn.Parameter(held, full.requires_grad)
 
 
-def pieces(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> dict[int, Piece]:
-    """id of a parameter -> the part of it that this rank keeps."""
-    found: dict[int, Piece] = {}
+def pieces(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> dict[str, Piece]:
+    """Parameter -> the part of it that this rank keeps."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    found: dict[str, Piece] = {}
     for placement in placements:
         module = model.get_submodule(placement.path)
         for name, dim, parts in _cuts(module, placement):
             value = getattr(module, name, None)
             if value is not None:
-                found[id(value)] = Piece(dim, parts, axis)
+                found[names[id(value)]] = Piece(dim, parts, axis)
     return found
+
+
+@torch.no_grad()
+def cut(model: nn.Module, found: Mapping[str, Piece]) -> None:
+    """Keep only this rank's parts of the parameters; those that are shared stay shared."""
+    parts = {id(value): found[name] for name, value in model.named_parameters() if name in found}
+    done: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and id(value) in parts:
+                if id(value) not in done:
+                    piece = parts[id(value)]
+                    done[id(value)] = piece.wrap(piece.take(value), value)
+                module._parameters[name] = done[id(value)]
 
 
 def _cuts(module: nn.Module, placement: Placement) -> Iterable[tuple[str, int, Sequence[int]]]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
 from echelon.plan.mesh import Mesh
+from echelon.plan.placement import Placement
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 BatchNorm = Literal["local", "sync"]
@@ -38,6 +39,8 @@ class Plan(Document):
     threads: int | None = None
     #: Megabytes of gradient that one exchange carries (zero=0).
     bucket: int = 25
+    #: How modules are cut over tp.
+    placements: tuple[Placement, ...] = ()
     #: Fingerprint of the model this plan was made for; None: any.
     model: str | None = None
 

@@ -109,9 +109,8 @@ def _step(run: Run, number: int, still: Stillness) -> tuple[Record | None, bool]
     (batch,) = run.loader.steps(number, number + 1)
     with still():
         loss = run.backward(batch)
-    gradients = {
-        name: None if value.grad is None else whole(value.grad) for name, value in run.model.named_parameters()
-    }
+    found = whole(run, {name: value.grad for name, value in run.model.named_parameters() if value.grad is not None})
+    gradients = {name: found.get(name) for name, _ in run.model.named_parameters()}
     step = run.update(loss, batch.samples)
     after = run.gather()
     if after is None:
