@@ -105,17 +105,17 @@ class _Seen:
 def _watched(
     model: nn.Module, candidates: Sequence[tuple[tuple[str, ...], str]], step: Callable[[], Any]
 ) -> dict[str, _Seen]:
-    holders = {row: _holder((*columns, row)) for columns, row in candidates}
+    above = {row: list(_above((*columns, row))) for columns, row in candidates}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     reached: dict[str, Tensor] = {}
     hooks = []
-    for path in set(holders.values()):
+    for path in {path for paths in above.values() for path in paths}:
 
         def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             calls[path] = copied((args, kwargs))
 
         hooks.append(model.get_submodule(path).register_forward_pre_hook(before, with_kwargs=True))
-    for row in holders:
+    for row in above:
 
         def note(_: nn.Module, args: Any, row: str = row) -> None:
             reached[row] = args[0].detach().clone()
@@ -127,11 +127,12 @@ def _watched(
     finally:
         for hook in hooks:
             hook.remove()
-    return {
-        row: _Seen(holder, *calls[holder], reached[row])
-        for row, holder in holders.items()
-        if holder in calls and row in reached
-    }
+    found = {}
+    for row, paths in above.items():
+        holder = next((path for path in paths if path in calls), None)
+        if holder is not None and row in reached:
+            found[row] = _Seen(holder, *calls[holder], reached[row])
+    return found
 
 
 def copied(tree: Any) -> Any:
@@ -148,15 +149,16 @@ def copied(tree: Any) -> Any:
     return tree_map(one, tree)
 
 
-def _holder(paths: Sequence[str]) -> str:
-    """The innermost module that contains all of them."""
+def _above(paths: Sequence[str]) -> Iterator[str]:
+    """The modules that contain all of them, innermost first. Not all are called: a ModuleDict only holds."""
     split = [path.split(".")[:-1] for path in paths]
-    shared = []
+    shared: list[str] = []
     for names in zip(*split, strict=False):
         if len(set(names)) > 1:
             break
         shared.append(names[0])
-    return ".".join(shared)
+    for length in range(len(shared), -1, -1):
+        yield ".".join(shared[:length])
 
 
 def _tried(model: nn.Module, columns: tuple[str, ...], row: str, seen: _Seen | None) -> Pair | None:
