@@ -30,6 +30,7 @@ class Case:
             self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow))
             left, _, _ = self._survey()
         self.bounds = Bounds()
+        self._shake = noise.SHAKE_NARROW if left.narrow else noise.SHAKE
         if left.narrow:
             self.bounds = self._widened(noise.NARROW)
         self.notes = [*_scope(reference, feed, steps), *_held(silenced, seen, left)]
@@ -45,15 +46,16 @@ class Case:
             proof.repeat()
             names = list(dict.fromkeys(f"{each.kind} of {each.name}, to {wider.of(each):.0e}" for each in eased))
             self.notes.append(
-                f"ill-conditioned, so that the reference differs from itself with the samples in another order; bounds widened by that: {_list(names)}"
+                f"ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by that: {_list(names)}"
             )
 
     def _widened(self, least: float) -> Bounds:
         return noise.widened(self.reference(), self.reference(twin=True), self.steps, least=least)
 
     def reference(self, *, twin: bool = False) -> Reference:
-        """A fresh one."""
-        reference = Reference(self.job, self.plan, self.feed, device=self.device, twin=twin, still=self.still)
+        """A fresh one; a `twin` differs from it by rounding alone."""
+        shake = self._shake if twin else 0.0
+        reference = Reference(self.job, self.plan, self.feed, device=self.device, shake=shake, still=self.still)
         silence(reference.model)
         return reference
 
