@@ -29,8 +29,6 @@ KNOWN = {
     # Fused optimizers read a gradient in another order of memory than the parameter's.
     "channels-last": "the gradients agree: clipping, the learning rate or the optimizer differs",
     "flow": "the gradients agree: clipping, the learning rate or the optimizer differs",
-    # torch.randint is not held still.
-    "diffusion": "gradient of time.0.weight at step 0",
     # Parameters lose their imaginary part when the model is made float64.
     "fourier": "expected m1 and m2 to have the same dtype",
     # Sparse gradients are not exchanged.
