@@ -45,7 +45,7 @@ def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tu
     if parameters > PARAMETERS or _cost(samples, flops) > FLOPS:
         return False, [_unknown("the model is too large to try it on a CPU")]
     try:
-        with _random_states():
+        with random_states():
             return _tried(job, example, samples)
     except Exception as error:  # whatever a user's model needs that is not here
         return False, [_unknown(f"a small step on the CPU failed with {type(error).__name__}: {first_line(error)}")]
@@ -164,7 +164,7 @@ def _seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _random_states() -> Iterator[None]:
+def random_states() -> Iterator[None]:
     """Leaves the generators as they were."""
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
