@@ -17,7 +17,7 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.testing.models import MLP
-from echelon.testing.ranks import Pool
+from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.case import Case, Referee
 from echelon.verifier.compare import BOUND, Difference, compare
 from echelon.verifier.feed import open_feed
@@ -258,6 +258,18 @@ def test_a_plan_for_other_ranks_is_refused() -> None:
         verify(proofs.make_job("keys"), Plan(mesh=Mesh(dp=2)), world=World())
     with pytest.raises(VerificationError, match="steps=0"):
         verify(proofs.make_job("keys"), Plan(), world=World(), steps=0)
+
+
+def test_a_plan_that_a_training_would_refuse_is_refused() -> None:
+    job = proofs.make_job("keys", loss=lambda output, batch: output.mean(0).square().sum())
+    with pytest.raises(PlanError, match="a sample's loss depends on the others of its batch"):
+        alone(job, micro=4)
+    require_verified(alone(job))
+
+
+def test_a_plan_whose_ranks_would_wait_for_ever_is_refused_on_every_rank(ranks: Pool) -> None:
+    with pytest.raises(RankError, match="the model could not be traced"):
+        ranks.run(2, proofs.prove, [("gated", "", {"zero": 3})], timeout=120)
 
 
 class Stream(IterableDataset):
