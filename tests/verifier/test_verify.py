@@ -143,6 +143,23 @@ def test_functional_dropout_and_casts_are_held_still_and_said() -> None:
     assert "all the same" not in notes
 
 
+def test_a_model_that_runs_in_no_other_type_is_proved_with_its_casts_lifted() -> None:
+    class Policy(proofs.Attention):
+        """Casts what a layer is given to a type of its own, whatever its weights are; Keras does."""
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(F.dropout(self.tokens(tokens), 0.5).to(torch.float32))
+
+    certificate = alone(proofs.make_job("keys", model=Policy), micro=3)
+    require_verified(certificate)
+    notes = " | ".join(certificate.notes)
+    assert "lifted to float64 in both runs: the model does not run without that (" in notes
+    assert "random numbers are held at the middle" in notes
+    assert "all the same" not in notes
+    with pytest.raises(RuntimeError, match="must match"):
+        alone(proofs.make_job("keys", loss=lambda output, batch: (output - torch.ones(7)).mean()))
+
+
 def test_a_part_in_float32_is_listed_and_bounded_by_the_references_own_rounding() -> None:
     certificate = alone(proofs.make_job("keys", model=lambda: Quirks(island=True)), micro=3)
     assert certificate.verified, certificate.divergent

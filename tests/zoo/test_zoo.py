@@ -33,8 +33,6 @@ KNOWN = {
     "fourier": "expected m1 and m2 to have the same dtype",
     # Sparse gradients are not exchanged.
     "dlrm-sparse": "between dense and sparse Tensors is not implemented",
-    # Layers cast their inputs to float32, beside weights of float64.
-    "keras": "Input type .* and weight type .* should be the same",
     # The loss couples samples.
     "moe-balanced": "a sample's loss depends on the others of its batch",
     "hf-clip": "a sample's loss depends on the others of its batch",
