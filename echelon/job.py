@@ -243,3 +243,21 @@ def _accepted(forward: Callable[..., Any]) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)) - {"self"}
+
+
+def lift(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`model` in `dtype`, in place; complex numbers stay complex, of twice the width."""
+    wide = dtype.to_complex()
+    return model._apply(
+        lambda t: t.to(wide if t.is_complex() else dtype) if t.is_complex() or t.is_floating_point() else t
+    )
+
+
+def require_dense(model: nn.Module) -> None:
+    """Refuse modules whose gradients are sparse: they cannot be added up over ranks, clipped or proved."""
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and hasattr(module, "weight"):
+            raise JobError(
+                f"{path or 'model'} ({type(module).__name__}) has sparse=True: sparse gradients are not exchanged between ranks; leave "
+                "sparse out"
+            )

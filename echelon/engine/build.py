@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from echelon.engine.ranks import Ranks
 from echelon.errors import JobError, PlanError, WorldError
-from echelon.job import Job
+from echelon.job import Job, lift, require_dense
 from echelon.plan import profile
 
 
@@ -29,11 +30,12 @@ def build(
     empty = sharded and ranks.world.rank > 0
     with ranks.together():
         model = _made(job, empty)
+        require_dense(model)
         if not empty:
             materialise(model, job)
         _require_expected(model, expected)
         if dtype is not None:
-            model.to(dtype)
+            lift(model, dtype)
     _require_same(model, ranks)
     return model
 
@@ -58,8 +60,14 @@ def _called(job: Job) -> nn.Module:
 
 
 def _stray_tensors(model: nn.Module) -> bool:
+    """Whether a module holds a tensor beside its parameters and buffers, by itself or in a container."""
+    known = ("_parameters", "_buffers", "_modules")
     return any(
-        isinstance(value, Tensor) and value.is_meta for module in model.modules() for value in vars(module).values()
+        isinstance(leaf, Tensor) and leaf.is_meta
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in known
+        for leaf in tree_leaves(value)
     )
 
 
@@ -127,7 +135,8 @@ def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor]) -> None:
                     continue
                 if id(old) not in done:
                     value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
-                    dist.broadcast(value, 0)
+                    value = value.contiguous()  # all that fully_shard takes
+                    dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
                     done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
                 slots[name] = done[id(old)]  # type: ignore[assignment]
 

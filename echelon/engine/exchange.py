@@ -25,8 +25,8 @@ class _Bucket:
         first = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         self.views = [
-            view.view_as(parameter)
-            for view, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
+            _view(part, parameter)
+            for part, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
         ]
         self.used = self.flat[-len(sizes) :]
         self.filled: list[bool] = []
@@ -77,6 +77,25 @@ class _Bucket:
                 if not self.filled[index]:
                     self.parameters[index].grad = self.views[index] if ranks else None
         self.reset()
+
+
+def _view(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient inside `flat`, laid out in memory as its parameter is: fused optimizer kernels take that for granted, and
+    train something else in silence where it is not so (`channels_last` weights)."""
+    if _dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view_as(parameter)
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
 
 
 class Exchange:

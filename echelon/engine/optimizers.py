@@ -35,8 +35,7 @@ def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimize
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
         optimizers.append(optimizer)
         _require_live(optimizer, model)
-        if fused:
-            _fuse(optimizer)
+        _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
@@ -51,13 +50,18 @@ def _require_live(optimizer: Optimizer, model: nn.Module) -> None:
                 )
 
 
-def _fuse(optimizer: Optimizer) -> None:
+def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
     for group in optimizer.param_groups:
         # A user who chose an implementation keeps it.
-        chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
-        floating = all(value.is_floating_point() and not value.is_sparse for value in group["params"])
-        kernels = _FUSED_SHARDED if any(isinstance(value, DTensor) for value in group["params"]) else _FUSED
-        if type(optimizer) in kernels and not chosen and floating and not isinstance(group.get("lr"), torch.Tensor):
+        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
+            continue
+        kinds = {isinstance(value, DTensor) for value in group["params"]}
+        kernels = _FUSED_SHARDED if True in kinds else _FUSED
+        floating = all(value.is_floating_point() for value in group["params"])
+        if len(kinds) > 1:
+            if "foreach" in group:
+                group["foreach"] = False  # kernels over many tensors at once take whole ones or sharded ones
+        elif fused and type(optimizer) in kernels and floating and not isinstance(group.get("lr"), torch.Tensor):
             group["fused"] = True
 
 

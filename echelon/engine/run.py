@@ -77,8 +77,9 @@ class Run:
         self._exchange: Exchange | None = None
         self.model = self._build(warn)
         self._parameters = [value for value in self.model.parameters() if value.requires_grad]
-        if world.size > 1 and self._sharding is None:
-            self._exchange = Exchange(self._parameters, plan.bucket)
+        whole = self._parameters if self._sharding is None else self._sharding.loose
+        if world.size > 1 and whole:
+            self._exchange = Exchange(whole, plan.bucket)
         self.optimizers = make_optimizers(job, self.model, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         self._statistics = StepStatistics(self.model, self.ranks)

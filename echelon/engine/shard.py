@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import DTensor, debug
 
 from echelon.engine.build import realise
 from echelon.engine.ranks import Ranks
+from echelon.errors import TrainingError
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
@@ -62,6 +64,18 @@ def _filling(group: Any, post_backward: Callable[..., None], used: set[int]) -> 
     return fill_then
 
 
+def _unshardable(part: nn.Module) -> set[nn.Parameter]:
+    """What fully_shard takes none of: single numbers (a temperature), complex ones, and dtypes other than most of `part` is."""
+    own = [value for value in part.parameters() if not isinstance(value, DTensor)]
+    sizes: Counter[torch.dtype] = Counter()
+    for value in own:
+        sizes[value.dtype] += value.numel() * value.is_floating_point()
+    main = sizes.most_common(1)[0][0] if sizes else torch.float32
+    return {
+        value for value in own if not value.dim() or value.is_complex() or (value.requires_grad and value.dtype != main)
+    }
+
+
 class Sharding:
     """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; parameters are DTensors between steps."""
 
@@ -73,7 +87,10 @@ class Sharding:
             # Values arrive and are cut unit by unit: the whole model is never on one device.
             realise(part, ranks, done)
             # The root's own parameters are the last of forward and the first of backward: freed, they were gathered again at once.
-            fully_shard(part, mesh=mesh, reshard_after_forward=plan.zero == 3 and part is not model)
+            loose = _unshardable(part)
+            fully_shard(
+                part, mesh=mesh, reshard_after_forward=plan.zero == 3 and part is not model, ignored_params=loose
+            )
             done.clear()
         assert isinstance(model, FSDPModule)
         # The warning is about a gather that an output changed in place would skip; the root stays gathered until its backward.
@@ -85,7 +102,10 @@ class Sharding:
             # Losses are weighted by samples before backward, so that gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        self._parameters = [value for value in model.parameters() if value.requires_grad]
+        trained = [value for value in model.parameters() if value.requires_grad]
+        self._parameters = [value for value in trained if isinstance(value, DTensor)]
+        #: What cannot be sharded and is whole on every rank: its gradients are exchanged apart.
+        self.loose = [value for value in trained if not isinstance(value, DTensor)]
         self._used: set[int] = set()
         _fill_unused(self._modules, self._used)
 
@@ -97,13 +117,21 @@ class Sharding:
 
     def finish(self) -> None:
         """After the step's backward: a parameter that no sample of any rank reached has no gradient, as on one device."""
+        if not self._parameters:
+            return
         mine = [id(value) in self._used for value in self._parameters]
         self._used.clear()
         ranks = torch.tensor(mine, dtype=torch.float32).to(self._parameters[0].device)
         dist.all_reduce(ranks)
         if not all(mine):  # else there is nothing to learn, and an accelerator need not be waited for
-            for value, users in zip(self._parameters, ranks.tolist(), strict=True):
-                if not users:
+            users = ranks.tolist()
+            if not any(users):
+                raise TrainingError(
+                    f"zero={self._plan.zero}: no sharded parameter was reached by any sample: the model computes with tensors that it "
+                    "holds elsewhere (Keras models do), so it would not learn; use zero=0"
+                )
+            for value, count in zip(self._parameters, users, strict=True):
+                if not count:
                     value.grad = None
 
     def close(self) -> None:

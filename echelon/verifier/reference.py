@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
-from echelon.job import Job, call_loss, call_model
+from echelon.job import Job, call_loss, call_model, lift
 from echelon.plan.plan import Plan
 from echelon.plan.split import split
 from echelon.verifier import recipe
@@ -59,7 +59,7 @@ class Reference:
             made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
             recipe.fill(made, job)
         self.fingerprint = model_hash(made)  # of the model as it is, before float64
-        self.model: nn.Module = made.to(device=self.device, dtype=torch.float64).train()
+        self.model: nn.Module = lift(made, torch.float64).to(self.device).train()
         if shake:
             _shake(self.model, shake)
         self.optimizers = recipe.optimizers(job, self.model)

@@ -240,6 +240,18 @@ def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     return {"found": found, "last": last, "changing": changing}
 
 
+class HeldElsewhere(nn.Module):
+    """Computes with tensors that it holds beside its parameters, as Keras models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.held = [self.layer.weight, self.layer.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.held)
+
+
 def failure(world: World, name: str, plan: str = "dp=2") -> str:
     """The message with which a job fails on this rank; every rank must fail by itself."""
     jobs: dict[str, Callable[[], Job]] = {
@@ -252,6 +264,7 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "fewer than ranks": lambda: mlp(data=TensorDataset(numbers(1, 8), classes(1)), batch=16),
         "not scalar": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none")),
         "detached": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output.detach(), batch[-1])),
+        "held elsewhere": lambda: mlp(model=HeldElsewhere),
         "no items": lambda: mlp(loss=lambda output, batch: (output.sum() * 0, 0)),
     }
     run = None

@@ -26,13 +26,8 @@ ALL = os.environ.get("ECHELON_ZOO") == "all"
 
 #: What cannot be proved under dp=2, and what is said of it.
 KNOWN = {
-    # Fused optimizers read a gradient in another order of memory than the parameter's.
-    "channels-last": "the gradients agree: clipping, the learning rate or the optimizer differs",
-    "flow": "the gradients agree: clipping, the learning rate or the optimizer differs",
-    # Parameters lose their imaginary part when the model is made float64.
-    "fourier": "expected m1 and m2 to have the same dtype",
     # Sparse gradients are not exchanged.
-    "dlrm-sparse": "between dense and sparse Tensors is not implemented",
+    "dlrm-sparse": "has sparse=True: sparse gradients are not exchanged",
     # The loss couples samples.
     "moe-balanced": "a sample's loss depends on the others of its batch",
     "hf-clip": "a sample's loss depends on the others of its batch",

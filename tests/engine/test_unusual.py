@@ -1,0 +1,45 @@
+"""Parameters that are laid out, typed or held as most are not: they train right, or are refused in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.engine.exchange import Exchange
+from echelon.plan.certificate import Certificate
+from echelon.testing.ranks import Pool, RankError
+from tests.zoo import prove
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("channels-last", "dp=2"),  # fused kernels take it that a gradient lies as its parameter does
+        ("flow", "dp=2 zero=2 whole"),  # weights in columns
+        ("siamese", "dp=2 zero=3"),  # a temperature: one number cannot be sharded
+        ("fourier", "dp=2 zero=1"),  # complex weights
+    ],
+)
+def test_unusual_parameters_are_proved(ranks: Pool, name: str, plan: str) -> None:
+    certificate = Certificate.from_json(ranks.run(2, prove.prove, name, plan, timeout=240)[0])
+    assert certificate.verified, certificate.divergent
+
+
+def test_gradients_lie_as_their_parameters_do() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    overlapping = nn.Parameter(torch.randn(1, 4).expand(3, 4), requires_grad=True)
+    exchange = Exchange([weight, nn.Parameter(torch.randn(3, 5).t()), overlapping], 1)
+    views = [view for bucket in exchange._buckets for view in bucket.views]
+    assert sorted(view.stride() for view in views) == sorted([weight.stride(), (1, 5), (4, 1)])
+    exchange.close()
+
+
+def test_sparse_gradients_are_refused(ranks: Pool) -> None:
+    with pytest.raises(RankError, match=r"bags.0 \(EmbeddingBag\) has sparse=True"):
+        ranks.run(2, prove.prove, "dlrm-sparse", "dp=2", timeout=240)
+
+
+def test_a_model_that_would_not_learn_under_zero_is_stopped(ranks: Pool) -> None:
+    messages = ranks.run(2, "tests.engine.jobs:failure", "held elsewhere", "dp=2 zero=3", timeout=120)
+    assert all("no sharded parameter was reached by any sample" in message for message in messages), messages
