@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from echelon.job import Job, call_loss, call_model
+from echelon.job import Job, call_loss, call_model, lift
 from echelon.profiler.example import Example
 from echelon.profiler.still import Stillness, silence
 
@@ -95,7 +95,7 @@ class _Trial:
 
     def __init__(self, job: Job, example: Example, dtype: torch.dtype = torch.float32) -> None:
         self._job, self._example, self._dtype = job, example, dtype
-        self._model = _still_model(job).to(dtype)
+        self._model = lift(_still_model(job), dtype)
         self._still = Stillness(random=True, narrow=dtype == torch.float64)
         self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         self.bound = _BOUNDS[dtype]
