@@ -28,7 +28,7 @@ def verify(job: JobLike, plan: PlanLike = None, *, steps: int = 2, out: str | Pa
     from echelon.verifier.verify import verify as prove
 
     digest = job_hash(subject.spec) if subject.spec else ""
-    certificate = prove(subject.job, prepared.plan, world=world, steps=steps, job_hash=digest)
+    certificate = prove(subject.job, prepared.plan, world=world, steps=steps, job_hash=digest, profile=prepared.profile)
     if out is not None and world.main:
         certificate.save(out)
     return certificate

@@ -34,6 +34,7 @@ def leave_word(error: BaseException, rank: int, *, trace: bool = False) -> bool:
         "rank": rank,
         "time": time.time(),
         "ours": isinstance(error, EchelonError),
+        "follows": _follows(error),
         "code": getattr(error, "exit_code", 1),
         "message": in_words(error, trace=trace),
     }
@@ -41,6 +42,20 @@ def leave_word(error: BaseException, rank: int, *, trace: bool = False) -> bool:
         (Path(folder) / f"failure-{rank}.json").write_text(json.dumps(word))
         return True
     return False
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether the error only says that another rank is gone."""
+    text = str(error)
+    lost = (
+        "onnection closed by peer",
+        "onnection reset by peer",
+        "roken pipe",
+        "ncclRemoteError",
+        "pair.cc",
+        "Socket closed",
+    )
+    return isinstance(error, RuntimeError) and any(words in text for words in lost)
 
 
 def in_words(error: BaseException, *, trace: bool = False) -> str:

@@ -116,11 +116,18 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
 
 
 def _blame(failed: int, processes: list[subprocess.Popen[bytes]], folder: Path) -> LaunchError:
-    """The rank that noticed its own error first; a rank that was killed cannot tell, so its exit code must."""
+    """The rank that noticed an error of its own first. One that was killed or left cannot tell, so its exit code must; that others
+    lost their connection to it is only what follows."""
     told = read_words(folder)
+    causes = [word for word in told if not word["follows"]]
+    spoke = {word["rank"] for word in told}
+    silent = [rank for rank, process in enumerate(processes) if process.returncode and rank not in spoke]
     code = processes[failed].returncode
-    if told and not (code is not None and code < 0):
-        first = told[0]
+    if silent and not causes:
+        failed = failed if failed in silent else silent[0]
+        code = processes[failed].returncode
+    elif told and not (code is not None and code < 0):
+        first = (causes or told)[0]
         error = LaunchError(first["message"] if first["ours"] else f"rank {first['rank']} failed: {first['message']}")
         error.exit_code = int(first["code"])
         return error

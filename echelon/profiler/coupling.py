@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from echelon.job import Job, call_loss, call_model
+from echelon.job import Job, call_loss, call_model, lift
 from echelon.profiler.example import Example
 from echelon.profiler.still import Stillness, silence
 
@@ -45,7 +45,7 @@ def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tu
     if parameters > PARAMETERS or _cost(samples, flops) > FLOPS:
         return False, [_unknown("the model is too large to try it on a CPU")]
     try:
-        with _random_states():
+        with random_states():
             return _tried(job, example, samples)
     except Exception as error:  # whatever a user's model needs that is not here
         return False, [_unknown(f"a small step on the CPU failed with {type(error).__name__}: {first_line(error)}")]
@@ -95,7 +95,7 @@ class _Trial:
 
     def __init__(self, job: Job, example: Example, dtype: torch.dtype = torch.float32) -> None:
         self._job, self._example, self._dtype = job, example, dtype
-        self._model = _still_model(job).to(dtype)
+        self._model = lift(_still_model(job), dtype)
         self._still = Stillness(random=True, narrow=dtype == torch.float64)
         self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         self.bound = _BOUNDS[dtype]
@@ -164,7 +164,7 @@ def _seed(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _random_states() -> Iterator[None]:
+def random_states() -> Iterator[None]:
     """Leaves the generators as they were."""
     python, arrays = random.getstate(), numpy.random.get_state()
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Parameter, Profile, fingerprint, units
+from echelon.profiler.build import built, made, unquestioned
 from echelon.profiler.coupling import coupling, first_line
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
@@ -107,8 +108,8 @@ def _assemble(
 def _traced(job: Job, example: Example, device: str) -> tuple[nn.Module, Trace, Trace]:
     """Two fake steps. The smaller has two samples: code and batch norm treat a single one apart."""
     large = max(min(job.batch, _INPUTS // max(example.bytes, 1)), 4)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model = _made(job)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, unquestioned():
+        model = built(job)
         tensors = {
             name: _faked(mode, value, device)
             for name, value in (
@@ -119,17 +120,30 @@ def _traced(job: Job, example: Example, device: str) -> tuple[nn.Module, Trace, 
         _share(model, tensors)
         traces = []
         for samples in (2, large):
-            with _unfaked():
+            with unset_fake_temporarily():
                 batch = example.batch(samples)
             batch = tree_map(lambda value: _faked(mode, value, device) if isinstance(value, Tensor) else value, batch)
-            traces.append(_step(job, model, tensors, batch, samples, device))
+            with _untouched(model):
+                traces.append(_step(job, model, tensors, batch, samples, device))
     return model, traces[0], traces[1]
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Nothing may reach the model's own parameters: layers that hold them beside their modules (Keras) do not see the fakes."""
+    before = {name: value.grad for name, value in model.named_parameters()}
+    yield
+    reached = [name for name, value in model.named_parameters() if value.grad is not before[name]]
+    for name in reached:
+        model.get_parameter(name).grad = before[name]
+    if reached:
+        raise RuntimeError(f"{reached[0]} is held by a layer itself, beside its module")
 
 
 def _ran(job: Job, example: Example) -> tuple[nn.Module, Trace, Trace]:
     """Two real steps on the CPU, on a copy of the model where the job gives a module."""
     torch_state = torch.random.get_rng_state()
-    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else _made(job)
+    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
     if any(p.is_meta for p in model.parameters()):
         raise JobError(
             "the model is on the meta device and cannot be traced on fake tensors; build it on the CPU to profile it"
@@ -201,21 +215,6 @@ def _share(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     first: dict[int, str] = {}
     for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         tensors[name] = tensors[first.setdefault(id(value), name)]
-
-
-def _made(job: Job) -> nn.Module:
-    model = job.model if isinstance(job.model, nn.Module) else job.model()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
-    return model
-
-
-@contextlib.contextmanager
-def _unfaked() -> Iterator[None]:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        yield
 
 
 def _unique(tensors: dict[str, Tensor]) -> list[Tensor]:

@@ -1,15 +1,27 @@
 """Two runs made comparable: no randomness, and no rounding to float32 inside a float64 model. Both runs get the same.
 
 Masks cannot be equal when batches or ranks draw their own, so dropout is turned off and other random numbers are set to the
-middle of their distribution. Casts that the model writes out (`x.float()`, `softmax(..., dtype=torch.float32)`) are lifted to
+middle of their distribution, without drawing:
+
+    uniform, normal, Cauchy     the mean, or the median where there is none
+    whole numbers               the middle of the range
+    exponential                 the median; with it Gumbel noise is the same everywhere
+    Poisson                     the rate: whole numbers would jump where two runs round it differently
+    Bernoulli                   one: a mask that keeps everything
+    a permutation               the identity, the only one that is the same in a batch and in its parts
+    picks by weight             the heaviest first; with replacement the heaviest each time
+
+What has no such middle (gamma, RReLU) is drawn, and the survey says so. Casts that the model writes out (`x.float()`, `softmax(..., dtype=torch.float32)`) are lifted to
 float64. The search for coupled samples and the proof of a plan both need it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +39,85 @@ _DROPOUTS: tuple[Callable[..., Any], ...] = (
 _IN_PLACE: tuple[Callable[..., Any], ...] = (
     torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_,
 )  # fmt: skip
-#: Drawn values -> the middle of their distribution, given what the call would have returned.
-_MIDDLES: dict[Callable[..., Any], Callable[[Tensor], Tensor]] = {
-    torch.rand: lambda drawn: drawn.fill_(0.5),
-    torch.rand_like: lambda drawn: drawn.fill_(0.5),
-    torch.randn: lambda drawn: drawn.zero_(),
-    torch.randn_like: lambda drawn: drawn.zero_(),
-    torch.bernoulli: lambda drawn: drawn.fill_(1.0),
-    Tensor.bernoulli: lambda drawn: drawn.fill_(1.0),
-    Tensor.bernoulli_: lambda drawn: drawn.fill_(1.0),
-}
+
+
+def _full(value: float, *size: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+    return torch.empty(*size, **kwargs).fill_(value).requires_grad_(requires_grad)
+
+
+def _randint(*args: Any, **kwargs: Any) -> Tensor:
+    low, high, size = _range(args, kwargs, "size")
+    return _full((low + high - 1) // 2, size, **{"dtype": torch.int64} | kwargs)
+
+
+def _randint_like(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    low, high, _ = _range(args, kwargs)
+    return torch.full_like(input, (low + high - 1) // 2, **kwargs)
+
+
+def _range(args: tuple[Any, ...], kwargs: dict[str, Any], *last: str) -> tuple[int, int, Any]:
+    """(low, high, whatever `last` names) of (high, last) or (low, high, last), any of them by name."""
+    names = (
+        ("low", "high", *last)
+        if len(args) + len(kwargs.keys() & {"low", "high", *last}) > 1 + len(last)
+        else ("high", *last)
+    )
+    given = dict(zip([name for name in names if name not in kwargs], args, strict=False))
+    found = given | {name: kwargs.pop(name) for name in names if name in kwargs}
+    return int(found.get("low", 0)), int(found["high"]), found.get("size")
+
+
+def _normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, **kwargs: Any) -> Tensor:
+    if size is not None:
+        return _full(mean, size, **kwargs)
+    return _as_drawn(torch.as_tensor(mean) + torch.zeros_like(torch.as_tensor(std)))
+
+
+def _as_drawn(input: Tensor) -> Tensor:
+    """`input` as if drawn from it: connected, with a gradient of zero."""
+    return input.clone().copy_(input.detach())
+
+
+def _kept(input: Tensor, p: float | None = None) -> Tensor:
+    return input.clone().fill_(1.0)
+
+
+def _multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+    if replacement:
+        return input.argmax(-1, keepdim=True).expand(*input.shape[:-1], num_samples).clone()
+    return input.topk(num_samples, dim=-1).indices
+
+
+def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    # Noise that is the same everywhere leaves a softmax as it is.
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    return torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
+
+
+#: What draws -> what gives the middle of its distribution instead, called with the same arguments but the generator.
+_MIDDLES: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    torch.rand: partial(_full, 0.5),
+    torch.rand_like: partial(torch.full_like, fill_value=0.5),
+    torch.randn: partial(_full, 0.0),
+    torch.randn_like: torch.zeros_like,
+    torch.randint: _randint,
+    torch.randint_like: _randint_like,
+    torch.randperm: lambda n, **kwargs: torch.arange(n, **{"dtype": torch.int64} | kwargs),
+    torch.normal: _normal,
+    torch.bernoulli: _kept,
+    torch.poisson: _as_drawn,
+    torch.multinomial: _multinomial,
+    Tensor.bernoulli: _kept,
+    Tensor.bernoulli_: lambda self, *p, **kwargs: self.fill_(1.0),
+    Tensor.multinomial: _multinomial,
+    Tensor.uniform_: lambda self, low=0.0, high=1.0, **names: self.fill_((names.get("from", low) + names.get("to", high)) / 2),
+    Tensor.normal_: lambda self, mean=0.0, std=1.0: self.fill_(mean),
+    Tensor.cauchy_: lambda self, median=0.0, sigma=1.0: self.fill_(median),
+    Tensor.exponential_: lambda self, lambd=1.0: self.fill_(math.log(2.0) / lambd),
+    F.gumbel_softmax: _gumbel_softmax,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +162,17 @@ class _Hold(TorchFunctionMode):
                 func = Tensor.double
             args = tuple(torch.float64 if _narrow(value) else value for value in args)
             kwargs = {key: torch.float64 if _narrow(value) else value for key, value in kwargs.items()}
-        result = func(*args, **kwargs)
-        return _MIDDLES[func](result) if self._what.random and func in _MIDDLES else result
+        if self._what.random and func in _MIDDLES:
+            return _held(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _held(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` would have made, at its middle; the generator is not touched, or a survey would take it for drawn."""
+    kwargs.pop("generator", None)
+    out = kwargs.pop("out", None)
+    made = _MIDDLES[func](*args, **kwargs)
+    return made if out is None else out.resize_(made.shape).copy_(made)
 
 
 def _narrow(value: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from echelon.job import Job
 from echelon.plan.plan import Plan
+from echelon.profiler.coupling import first_line
 from echelon.profiler.still import Stillness, silence
 from echelon.verifier import diagnose, noise
 from echelon.verifier.compare import Bounds, Difference
@@ -23,16 +24,27 @@ class Case:
     def __init__(self, job: Job, plan: Plan, feed: Feed, device: torch.device, steps: Sequence[int]) -> None:
         self.job, self.plan, self.feed, self.device, self.steps = job, plan, feed, device, steps
         self.still = Stillness()
-        seen, reference, silenced = self._survey()
+        needed = ""
+        try:
+            seen, reference, silenced = self._survey()
+        except RuntimeError as error:
+            # Layers that cast their inputs to a type of their own (Keras) do not run beside weights that are now float64.
+            needed, self.still = first_line(error), Stillness(narrow=True)
+            seen, reference, silenced = self._survey()
         self.model = reference.fingerprint
         left = seen
         if seen.random or seen.narrow:
-            self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow))
+            self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow or needed))
             left, _, _ = self._survey()
         self.bounds = Bounds()
+        self._shake = noise.SHAKE_NARROW if left.narrow else noise.SHAKE
         if left.narrow:
             self.bounds = self._widened(noise.NARROW)
         self.notes = [*_scope(reference, feed, steps), *_held(silenced, seen, left)]
+        if needed:
+            self.notes.append(
+                f"casts below float64 are lifted to float64 in both runs: the model does not run without that ({needed})"
+            )
 
     def reconsider(self, proof: Referee) -> None:
         """Before a no: rounding alone may be larger than the bounds. What it explains is granted, and said."""
@@ -45,15 +57,16 @@ class Case:
             proof.repeat()
             names = list(dict.fromkeys(f"{each.kind} of {each.name}, to {wider.of(each):.0e}" for each in eased))
             self.notes.append(
-                f"ill-conditioned, so that the reference differs from itself with the samples in another order; bounds widened by that: {_list(names)}"
+                f"ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by that: {_list(names)}"
             )
 
     def _widened(self, least: float) -> Bounds:
         return noise.widened(self.reference(), self.reference(twin=True), self.steps, least=least)
 
     def reference(self, *, twin: bool = False) -> Reference:
-        """A fresh one."""
-        reference = Reference(self.job, self.plan, self.feed, device=self.device, twin=twin, still=self.still)
+        """A fresh one; a `twin` differs from it by rounding alone."""
+        shake = self._shake if twin else 0.0
+        reference = Reference(self.job, self.plan, self.feed, device=self.device, shake=shake, still=self.still)
         silence(reference.model)
         return reference
 

@@ -107,7 +107,9 @@ def ratio(pair: Pair) -> float | None:
         return None
     factor = float(mine @ true) / square
     left = float((mine - factor * true).abs().max())
-    return factor if left <= CLEAN * max(abs(factor), CLEAN) * float(true.abs().max()) else None
+    # It has to explain the difference itself: what is off by 1e-7 in no pattern is "1 times the reference" but for that.
+    clean = left <= CLEAN * max(abs(factor), CLEAN) * float(true.abs().max())
+    return factor if clean and left <= 1e-3 * float((mine - true).abs().max()) else None
 
 
 def _factor(factor: float, dp: int, turns: int) -> str:

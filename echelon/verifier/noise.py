@@ -6,9 +6,11 @@ its gradient's error explains: with relative error e of the gradient, 4e (at mos
 made. Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
 
 Rounding that is larger than float64's own: parts of a model that stay in float32, or sums that cancel (batch norm over two samples).
-The reference is run again with the samples in another order, which changes rounding and nothing else; 16 times the difference
-between the two is granted to each tensor. For float32 it is no less than 8 of its roundings. It is never more than 1e-4, or than
-the floor of the comparison where the tensor is that small: a gradient that is zero in truth is all noise.
+The reference is run again from parameters that are off by one rounding: every rounding after it falls differently, and nothing
+else changes. The samples and their order are the same, so that samples which see each other cannot pass for noise. 16 times the
+difference between the two is granted to each tensor. For float32 it is no less than 8 of its roundings. It is never more than
+1e-4, or than the floor of the comparison where the tensor is that small: a gradient that is zero in truth is all noise. A
+difference above 1e-4 is no rounding that grew but a choice that fell the other way (a tie, a number drawn): it grants nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from echelon.verifier.reference import Record, Reference
 WIDEST = 1e-4
 #: Least bound where something is computed in float32.
 NARROW = 8 * float(torch.finfo(torch.float32).eps)
+#: What a twin's parameters are off by: 16 times the second is what float32 is granted in any case.
+SHAKE, SHAKE_NARROW = float(torch.finfo(torch.float64).eps), NARROW / 16
 
 
 class Slack:
@@ -69,6 +73,8 @@ def widened(reference: Reference, twin: Reference, steps: Iterable[int], *, leas
     slack = Slack(dict(reference.model.named_parameters()))
     for number in steps:
         for each in differences(twin.step(number), reference.step(number), slack):
+            if each.value > WIDEST and not each.small:
+                continue
             grant = min(16 * each.value, 1.0 if each.small else WIDEST)
             if grant > max(least, granted.get((each.kind, each.name), 0.0)):
                 granted[each.kind, each.name] = grant

@@ -43,14 +43,16 @@ class Record:
 
 
 class Reference:
-    """One device that trains the job. A `twin` computes the same with samples in another order, to see rounding alone."""
+    """One device that trains the job. With `shake` it starts from parameters that are off by so much of their size, each up or
+    down: a twin that differs by rounding alone. Samples stay as they are, because who is beside whom may be part of the meaning.
+    """
 
     def __init__(
-        self, job: Job, plan: Plan, feed: Feed, *, device: torch.device | str = "cpu", twin: bool = False,
+        self, job: Job, plan: Plan, feed: Feed, *, device: torch.device | str = "cpu", shake: float = 0.0,
         still: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:  # fmt: skip
         """`still` is the context of forward, loss and backward: what makes two runs comparable."""
-        self.job, self.plan, self.feed, self.twin, self.still = job, plan, feed, twin, still
+        self.job, self.plan, self.feed, self.still = job, plan, feed, still
         self.device = torch.device(device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(job.seed)
@@ -58,6 +60,8 @@ class Reference:
             recipe.fill(made, job)
         self.fingerprint = model_hash(made)  # of the model as it is, before float64
         self.model: nn.Module = lift(made, torch.float64).to(self.device).train()
+        if shake:
+            _shake(self.model, shake)
         self.optimizers = recipe.optimizers(job, self.model)
         self.schedules = recipe.schedules(job, self.optimizers, feed.total)
         #: Module path -> when the first forward entered it.
@@ -75,21 +79,12 @@ class Reference:
         """Which positions of the global batch run together, in order."""
         shares = split(size, self.plan.mesh.dp, self.plan.micro)
         if not self.coupled:
-            pieces = [np.arange(size)]
-        elif self.plan.batchnorm == "local":
-            pieces = [np.arange(part.start, part.stop) for share in shares for part in share]
-        else:
-            pieces = [
-                np.concatenate([np.arange(part.start, part.stop) for part in turn])
-                for turn in zip(*shares, strict=True)
-            ]
-        if self.twin:
-            # Batch norm fixes who runs together; elsewhere halves are as right as the whole.
-            halves = (
-                pieces if self.coupled else [half for piece in pieces for half in np.array_split(piece, 2) if len(half)]
-            )
-            pieces = [piece[::-1].copy() for piece in halves]
-        return pieces
+            return [np.arange(size)]
+        if self.plan.batchnorm == "local":
+            return [np.arange(part.start, part.stop) for share in shares for part in share]
+        return [
+            np.concatenate([np.arange(part.start, part.stop) for part in turn]) for turn in zip(*shares, strict=True)
+        ]
 
     def step(self, number: int) -> Record:
         """Train on the batch of step `number`."""
@@ -138,3 +133,12 @@ class Reference:
             module.register_forward_pre_hook(lambda *_, path=path: note(path))
             for path, module in self.model.named_modules()
         ]
+
+
+def _shake(model: nn.Module, size: float) -> None:
+    """Move every parameter's elements by `size` of themselves, up or down. Zeros stay, and with them what is equal by design."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=draw).mul_(2).sub_(1).to(parameter.device)
+            parameter.add_(parameter * signs, alpha=size)

@@ -7,6 +7,7 @@ which is told for information.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +23,10 @@ from echelon.engine.state import whole
 from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
+from echelon.plan.check import require
 from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+from echelon.profiler import profile as make_profile
 from echelon.profiler.still import Stillness, silence
 from echelon.verifier.case import Case, Referee
 from echelon.verifier.compare import Bounds, findings
@@ -45,11 +49,12 @@ def verify(
     steps: int = 2,
     job_hash: str = "",
     device: torch.device | None = None,
+    profile: Profile | None = None,
 ) -> Certificate:
     """Prove that `plan` computes what one device computes. Called by every rank; each gets the same certificate.
 
     Looks at the first `steps` steps, and at the epoch's last where it is short. `job_hash` is `identity.job_hash` of the job's
-    file: without it the certificate covers no file.
+    file: without it the certificate covers no file. A plan that `check` refuses for the job's `profile` is refused here too.
     """
     world = world or read_world()
     if plan.ranks != world.size:
@@ -60,6 +65,9 @@ def verify(
         raise VerificationError(f"steps={steps}: a proof needs at least one step")
     ranks = Ranks(world, device)
     try:
+        with ranks.together():
+            if world.main:
+                _require(job, plan, profile)
         with ranks.together():
             feed = open_feed(job)
             chosen = feed.steps(steps)
@@ -73,6 +81,15 @@ def verify(
         return Certificate.from_json(text, source="the certificate of rank 0")
     finally:
         ranks.close()
+
+
+def _require(job: Job, plan: Plan, profile: Profile | None) -> None:
+    """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell."""
+    if profile is None and (plan.mesh.dp > 1 or plan.micro is not None):
+        # Far cheaper than the proof. A job that cannot be profiled may still be proved, or fail there for its own reason.
+        with contextlib.suppress(Exception):
+            profile = make_profile(job)
+    require(plan, profile)
 
 
 def _beside(

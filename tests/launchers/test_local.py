@@ -154,3 +154,23 @@ def test_a_process_that_has_torch_already_is_left_alone() -> None:
     code = "import torch, echelon, os; print(os.environ.get('MIMALLOC_PURGE_DELAY'))"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "None"
+
+
+LOST = "RuntimeError('[pair.cc:553] Connection closed by peer [127.0.0.1]:1')"
+
+
+@pytest.mark.parametrize(
+    ("culprit", "blamed"),
+    [
+        ("leave_word(ValueError('rank one says no'), 1); sys.exit(1)", "rank 1 failed: .*rank one says no"),
+        ("os._exit(9)", "rank 1 of 2 ended with exit code 9"),
+    ],
+)
+def test_a_lost_connection_is_not_the_cause(tmp_path: Path, culprit: str, blamed: str) -> None:
+    """Rank 0 tells first that rank 1 is gone; what rank 1 died of counts, told late or not at all."""
+    victim = f"leave_word({LOST}, 0); sys.exit(1)"
+    text = (
+        f"from echelon.launchers.handover import leave_word\nif rank == 0:\n    {victim}\ntime.sleep(0.5)\n{culprit}\n"
+    )
+    with pytest.raises(LaunchError, match=blamed):
+        launch(script(tmp_path, text), 2)

@@ -221,3 +221,26 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert (numpy.random.get_state()[1] == states[2]).all()  # type: ignore[index]
+
+
+def test_complex_parameters_are_tried_as_they_are() -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.irfft(torch.fft.rfft(x) @ self.weight, n=8)
+
+    found = profile(
+        Job(
+            model=Spectral,
+            loss=lambda output, batch: F.mse_loss(output, batch[-1]),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            data=[(torch.randn(8), torch.randn(8)) for _ in range(8)],
+            batch=4,
+            steps=1,
+        )
+    )
+    assert not found.coupled
+    assert found.notes == ()

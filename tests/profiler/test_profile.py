@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import pytest
@@ -180,6 +181,107 @@ def test_a_model_that_cannot_be_traced_is_run() -> None:
     assert found.flops(8) == pytest.approx(2 * 2 * 8 * 16 * 16 * 2 + 8 * 2 * 16 * 16, rel=0.01)
 
 
+class Truncated(nn.Module):
+    """Draws again until every value is within bounds, as vision transformers do."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, 16))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Rates(nn.Module):
+    """Reads numbers out of a tensor while it is built, as for stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.rates = [rate.item() for rate in torch.linspace(0.0, 0.1, 3)]
+        self.scale = torch.ones(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, rate in zip(self.layers, self.rates, strict=True):
+            x = layer(x) * (1.0 - rate) * self.scale
+        return x
+
+
+class Causal(nn.Module):
+    """Leaves it to torch to see that its mask is causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(4, device=x.device)
+        return self.layers(x[:, None].expand(-1, 4, -1), mask=mask).mean(1)
+
+
+class Likelihood(nn.Module):
+    """A distribution, which checks its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Normal(self.linear(x), x.new_ones(16)).log_prob(x)
+
+
+@pytest.mark.parametrize("model", [Truncated, Rates, Causal, Likelihood])
+def test_torchs_own_looks_at_values_do_not_stop_a_trace(model: type[nn.Module]) -> None:
+    state = torch.get_rng_state()
+    found = profile(vector_job(model))
+    assert found.traced == "fake", found.notes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.distributions.Distribution._validate_args
+    assert found.elements == sum(value.numel() for value in model().parameters())
+
+
+def test_channels_last_is_traced() -> None:
+    def model() -> nn.Module:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+        return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    found = profile(image_job(model))
+    assert found.traced == "fake", found.notes
+    assert found.flops(8) == profile(image_job(lambda: model().to(memory_format=torch.contiguous_format))).flops(8)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["fake", "meta"])
+def test_weights_are_not_allocated(last: bool) -> None:
+    """A billion parameters, on a machine that may have room for none of them."""
+
+    def model() -> nn.Module:
+        blocks = nn.Sequential(*(Truncated(2**26) for _ in range(1)), nn.Linear(2**26, 1))
+        return blocks.to(memory_format=torch.channels_last) if last else blocks  # type: ignore[call-overload]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = profile(vector_job(model, data=[(torch.ones(16), torch.ones(1)) for _ in range(8)]))
+    assert found.elements > 10**9
+    assert found.traced == "fake", found.notes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "in KiB"
+
+
+def test_parameters_that_a_layer_holds_beside_its_module_are_not_traced_past() -> None:
+    class Beside(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.mine = [self.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.mine[0], self.bias)
+
+    module = Beside()
+    found = profile(vector_job(module))
+    assert found.traced == "real"
+    assert "weight is held by a layer itself, beside its module" in found.notes[0]
+    assert module.weight.grad is None
+
+
 def test_dict_batches_and_own_losses_are_traced() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -202,6 +304,8 @@ def test_bad_jobs_say_so() -> None:
         profile(vector_job(lambda: MLP(width=16), data=[]))
     with pytest.raises(DataError, match="TensorDataset"):
         profile(vector_job(lambda: MLP(width=16), data=(torch.ones(8, 16), torch.ones(8, 16))))
+    with pytest.raises(JobError, match="sparse=True"):
+        profile(vector_job(lambda: nn.Sequential(nn.Linear(16, 16), nn.EmbeddingBag(4, 16, sparse=True))))
     with pytest.raises(JobError, match=r"not an nn\.Module"):
         profile(vector_job(lambda: 3))
 

@@ -45,8 +45,17 @@ class Attention(nn.Module):
         return self.head(F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True))
 
 
+class Gated(Attention):
+    """Samples decide which layers run: under zero=3 the ranks would not gather the same ones."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        return self.head(self.query(x) if tokens[0, 0].item() > 15 else self.key(x))
+
+
 def make_job(name: str, **changes: Any) -> Job:
-    """`gpt`: tied weights, dropout, tokens that count, clipping, AdamW. `norm`: batch norm, a mean, SGD. `keys`: AdamW's worst."""
+    """`gpt`: tied weights, dropout, tokens that count, clipping, AdamW. `norm`: batch norm, a mean, SGD. `keys`: AdamW's worst.
+    `gated`: control flow by values."""
     tokens = {"data": TensorDataset(TOKENS[:, :-1], TOKENS[:, 1:]), "loss": token_loss}
     vectors = {"data": TensorDataset(X, Y), "loss": lambda output, batch: F.cross_entropy(output, batch[1])}
     jobs: dict[str, dict[str, Any]] = {
@@ -62,6 +71,7 @@ def make_job(name: str, **changes: Any) -> Job:
             "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
             "batch": 12,  # of 33: the last has 9, which are two samples and more for each of four ranks
         },
+        "gated": tokens | {"model": Gated, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
         "keys": tokens | {"model": Attention, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
     }
     return Job(**{"batch": 8, "epochs": 2} | jobs[name] | changes)

@@ -80,6 +80,9 @@ def test_no_ratio_where_there_is_none() -> None:
     assert ratio(Pair(plan=TRUE, true=TRUE * 0)) is None
     assert ratio(Pair(plan=TRUE * torch.nan, true=TRUE)) is None
     assert ratio(Pair(plan=TRUE[:2], true=TRUE)) is None
+    little = TRUE * (1 + 1e-7 * torch.arange(TRUE.numel(), dtype=TRUE.dtype).view_as(TRUE))
+    assert ratio(Pair(plan=little, true=TRUE)) is None
+    assert ratio(Pair(plan=TRUE * (1 + 1e-7), true=TRUE)) == pytest.approx(1 + 1e-7, rel=1e-9)
 
 
 def test_slack_follows_the_error_of_the_gradient_element_by_element() -> None:

@@ -46,12 +46,18 @@ class Call(nn.Module):
         lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
         lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.5),
         lambda x: x * torch.rand(3, 4, 4), lambda x: x + torch.randn_like(x), lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
-        lambda x: x * torch.empty_like(x).bernoulli_(0.9),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.9), lambda x: x * torch.rand(3, 4, 4, out=torch.empty(0)),
+        lambda x: x * torch.randint(0, 9, (3, 1, 1)), lambda x: x[torch.randperm(3)], lambda x: torch.normal(x, 1.0),
+        lambda x: x + torch.empty_like(x).normal_(), lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
+        lambda x: x * torch.poisson(x.detach().abs()), lambda x: x[:, torch.multinomial(torch.ones(4), 2)], F.gumbel_softmax,
+        partial(F.gumbel_softmax, hard=True), lambda x: x + torch.distributions.Normal(x, 1.0).rsample(),
+        lambda x: x + torch.empty_like(x).exponential_(),
     ],
 )  # fmt: skip
 def test_functions_that_draw_are_seen_and_held(function: Any) -> None:
     model = Call(function)
     assert step(model, Stillness()).random
+    assert step(model, Stillness(random=True)).random == {}, "the generator is left alone"
     with Stillness(random=True)():
         torch.manual_seed(1)
         one = model(X.double())
@@ -60,8 +66,39 @@ def test_functions_that_draw_are_seen_and_held(function: Any) -> None:
 
 
 def test_what_cannot_be_held_is_still_seen() -> None:
-    survey = step(Call(lambda x: x * torch.empty_like(x).exponential_()), Stillness(random=True))
-    assert survey.random == {"the model itself": "aten.exponential_.default"}
+    survey = step(Call(lambda x: x * torch.empty_like(x).geometric_(0.5)), Stillness(random=True))
+    assert survey.random == {"the model itself": "aten.geometric_.default"}
+
+
+@pytest.mark.parametrize(
+    ("function", "middle"),
+    [
+        (lambda: torch.randint(9, (2,)), torch.tensor([4, 4])),
+        (lambda: torch.randint(2, 9, (2,), dtype=torch.int32), torch.tensor([5, 5], dtype=torch.int32)),
+        (lambda: torch.randint(2, high=9, size=(2,)), torch.tensor([5, 5])),
+        (lambda: torch.randint(high=1, size=(2,)), torch.tensor([0, 0])),
+        (lambda: torch.randint_like(torch.ones(2), 9), torch.tensor([4.0, 4.0])),
+        (lambda: torch.randint_like(torch.ones(2), low=2, high=9), torch.tensor([5.0, 5.0])),
+        (lambda: torch.randperm(3), torch.tensor([0, 1, 2])),
+        (lambda: torch.normal(torch.ones(2), torch.ones(2)), torch.ones(2)),
+        (lambda: torch.normal(1.0, torch.ones(2).double()), torch.ones(2).double()),
+        (lambda: torch.normal(1.0, 2.0, (2,), generator=torch.Generator()), torch.ones(2)),
+        (lambda: torch.empty(2).uniform_(1, to=3), torch.full((2,), 2.0)),
+        (lambda: torch.empty(2).exponential_(2.0), torch.full((2,), 0.5).log().neg() / 2),
+        (lambda: torch.multinomial(torch.tensor([0.1, 0.7, 0.2]), 2), torch.tensor([1, 2])),
+        (lambda: torch.multinomial(torch.tensor([[0.1, 0.7, 0.2]]), 2, replacement=True), torch.tensor([[1, 1]])),
+        (lambda: torch.poisson(torch.tensor([1.5])), torch.tensor([1.5])),
+        (lambda: torch.rand(2, requires_grad=True).detach(), torch.full((2,), 0.5)),
+    ],
+)
+def test_the_middle_of_each_distribution(function: Any, middle: Tensor) -> None:
+    state = torch.get_rng_state()
+    with Stillness(random=True)():
+        made = function()
+    torch.testing.assert_close(made, middle)
+    assert torch.equal(torch.get_rng_state(), state)
+    drawn = function()
+    assert (drawn.shape, drawn.dtype) == (made.shape, made.dtype)
 
 
 def test_a_model_that_draws_nothing_is_left_alone() -> None:

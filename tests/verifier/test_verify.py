@@ -17,7 +17,7 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.testing.models import MLP
-from echelon.testing.ranks import Pool
+from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.case import Case, Referee
 from echelon.verifier.compare import BOUND, Difference, compare
 from echelon.verifier.feed import open_feed
@@ -143,6 +143,23 @@ def test_functional_dropout_and_casts_are_held_still_and_said() -> None:
     assert "all the same" not in notes
 
 
+def test_a_model_that_runs_in_no_other_type_is_proved_with_its_casts_lifted() -> None:
+    class Policy(proofs.Attention):
+        """Casts what a layer is given to a type of its own, whatever its weights are; Keras does."""
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(F.dropout(self.tokens(tokens), 0.5).to(torch.float32))
+
+    certificate = alone(proofs.make_job("keys", model=Policy), micro=3)
+    require_verified(certificate)
+    notes = " | ".join(certificate.notes)
+    assert "lifted to float64 in both runs: the model does not run without that (" in notes
+    assert "random numbers are held at the middle" in notes
+    assert "all the same" not in notes
+    with pytest.raises(RuntimeError, match="must match"):
+        alone(proofs.make_job("keys", loss=lambda output, batch: (output - torch.ones(7)).mean()))
+
+
 def test_a_part_in_float32_is_listed_and_bounded_by_the_references_own_rounding() -> None:
     certificate = alone(proofs.make_job("keys", model=lambda: Quirks(island=True)), micro=3)
     assert certificate.verified, certificate.divergent
@@ -158,7 +175,10 @@ def test_what_rounding_explains_is_granted_and_nothing_more(factor: float, left:
     job = proofs.make_job("norm", data=data, model=lambda: MLP(width=16, layers=2, inputs=8, classes=4, norm=True))
     case = Case(job, Plan(), open_feed(job), torch.device("cpu"), (0,))
     referee = Referee(case, exact=True)
-    run = case.reference(twin=True).step(0)  # stands for a right run: it differs from the reference by rounding alone
+    other = case.reference()  # stands for a right run: it adds up the same samples in another order
+    pieces = other.pieces
+    other.pieces = lambda size: [piece[::-1].copy() for piece in pieces(size)]  # type: ignore[method-assign]
+    run = other.step(0)
     weight = run.gradients["0.weight"]
     assert weight is not None
     weight.mul_(factor)
@@ -170,6 +190,44 @@ def test_what_rounding_explains_is_granted_and_nothing_more(factor: float, left:
     assert bool(referee.divergent) is bool(left)
     assert any("ill-conditioned" in note and "gradient of 0.bias" in note for note in case.notes)
     assert case.bounds.of(Difference(kind="gradient", name="0.weight", step=0, value=0.0)) == BOUND
+
+
+WEAK = {
+    "a product of means": lambda output: output.mean(0).square().sum(),
+    "a neighbour in the batch": lambda output: (output * output.roll(1, 0)).mean(),
+}
+
+
+@pytest.mark.parametrize("share", [1e-5, 1e-7])
+@pytest.mark.parametrize("kind", WEAK)
+def test_samples_that_see_each_other_a_little_do_not_pass_for_rounding(kind: str, share: float) -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), batch[1].flatten()) + share * WEAK[kind](output)
+
+    certificate = alone(proofs.make_job("keys", loss=loss), micro=4)
+    assert not certificate.verified
+    assert "gradient of" in certificate.divergent
+    assert all(finding.bound == BOUND for finding in certificate.findings)
+
+
+def test_a_choice_that_falls_the_other_way_widens_nothing() -> None:
+    """Every weight ties; one rounding breaks the ties, and what follows from that is no measure of rounding."""
+
+    class Tied(proofs.Attention):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.tokens(tokens) * self.gate.max(0).values)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = torch.nn.Parameter(torch.ones(5, 16))
+
+    job = proofs.make_job("keys", model=Tied)
+    case = Case(job, Plan(), open_feed(job), torch.device("cpu"), (0,))
+    bounds = case._widened(BOUND)
+    apart = compare("gradient", case.reference(twin=True).step(0).gradients, case.reference().step(0).gradients, step=0)
+    gate = next(each for each in apart if each.name == "gate")
+    assert gate.value > 1e-4, "the job must show what this test is about"
+    assert bounds.of(gate) == BOUND
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # a CPU without bf16 says so
@@ -217,6 +275,18 @@ def test_a_plan_for_other_ranks_is_refused() -> None:
         verify(proofs.make_job("keys"), Plan(mesh=Mesh(dp=2)), world=World())
     with pytest.raises(VerificationError, match="steps=0"):
         verify(proofs.make_job("keys"), Plan(), world=World(), steps=0)
+
+
+def test_a_plan_that_a_training_would_refuse_is_refused() -> None:
+    job = proofs.make_job("keys", loss=lambda output, batch: output.mean(0).square().sum())
+    with pytest.raises(PlanError, match="a sample's loss depends on the others of its batch"):
+        alone(job, micro=4)
+    require_verified(alone(job))
+
+
+def test_a_plan_whose_ranks_would_wait_for_ever_is_refused_on_every_rank(ranks: Pool) -> None:
+    with pytest.raises(RankError, match="the model could not be traced"):
+        ranks.run(2, proofs.prove, [("gated", "", {"zero": 3})], timeout=120)
 
 
 class Stream(IterableDataset):
