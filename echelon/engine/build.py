@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.engine.ranks import Ranks
+from echelon.engine.tensor import Piece
 from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, lift, require_dense
 from echelon.plan import profile
@@ -126,8 +127,9 @@ def _require_same(model: nn.Module, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor]) -> None:
-    """Put the parameters and buffers of `part` on the device with rank 0's values. Shared tensors stay shared (`done`)."""
+def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor], cuts: Mapping[int, Piece]) -> None:
+    """Put the parameters and buffers of `part` on the device with rank 0's values. Shared tensors stay shared (`done`), and of
+    those that the tensor axis cuts (`cuts`) only this rank's piece stays."""
     for module in part.modules():
         for slots in (module._parameters, module._buffers):
             for name, old in slots.items():
@@ -137,8 +139,14 @@ def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor]) -> None:
                     value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
                     value = value.contiguous()  # all that fully_shard takes
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
-                    done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                    done[id(old)] = _kept(old, value, cuts.get(id(old)))
                 slots[name] = done[id(old)]  # type: ignore[assignment]
+
+
+def _kept(old: Tensor, value: Tensor, piece: Piece | None) -> Tensor:
+    if piece is not None:
+        return piece.wrap(piece.take(value), old)
+    return nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 
 @torch.no_grad()

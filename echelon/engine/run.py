@@ -164,14 +164,14 @@ class Run:
         self.pieces = self._pieces(model)
         if sharded:
             self._compile(model, unit_modules(model))
-            self._sharding = Sharding(model, plan, ranks, self.data)
+            self._sharding = Sharding(model, plan, ranks, self.data, self.pieces)
         else:
             model.to(self.device)
             equalise(model, ranks)
             cut(model, self.pieces)
             self._compile(model, [model] if self.data.size == 1 else unit_modules(model) or [model])
         if self.job.weights is not None:
-            load_weights(model, self.job.weights, warn=warn)
+            load_weights(model, self.job.weights, pieces=self.pieces, warn=warn)
         return model.train()
 
     def _pieces(self, model: nn.Module) -> dict[str, Piece]:

@@ -14,7 +14,7 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, debug
 
 from echelon.engine.build import realise
 from echelon.engine.ranks import Group, Ranks
+from echelon.engine.tensor import Piece
 from echelon.errors import TrainingError
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
@@ -78,13 +79,14 @@ def _unshardable(part: nn.Module) -> set[nn.Parameter]:
 class Sharding:
     """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; parameters are DTensors between steps."""
 
-    def __init__(self, model: nn.Module, plan: Plan, ranks: Ranks, data: Group) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, ranks: Ranks, data: Group, pieces: Mapping[str, Piece]) -> None:
         mesh = data.mesh()
         self._plan, self._data = plan, data
         done: dict[int, Tensor] = {}
+        cuts = {id(value): pieces[name] for name, value in model.named_parameters() if name in pieces}
         for part in [*([] if plan.whole else unit_modules(model)), model]:
             # Values arrive and are cut unit by unit: the whole model is never on one device.
-            realise(part, ranks, done)
+            realise(part, ranks, done, cuts)
             # The root's own parameters are the last of forward and the first of backward: freed, they were gathered again at once.
             loose = _unshardable(part)
             fully_shard(

@@ -117,6 +117,17 @@ class Piece:
         ]
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone()
 
+    def joined(self, full: Tensor) -> Tensor:
+        """The ranks' parts of `full` side by side, as a DTensor's whole is."""
+        if len(self.parts) < 2:
+            return full
+        shares = [self.axis.shares(size) for size in self.parts]
+        parts = [
+            part.split(share, self.dim)
+            for part, share in zip(full.split(list(self.parts), self.dim), shares, strict=True)
+        ]
+        return torch.cat([part[rank] for rank in range(self.axis.size) for part in parts], self.dim)
+
     def restored(self, joined: Tensor) -> Tensor:
         """The whole from the ranks' parts side by side: what `take` sorted by rank is sorted by part again."""
         if len(self.parts) < 2:

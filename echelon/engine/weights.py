@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
+from echelon.engine.tensor import Piece
 from echelon.errors import JobError
 
 Read = Callable[[slice | None], Tensor]
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], None]) -> None:
+def load_weights(
+    model: nn.Module, path: str | Path, *, pieces: Mapping[str, Piece], warn: Callable[[str], None]
+) -> None:
     """Fill parameters and buffers from a safetensors file, its `.index.json`, or a torch state dict (read without pickle)."""
     path = Path(path)
     targets = dict(model.state_dict(keep_vars=True).items())
@@ -34,7 +37,7 @@ def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], No
             target = targets[name]
             if tuple(shape) != tuple(target.shape):
                 raise JobError(f"{path}: {name} is {tuple(shape)} there and {tuple(target.shape)} in the model")
-            _fill(target, read)
+            _fill(target, read, pieces.get(name))
     missing = sorted(set(targets) - set(found) - _aliases(model, set(found)))
     if missing:
         warn(
@@ -42,13 +45,18 @@ def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], No
         )
 
 
-def _fill(target: Tensor, read: Read) -> None:
+def _fill(target: Tensor, read: Read, piece: Piece | None) -> None:
     if not isinstance(target, DTensor):
         target.copy_(read(None))
         return
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     local = target.to_local()
-    if local.numel():
+    if not local.numel():
+        return
+    if piece is not None:  # cut along another dimension, or in parts: what is left of the whole is not a range of rows
+        here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        local.copy_(piece.joined(read(None))[here])
+    else:
         local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
