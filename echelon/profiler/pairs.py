@@ -55,6 +55,15 @@ class Found:
 def find_pairs(model: nn.Module, step: Callable[[], Any]) -> Found:
     """Every pair of `model`, whose loss `step()` computes on real numbers (float64 best)."""
     leaves = [path for path, module in model.named_modules() if path and not list(module.children()) and _holds(module)]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
+    try:
+        return _found(model, step, leaves)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _found(model: nn.Module, step: Callable[[], Any], leaves: list[str]) -> Found:
     follower = Follower()
     with intercepted(model, leaves, follower.around), follower, torch.no_grad():
         step()
