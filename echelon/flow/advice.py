@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,4 @@ def how_to_go_on(command: Sequence[str], folder: Path, *, fresh: bool) -> str:
 
 def _is_ours(command: Sequence[str]) -> bool:
     """Whether it is `echelon train ...`, whoever starts it."""
-    return any(
-        word == "train" and before.endswith("echelon") for before, word in zip(command, command[1:], strict=False)
-    )
+    return any(word == "train" and before.endswith("echelon") for before, word in itertools.pairwise(command))

@@ -27,7 +27,6 @@ from echelon.world import World
 if TYPE_CHECKING:
     from echelon.data.loader import StepBatch
     from echelon.engine.outcome import Step
-    from echelon.engine.run import Run
     from echelon.plan.certificate import Certificate
 
 #: A stream has no epoch after which to save: a tenth of the steps, but never more than this many, may be lost to a kill.

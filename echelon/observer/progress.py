@@ -48,6 +48,8 @@ class Progress:
             return
         with at_most(self._console):
             self._show(event)
+        if self._console.quiet:
+            self._close()
 
     def _show(self, event: Event) -> None:
         if event.kind == "step":
@@ -236,7 +238,7 @@ def _words(event: Event, pace: Pace, epochs: int | None) -> tuple[str, str]:
     if pace.rate is not None:
         parts.append(units.rate(pace.rate))
     if pace.efficiency is not None:
-        parts.append(f"{units.share(pace.efficiency)} of forecast")
+        parts.append(f"efficiency {units.share(pace.efficiency)} of forecast")
     if pace.left is not None:
         parts.append(f"{units.clock(pace.left)} left")
     return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}", "  ".join(parts)
