@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from echelon.launchers.local import REQUESTS
+from echelon.launchers.local import requests
 
 
 @contextmanager
@@ -22,9 +22,8 @@ def asking(stop: Callable[[], None]) -> Iterator[None]:
 
     usual: Callable[..., Any] = signal.signal
     try:
-        for number in REQUESTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-                before[number] = usual(number, ask)
+        for number in requests():
+            before[number] = usual(number, ask)
     except ValueError:
         pass  # not the main thread: whoever owns it decides
     try:

@@ -30,8 +30,6 @@ INTERRUPTED = 130
 #: What is said where an interrupt ended a training that could not save: before it began to step, or since it was asked twice.
 EARLY = "interrupted before the first step; nothing to save"
 AGAIN = "interrupted again and ended at once; the last checkpoint stays"
-#: Signals that ask a training to stop: Ctrl-C, a batch system, a terminal that was closed.
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(
@@ -69,6 +67,12 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def requests() -> tuple[signal.Signals, ...]:
+    """Signals that ask a training to stop: Ctrl-C, a batch system, a closed terminal; under nohup that is none."""
+    asked = (signal.SIGINT, signal.SIGTERM)
+    return asked if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*asked, signal.SIGHUP)
+
+
 def _threads(ranks: int) -> int:
     """Of each rank where the plan leaves it open: as the user set it, else an even part of the cores."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -99,9 +103,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
 
     # Only the main thread may set handlers; elsewhere (a notebook's worker) the ranks just run.
     before = {}
-    for number in REQUESTS:
-        if signal.getsignal(number) is signal.SIG_IGN:
-            continue  # nohup means it
+    for number in requests():
         try:
             before[number] = signal.signal(number, forward)
         except ValueError:

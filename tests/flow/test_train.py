@@ -79,6 +79,19 @@ def test_every_rank_knows_the_last_loss(ranks: Pool, tmp_path: Path) -> None:
     assert one == other
 
 
+def test_nohup_means_it(tmp_path: Path) -> None:
+    def listen(event: Event) -> None:
+        if event.kind == "step" and event.step == 1:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        trained = echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert trained.step == 3 * STEPS
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_batch_system_and_a_closed_terminal_are_a_request_too(tmp_path: Path, number: int) -> None:
     def listen(event: Event) -> None:
@@ -234,8 +247,8 @@ def test_a_later_evaluation_that_fails_is_saved_before(tmp_path: Path) -> None:
     ("fields", "error", "words"),
     [
         ({"evaluation": []}, DataError, "evaluation="),
-        ({"evaluation": samples(), "metrics": {"accuracy": 0.5}}, JobError, r"metrics\['accuracy'\]=0.5"),
-        ({"evaluation": samples(), "metrics": [fails]}, JobError, "metrics="),
+        ({"evaluation": samples(), "metrics": {"accuracy": 0.5}}, JobError, "metrics"),
+        ({"evaluation": samples(), "metrics": [fails]}, JobError, "metrics"),
     ],
 )
 def test_an_evaluation_that_can_only_fail_is_refused_at_the_start(
