@@ -68,7 +68,7 @@ def _launch(command: list[str], prepared: Prepared) -> int:
 
 def begin(call: str) -> World:
     """What every entry from Python does first: refuse to run while a job file is only read, and have our errors told in words."""
-    if job.reading is not None:
+    if job.reading:
         raise JobError(
             f"echelon.{call} was called while {job.reading} is read, which would run it twice; put it under "
             "if __name__ == '__main__':"
