@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -260,16 +258,21 @@ def test_an_evaluation_that_can_only_fail_is_refused_at_the_start(
     assert not (tmp_path / "run").exists()
 
 
-class Broken(Endless):
-    """A stream that ends early."""
+class Broken:
+    """A data set with a sample that cannot be read."""
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from itertools.islice(super().__iter__(), 20)
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if number == 17:
+            raise OSError("a torn image")
+        return torch.ones(8), torch.ones(1)
 
 
 def test_what_fails_in_the_middle_is_no_wrong_use(tmp_path: Path) -> None:
-    with pytest.raises(EchelonError) as caught:
-        train(tmp_path, make(data=Broken(), epochs=None, steps=40))
+    with pytest.raises(DataError, match="a torn image") as caught:
+        train(tmp_path, make(data=Broken()))
     assert caught.value.exit_code == 1
 
 
