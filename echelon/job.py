@@ -82,6 +82,11 @@ class Job:
 reading: Path | None = None
 
 
+def being_read() -> Path | None:
+    """The job file whose text is being run only to find the job in it; None: none is."""
+    return reading
+
+
 def load_job(spec: str) -> Job:
     """The job that `file.py` or `file.py:name` describes. `name` is a function that returns a Job, or a Job."""
     file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
