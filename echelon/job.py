@@ -78,6 +78,15 @@ class Job:
                 raise JobError(f"{name}={value!r} is not a function")
 
 
+#: The job file that is being imported: what it calls meanwhile would run once here and once by whoever asked for the job.
+reading: Path | None = None
+
+
+def being_read() -> Path | None:
+    """The job file whose text is being run only to find the job in it; None: none is."""
+    return reading
+
+
 def load_job(spec: str) -> Job:
     """The job that `file.py` or `file.py:name` describes. `name` is a function that returns a Job, or a Job."""
     file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
@@ -103,6 +112,7 @@ def _returns_job(value: Any) -> bool:
 
 def _import_file(path: Path) -> Any:
     """Run the file as a module (not as __main__) with its folder importable, as `python file.py` would have it."""
+    global reading
     path = path.resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -114,6 +124,7 @@ def _import_file(path: Path) -> Any:
     sys.modules[path.stem] = module  # so that classes defined there can be found again by name
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    outer, reading = reading, path
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -122,6 +133,8 @@ def _import_file(path: Path) -> Any:
         if before is not None:
             sys.modules[path.stem] = before
         raise
+    finally:
+        reading = outer
     return module
 
 

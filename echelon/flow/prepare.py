@@ -72,7 +72,10 @@ class Subject:
     def job(self) -> Job:
         """The job itself."""
         if isinstance(self._job, str):
-            self._job = load_job(self._job)
+            try:
+                self._job = load_job(self._job)
+            except SyntaxError as error:
+                raise JobError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
         elif not isinstance(self._job, Job) and callable(self._job):
             self._job = self._job()
         if not isinstance(self._job, Job):

@@ -1,0 +1,135 @@
+"""How a training is run, and where each setting came from: what is given over environment over file over default."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError, JobError
+from echelon.world import read_settings
+
+#: The file that is looked for in the current folder; its settings stand under [train].
+FILE = "echelon.toml"
+#: Name -> kind. A name is --keep on the command line, ECHELON_KEEP in the environment, keep in the file.
+KINDS: dict[str, type] = {
+    "plan": str,
+    "out": str,
+    "keep": int,
+    "every": int,
+    "resume": bool,
+    "require_certificate": str,
+    "quiet": bool,
+    "workers": int,
+}
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One resolved value and its source."""
+
+    name: str
+    value: Any
+    source: str
+
+
+def resolve(
+    given: Mapping[str, Any], environment: Mapping[str, str], file: Path, defaults: Mapping[str, Any]
+) -> dict[str, Setting]:
+    """Every setting. `given` is the command line's (None: not given), `environment` what the world read as ECHELON_*."""
+    stored = _read(file)
+    settings = {}
+    for name, kind in KINDS.items():
+        variable = f"ECHELON_{name.upper()}"
+        if given.get(name) is not None:
+            value, source = given[name], "command line"
+        elif name in environment:
+            value, source = _parse(environment[name], kind, variable), f"environment ({variable})"
+        elif name in stored:
+            value, source = _typed(stored[name], kind, f"{file}: train.{name}"), f"file ({file})"
+        else:
+            value, source = defaults[name], "default"
+        settings[name] = Setting(name=name, value=value, source=source)
+    return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a training is run, apart from what and how it computes."""
+
+    folder: str | Path | None = None
+    keep: int = 3
+    #: Steps between checkpoints; None: at the end of each epoch (a stream: a tenth of the steps, at most STREAM_EVERY).
+    every: int | None = None
+    resume: bool = True
+    certificate: str | Path | None = None
+    quiet: bool = False
+    #: Processes that read data ahead, per rank.
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("keep", 1), ("every", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise JobError(f"{name}={value!r}: a whole number of at least {least}")
+        if self.certificate is not None and not Path(self.certificate).is_file():
+            raise JobError(f"{self.certificate}: no certificate there; `echelon verify` writes one")
+
+
+#: What the command line, the environment and the file call differently from `Settings`.
+_CALLED = {"folder": "out", "certificate": "require_certificate"}
+
+
+def settle(plan: Any, settings: Mapping[str, Any]) -> tuple[Any, Settings]:
+    """The plan and the settings of `echelon.train`: what the call says, else the environment, else the file, else the default."""
+    unknown = [name for name in settings if name not in Settings.__slots__]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], Settings.__slots__, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(Settings.__slots__)}"
+        raise JobError(f"train: {unknown[0]!r} is no setting of it; {hint}")
+    given = {_CALLED.get(name, name): value for name, value in settings.items()} | {"plan": plan}
+    values = {name: setting.value for name, setting in resolve(given, read_settings(), Path(FILE), defaults()).items()}
+    return values["plan"], Settings(**{name: values[_CALLED.get(name, name)] for name in Settings.__slots__})
+
+
+def defaults() -> dict[str, Any]:
+    """What happens when nothing is said, under the command line's names."""
+    plain = Settings()
+    return {"plan": "auto"} | {_CALLED.get(name, name): getattr(plain, name) for name in Settings.__slots__}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EchelonError(f"{file}: cannot be read as TOML ({error})") from error
+    train = tables.get("train", {})
+    if set(tables) - {"train"} or not isinstance(train, dict):
+        raise EchelonError(f"{file}: settings stand in one table, [train]; found {', '.join(tables)}")
+    for name in train:
+        if name not in KINDS:
+            near = difflib.get_close_matches(name, KINDS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(KINDS)}"
+            raise EchelonError(f"{file}: train.{name} is no setting; {hint}")
+    return train
+
+
+def _parse(text: str, kind: type, where: str) -> Any:
+    if kind is int and text.strip().lstrip("-").isdigit():
+        return int(text)
+    if kind is bool and text.strip().lower() in _WORDS:
+        return _WORDS[text.strip().lower()]
+    return _typed(text, kind, where)
+
+
+def _typed(value: Any, kind: type, where: str) -> Any:
+    if type(value) is not kind:
+        wanted = {int: "a whole number", bool: "true or false", str: "text"}[kind]
+        raise EchelonError(f"{where}={value!r}: give {wanted}")
+    return value
