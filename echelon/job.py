@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field
+from functools import lru_cache, partial
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from echelon.errors import JobError
 
@@ -50,8 +55,24 @@ class Job:
     seed: int = 0
     #: None: named after the job file.
     name: str | None = None
-    #: A safetensors file (or its index, or a torch state dict) that the parameters start from.
+    #: What the parameters start from: a safetensors file, its index, a torch state dict, a checkpoint, or a run (its last one).
     weights: str | Path | None = None
+
+    def __new__(cls, *values: Any, **given: Any) -> Self:
+        """Answer a wrong name in words; copies are made with nothing given."""
+        known = cls.__dataclass_fields__
+        if values:
+            raise JobError(f"a Job's fields are given by name: Job(model=...), not Job({type(values[0]).__name__}, ...)")
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}=?" if near else f"its fields are {', '.join(known)}"
+                raise JobError(f"a Job has no {name}=; {hint}")
+        needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+        missing = [f"{name}=" for name in needed if name not in given]
+        if given and missing:
+            raise JobError(f"a Job needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not given")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if type(self.batch) is not int or self.batch < 1:
@@ -62,8 +83,14 @@ class Job:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise JobError(f"{name}={value!r}: a whole number of at least 1")
-        if self.clip is not None and not self.clip > 0:
-            raise JobError(f"clip={self.clip!r}: a gradient norm above 0, or None for no clipping")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            raise JobError(f"clip={self.clip!r}: a gradient norm, a number above 0, or None for no clipping")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
+            raise JobError(f"seed={self.seed!r}: a whole number of 64 bits at most")
+        if self.name is not None and not isinstance(self.name, str):
+            raise JobError(f"name={self.name!r}: text, or None for the name of the job file")
+        if self.weights is not None and not isinstance(self.weights, str | Path):
+            raise JobError(f"weights= is a {type(self.weights).__name__}: give the path of a file, a checkpoint or a run")
         if self.precision not in ("fp32", "tf32", "bf16", "fp16"):
             raise JobError(f"precision={self.precision!r} is not one of fp32, tf32, bf16, fp16")
         if not callable(self.model) and not hasattr(self.model, "forward"):
@@ -76,29 +103,179 @@ class Job:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise JobError(f"{name}={value!r} is not a function")
+        self._check_metrics()
+        if _is_empty(self.evaluation):
+            raise JobError(
+                f"evaluation= is empty ({type(self.evaluation).__name__}): give at least one sample to evaluate on, or leave it out"
+            )
+        self._check_calls()
+
+    def _check_metrics(self) -> None:
+        if not isinstance(self.metrics, Mapping):
+            raise JobError(
+                f"metrics= is a {type(self.metrics).__name__}: give each a name, metrics={{'accuracy': accuracy}}"
+            )
+        for name, metric in self.metrics.items():
+            if not isinstance(name, str) or not callable(metric):
+                raise JobError(f"metrics={{{name!r}: {metric!r}}}: give text as the name and a function of (output, batch)")
+            if name == "loss":
+                raise JobError("metrics={'loss': ...}: the loss is always evaluated, under this name; give another name")
+
+    def _check_calls(self) -> None:
+        """Each function takes what it will be called with: told now, with its place, not in the first step."""
+        made = isinstance(self.model, type) or not hasattr(self.model, "forward")
+        calls: list[tuple[str, Any, tuple[str, ...]]] = [
+            ("model", self.model if made else None, ("",)),
+            ("loss", self.loss, ("output, batch",)),
+            ("optimizer", self.optimizer, ("params",)),
+            ("inputs", self.inputs, ("batch",)),
+            ("collate", self.collate, ("samples",)),
+            ("schedule", self.schedule, ("optimizer", "optimizer, total_steps")),
+            *((f"metrics[{name!r}]", metric, ("output, batch",)) for name, metric in self.metrics.items()),
+        ]
+        for name, function, forms in calls:
+            if function is not None and not any(_takes(function, len(form.split(", ")) if form else 0) for form in forms):
+                said = " or ".join(f"{name}({form})" for form in forms)
+                raise JobError(f"{name}= is called as {said}, and {_place(function)} takes {inspect.signature(function)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_empty(data: Any) -> bool:
+    try:
+        return data is not None and len(data) == 0
+    except Exception:  # a data set without a length, or with one that fails, is told of where it is opened
+        return False
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether it can be called with `count` values; of what Python cannot say nothing is held against it."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _place(function: Any) -> str:
+    """Where a function stands: `job.py line 12`, or its name."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename} line {code.co_firstlineno}" if code else getattr(function, "__name__", repr(function))
+
+
+# From a file to a job
 
 
 def load_job(spec: str) -> Job:
     """The job that `file.py` or `file.py:name` describes. `name` is a function that returns a Job, or a Job."""
     file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
     path = Path(file)
+    if path.is_dir():
+        raise JobError(f"{file} is a folder: give a job file, {path / 'job.py'}")
     if not path.is_file():
         raise JobError(f"{file}: no such file")
+    if not name:
+        raise JobError(f"{spec} names no function after the colon: give {file}, or {file}:name")
     module = _import_file(path)
     made = getattr(module, name, None)
     if made is None:
-        found = [key for key, value in vars(module).items() if isinstance(value, Job) or _returns_job(value)]
-        hint = f"; it has {', '.join(f'{file}:{key}' for key in found)}" if found else ""
-        raise JobError(f"{file}: no `{name}` in it: write `def {name}(): return echelon.Job(...)`{hint}")
-    if callable(made):
-        made = made()
+        found = ", ".join(f"{file}:{key}" for key in _jobs_in(module))
+        write = f": write `def {name}(): return echelon.Job(...)`" if name.isidentifier() else ""
+        raise JobError(f"{file}: no `{name}` in it{write}{f'; it has {found}' if found else ''}")
+    return made if isinstance(made, Job) else make_job(made, f"{file}:{name}")
+
+
+def make_job(function: Any, name: str | None = None) -> Job:
+    """The job that a function returns, called the same way everywhere: random data that it makes is equal on every rank."""
+    name = name or getattr(function, "__name__", type(function).__name__)
+    if callable(function):
+        if not _takes(function, 0):
+            raise JobError(
+                f"{name} takes {inspect.signature(function)} ({_place(function)}): a job function is called without arguments; "
+                "give them defaults"
+            )
+        _seed()
+        try:
+            made = function()
+        except SystemExit as error:
+            file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", "")
+            raise _ended(error, file, f"while {name} was called; let it return an echelon.Job, or raise") from error
+    else:
+        made = function
     if not isinstance(made, Job):
-        raise JobError(f"{file}:{name} gives {type(made).__name__}, not an echelon.Job")
+        raise JobError(f"{name} gives {type(made).__name__}, not an echelon.Job")
     return made
+
+
+#: Not the usual 0, which is the model's: weights must not be drawn from the very numbers that data was made of.
+_SEED = 0xEC4E104
+
+
+def _seed() -> None:
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(_SEED)
+    numpy.random.seed(_SEED)
+    torch.manual_seed(_SEED)
+
+
+def _ended(error: SystemExit, file: str, rest: str) -> JobError:
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+    call = "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
+    return JobError(f"{frame.filename} line {frame.lineno} ended Python ({call}) {rest}")
+
+
+_VERBS = frozenset({"train", "verify", "parallelize"})
+
+
+def _jobs_in(module: Any) -> list[str]:
+    """Names in a job file that could be meant: jobs, and functions without arguments that make one, directly or by another."""
+    things = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    makers = {key for key, value in things.items() if isinstance(value, Job) or _returns_job(value)}
+    own = {key: value for key, value in things.items() if getattr(value, "__module__", "") == module.__name__}
+    used = {key: frozenset(inspect.unwrap(f).__code__.co_names) for key, f in own.items() if inspect.isfunction(f)}
+    more = {key for key, names in used.items() if "Job" in names}
+    while not more <= makers:
+        makers |= more
+        # What calls a maker and then trains is a script's main part, no job.
+        more = {key for key, names in used.items() if names & makers and not names & _VERBS}
+    return [key for key in things if key in makers and (isinstance(things[key], Job) or _takes(things[key], 0))]
 
 
 def _returns_job(value: Any) -> bool:
     return inspect.isfunction(value) and "Job" in str(inspect.signature(value).return_annotation)
+
+
+_reading: list[Path] = []
+
+
+def reading() -> Path | None:
+    """The job file that is being read just now: whoever would train then would train in every process that reads it."""
+    return _reading[-1] if _reading else None
+
+
+@contextmanager
+def _read(path: Path) -> Iterator[None]:
+    _reading.append(path)
+    try:
+        yield
+    except SystemExit as error:
+        rest = "while it was read; put that under if __name__ == '__main__':"
+        raise _ended(error, str(path), rest) from error
+    finally:
+        _reading.pop()
 
 
 def _import_file(path: Path) -> Any:
@@ -114,8 +291,10 @@ def _import_file(path: Path) -> Any:
     sys.modules[path.stem] = module  # so that classes defined there can be found again by name
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    _seed()
     try:
-        spec.loader.exec_module(module)
+        with _read(path):
+            spec.loader.exec_module(module)
     except BaseException:
         # Half a module must not answer a later import.
         del sys.modules[path.stem]
@@ -135,7 +314,14 @@ def _require_free_name(path: Path) -> None:
     if name in sys.stdlib_module_names:
         raise JobError(f"{path}: `{name}` is a module of Python's own, which this file would replace; rename the file")
     loaded = sys.modules.get(name)
-    if loaded is None or hasattr(loaded, _MARK):
+    if loaded is not None and hasattr(loaded, _MARK):
+        return
+    if loaded is None:
+        installed = _installed(name, path.parent)
+        if installed is not None:
+            raise JobError(
+                f"{path}: `{name}` is the name of an installed module ({installed}), which this file would replace; rename the file"
+            )
         return
     file = getattr(loaded, "__file__", None)
     if file is None or Path(file).resolve() != path:
@@ -143,6 +329,17 @@ def _require_free_name(path: Path) -> None:
             f"{path}: `{name}` is the name of a module that is loaded already ({file or 'built in'}), which this file would "
             "replace; rename the file"
         )
+
+
+def _installed(name: str, folder: Path) -> str | None:
+    """Where a package that pip installed under this name begins, seen without the job file's own folder."""
+    paths = [entry for entry in sys.path if Path(entry).resolve() != folder]
+    found = importlib.machinery.PathFinder.find_spec(name, paths)
+    origin = found.origin if found is not None else None
+    return origin if origin and {"site-packages", "dist-packages"} & set(Path(origin).parts) else None
+
+
+# How a batch reaches the model, and the loss the engine
 
 
 def call_model(job: Job, model: nn.Module, batch: Any) -> Any:
