@@ -62,7 +62,9 @@ class Job:
         """Answer a wrong name in words; copies are made with nothing given."""
         known = cls.__dataclass_fields__
         if values:
-            raise JobError(f"a Job's fields are given by name: Job(model=...), not Job({type(values[0]).__name__}, ...)")
+            raise JobError(
+                f"a Job's fields are given by name: Job(model=...), not Job({type(values[0]).__name__}, ...)"
+            )
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -71,7 +73,9 @@ class Job:
         needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
         missing = [f"{name}=" for name in needed if name not in given]
         if given and missing:
-            raise JobError(f"a Job needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not given")
+            raise JobError(
+                f"a Job needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not given"
+            )
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -90,7 +94,9 @@ class Job:
         if self.name is not None and not isinstance(self.name, str):
             raise JobError(f"name={self.name!r}: text, or None for the name of the job file")
         if self.weights is not None and not isinstance(self.weights, str | Path):
-            raise JobError(f"weights= is a {type(self.weights).__name__}: give the path of a file, a checkpoint or a run")
+            raise JobError(
+                f"weights= is a {type(self.weights).__name__}: give the path of a file, a checkpoint or a run"
+            )
         if self.precision not in ("fp32", "tf32", "bf16", "fp16"):
             raise JobError(f"precision={self.precision!r} is not one of fp32, tf32, bf16, fp16")
         if not callable(self.model) and not hasattr(self.model, "forward"):
@@ -117,9 +123,13 @@ class Job:
             )
         for name, metric in self.metrics.items():
             if not isinstance(name, str) or not callable(metric):
-                raise JobError(f"metrics={{{name!r}: {metric!r}}}: give text as the name and a function of (output, batch)")
+                raise JobError(
+                    f"metrics={{{name!r}: {metric!r}}}: give text as the name and a function of (output, batch)"
+                )
             if name == "loss":
-                raise JobError("metrics={'loss': ...}: the loss is always evaluated, under this name; give another name")
+                raise JobError(
+                    "metrics={'loss': ...}: the loss is always evaluated, under this name; give another name"
+                )
 
     def _check_calls(self) -> None:
         """Each function takes what it will be called with: told now, with its place, not in the first step."""
@@ -134,9 +144,13 @@ class Job:
             *((f"metrics[{name!r}]", metric, ("output, batch",)) for name, metric in self.metrics.items()),
         ]
         for name, function, forms in calls:
-            if function is not None and not any(_takes(function, len(form.split(", ")) if form else 0) for form in forms):
+            if function is not None and not any(
+                _takes(function, len(form.split(", ")) if form else 0) for form in forms
+            ):
                 said = " or ".join(f"{name}({form})" for form in forms)
-                raise JobError(f"{name}= is called as {said}, and {_place(function)} takes {inspect.signature(function)}")
+                raise JobError(
+                    f"{name}= is called as {said}, and {_place(function)} takes {inspect.signature(function)}"
+                )
 
 
 def _is_number(value: Any) -> bool:
@@ -246,11 +260,10 @@ def _jobs_in(module: Any) -> list[str]:
     makers = {key for key, value in things.items() if isinstance(value, Job) or _returns_job(value)}
     own = {key: value for key, value in things.items() if getattr(value, "__module__", "") == module.__name__}
     used = {key: frozenset(inspect.unwrap(f).__code__.co_names) for key, f in own.items() if inspect.isfunction(f)}
-    more = {key for key, names in used.items() if "Job" in names}
-    while not more <= makers:
+    makers |= {key for key, names in used.items() if "Job" in names}
+    # What calls a maker and then trains is a script's main part, no job.
+    while more := {key for key, names in used.items() if names & makers and not names & _VERBS} - makers:
         makers |= more
-        # What calls a maker and then trains is a script's main part, no job.
-        more = {key for key, names in used.items() if names & makers and not names & _VERBS}
     return [key for key in things if key in makers and (isinstance(things[key], Job) or _takes(things[key], 0))]
 
 

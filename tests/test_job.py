@@ -187,13 +187,19 @@ def test_labels_may_be_a_list() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import sys\nsys.exit(0)\n", r"line 2 ended Python \(sys\.exit\(0\)\) while it was read; put that under if __name__"),
+        (
+            "import sys\nsys.exit(0)\n",
+            r"line 2 ended Python \(sys\.exit\(0\)\) while it was read; put that under if __name__",
+        ),
         ("import sys\n\nsys.exit()\n", r"line 3 ended Python \(sys\.exit\(\)\) while it was read"),
         (
             "import argparse\nargparse.ArgumentParser().parse_args(['--nope'])\n",
             r"line 2 ended Python \(sys\.exit\(2\)\) while it was read",
         ),
-        ("def job():\n    raise SystemExit('done')\n", r"line 2 ended Python \(sys\.exit\('done'\)\) while .*:job was called"),
+        (
+            "def job():\n    raise SystemExit('done')\n",
+            r"line 2 ended Python \(sys\.exit\('done'\)\) while .*:job was called",
+        ),
     ],
 )
 def test_a_job_file_that_ends_python_is_no_success(tmp_path: Path, text: str, words: str) -> None:
@@ -260,12 +266,21 @@ NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "
         ({"modle": nn.Identity}, r"a Job has no modle=; did you mean model=\?"),
         ({"batch_size": 8}, r"a Job has no batch_size=; did you mean batch=\?"),
         ({"xyzzy": 8}, r"a Job has no xyzzy=; its fields are model, optimizer, data, batch, loss"),
-        ({"loss": lambda output: 0}, r"loss= is called as loss\(output, batch\), and .*test_job.py line \d+ takes \(output\)"),
+        (
+            {"loss": lambda output: 0},
+            r"loss= is called as loss\(output, batch\), and .*test_job.py line \d+ takes \(output\)",
+        ),
         ({"model": nn.Linear}, r"model= is called as model\(\), and Linear takes \(in_features"),
-        ({"optimizer": lambda: 0}, r"optimizer= is called as optimizer\(params\), and .*test_job.py line \d+ takes \(\)"),
+        (
+            {"optimizer": lambda: 0},
+            r"optimizer= is called as optimizer\(params\), and .*test_job.py line \d+ takes \(\)",
+        ),
         ({"inputs": lambda: 0}, r"inputs= is called as inputs\(batch\)"),
         ({"collate": lambda a, b: 0}, r"collate= is called as collate\(samples\)"),
-        ({"schedule": lambda: 0}, r"schedule= is called as schedule\(optimizer\) or schedule\(optimizer, total_steps\)"),
+        (
+            {"schedule": lambda: 0},
+            r"schedule= is called as schedule\(optimizer\) or schedule\(optimizer, total_steps\)",
+        ),
         ({"metrics": {"a": lambda output: 0}}, r"metrics\['a'\]= is called as metrics\['a'\]\(output, batch\)"),
     ],
 )

@@ -112,7 +112,9 @@ def _slow(device: Device) -> list[str]:
     for precision, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if device.kind == "cpu" else ():
         slower = _slower(device, dtype)
         if slower is not None and slower > 1:
-            found.append(f"precision={precision}: matrix products measured {_figure(slower)} times slower than fp32's on this CPU")
+            found.append(
+                f"precision={precision}: matrix products measured {_figure(slower)} times slower than fp32's on this CPU"
+            )
     return found
 
 

@@ -105,7 +105,9 @@ def _remark(plan: Plan) -> list[str]:
     if plan.ranks <= RANKS_PER_CORE * cores:
         return []
     here = f"this machine has {cores} core{'s' * (cores > 1)}"
-    return [f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and {here}; `echelon doctor` measures what is here"]
+    return [
+        f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and {here}; `echelon doctor` measures what is here"
+    ]
 
 
 def _cost(forecast: Forecast) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from echelon.plan.units import size
 
 def export(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder (its last checkpoint is taken), or one of its checkpoints.")
+        str,
+        typer.Argument(metavar="RUN", help="A run's folder (its last checkpoint is taken), or one of its checkpoints."),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
     best: Annotated[

@@ -93,13 +93,17 @@ def export_weights(path: str | Path, out: str | Path) -> Exported:
 
     folder, out = checkpoint_of(Path(path)), Path(out)
     if out.suffix != ".safetensors":
-        raise EchelonError(f"{out}: the file that is written is a safetensors file; give a name that ends in .safetensors")
+        raise EchelonError(
+            f"{out}: the file that is written is a safetensors file; give a name that ends in .safetensors"
+        )
     manifest, found = read_manifest(folder), _open_checkpoint(folder)
     tensors = {name: torch.empty(shape, dtype=found.dtypes[name]) for name, shape in found.shapes.items()}
     found.fill(tensors)
     partial = out.with_name(out.name + ".partial")
     try:
-        save_file(tensors, partial, metadata={"format": "pt", "step": str(manifest["step"]), "job": str(manifest["job"])})
+        save_file(
+            tensors, partial, metadata={"format": "pt", "step": str(manifest["step"]), "job": str(manifest["job"])}
+        )
         partial.replace(out)
     except Exception as error:  # the disk, the folder, or a dtype that the format does not have
         partial.unlink(missing_ok=True)

@@ -98,7 +98,7 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     elif ranks == dp:
         lines = [f"{ranks} ranks, each with its own samples"]
     else:
-        lines = [f"{ranks} ranks; {_of(ranks // dp, 'rank')} share the same samples"]
+        lines = [f"{ranks} ranks, {'all' if dp == 1 else f'each {ranks // dp} of them'} with the same samples"]
     lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in _AXES if axis != "dp" and getattr(plan.mesh, axis) > 1]
     if dp > 1:
         lines.append(_ZERO[plan.zero])
@@ -108,7 +108,9 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         lines.append(f"a batch of {batch} cannot feed {dp} data ranks")
     elif batch is not None:
         turns, most = rounds(batch, dp, plan.micro), plan.micro or -(-batch // dp)
-        lines.append(f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {_of(most, 'sample')} per rank")
+        lines.append(
+            f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {_of(most, 'sample')} per rank"
+        )
     elif plan.micro:
         lines.append(f"micro-batches of {_of(plan.micro, 'sample')} per rank")
     lines.append(

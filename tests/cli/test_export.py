@@ -39,8 +39,12 @@ def export(*arguments: str) -> tuple[int, str]:
     return answer.exit_code, answer.output
 
 
-@pytest.mark.parametrize(("what", "options", "step"), [("", (), 3), ("", ("--best",), 2), ("checkpoints/step-00000002", (), 2)])
-def test_the_model_comes_out(run: tuple[Path, States], tmp_path: Path, what: str, options: tuple[str, ...], step: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "options", "step"), [("", (), 3), ("", ("--best",), 2), ("checkpoints/step-00000002", (), 2)]
+)
+def test_the_model_comes_out(
+    run: tuple[Path, States], tmp_path: Path, what: str, options: tuple[str, ...], step: int
+) -> None:
     out = tmp_path / "model.safetensors"
     code, text = export(str(run[0] / what), str(out), *options, "--json")
     answer = json.loads(text)

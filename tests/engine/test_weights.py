@@ -171,7 +171,7 @@ def test_weights_come_from_a_checkpoint_or_a_run(ranks: Pool, folder: Path, what
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="a folder without a checkpoint; give a run"):
         started(World(), str(tmp_path), "dp=1")
-    with pytest.raises(JobError, match="tensors that the model does not have.*is it another model's"):
+    with pytest.raises(JobError, match=r"tensors that the model does not have.*is it another model's"):
         Run(mlp(weights=folder), Plan(), World())
 
 
