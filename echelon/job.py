@@ -193,7 +193,7 @@ def load_job(spec: str) -> Job:
     file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
     path = Path(file)
     if path.is_dir():
-        raise JobError(f"{file} is a folder: give a job file, {path / 'job.py'}")
+        raise JobError(f"{file} is a folder: give a job file in it, as {path / 'job.py'}")
     if not path.is_file():
         raise JobError(f"{file}: no such file")
     if not name:
