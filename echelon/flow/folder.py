@@ -144,7 +144,7 @@ def _holds(path: Path, document: Document) -> bool:
 
 def _manifest(checkpoint: Path) -> Path:
     # Imports torch, which the process that only starts ranks goes without.
-    from echelon.engine.checkpoint import MANIFEST
+    from echelon.engine.stored import MANIFEST
 
     return checkpoint / MANIFEST
 

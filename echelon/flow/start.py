@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from echelon.errors import EchelonError, JobError, WorldError
+from echelon.flow.jobfile import reading
 from echelon.flow.prepare import Prepared, main_script
-from echelon.job import being_read
 from echelon.launchers import handover
 from echelon.launchers.command import tell_command
 from echelon.launchers.local import INTERRUPTED, launch
@@ -68,7 +68,7 @@ def _launch(command: list[str], prepared: Prepared) -> int:
 
 def begin(call: str) -> World:
     """What every entry from Python does first: refuse to run while a job file is only read, and have our errors told in words."""
-    file = being_read()
+    file = reading()
     if file is not None:
         raise JobError(
             f"echelon.{call} was called while {file} is read, which would run it twice; put it under "

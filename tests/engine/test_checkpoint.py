@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine.checkpoint import MANIFEST
 from echelon.engine.run import Run
+from echelon.engine.stored import MANIFEST
 from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.plan import Plan
 from echelon.testing.ranks import Pool

@@ -173,9 +173,10 @@ FAILURES = {
     "data differ": "data= has 53 samples on rank 0 and 52 on rank 1",
     "stream ends": "the stream ended early on rank 0",
     "factory fails": "ZeroDivisionError",
-    "nan": "the loss is nan at step 0",
+    "nan": "no checkpoint holds that step; lower the learning rate, clip gradients (clip=1.0), or look at its batch: "
+    'next(echelon.parallelize(job, "dp=1").loader.steps(0, 1))',
     "few": "has 1 of 17 samples left for 2 data ranks",
-    "fewer than ranks": "1 samples cannot feed 2 data ranks",
+    "fewer than ranks": "1 sample cannot feed 2 data ranks",
     "not scalar": "loss= gave a tensor of shape (8,), not a scalar",
     "detached": "the loss does not depend on any trainable parameter",
     "no items": "the loss counted no item in the whole batch",

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.app import app
-from echelon.cli.settings import KINDS, resolve
+from echelon.flow.settings import KINDS, resolve
 from echelon.errors import EchelonError
 
 DEFAULTS = dict.fromkeys(KINDS) | {"keep": 3}
