@@ -51,7 +51,7 @@ def test_the_model_comes_out(
     assert (code, answer["step"], answer["bytes"]) == (0, step, out.stat().st_size)
     plain = mlp().model()
     plain.load_state_dict(load_file(out))
-    assert all(torch.equal(value, run[1][step][name]) for name, value in plain.state_dict().items())
+    assert all(torch.equal(value, run[1][step][name].cpu()) for name, value in plain.state_dict().items())
     assert f"tensors of step {step}" in export(str(run[0] / what), str(out), *options)[1]
 
 
