@@ -11,6 +11,7 @@ import logging
 import tempfile
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,7 +152,7 @@ class Fabric:
         pass
 
 
-class _Driven:
+class _Driven(ABC):
     """A training that drives its own loop: it lives in a thread that runs only while it is its turn."""
 
     def __init__(self) -> None:
@@ -172,9 +173,9 @@ class _Driven:
         self._go.release()
         self._thread.join(30)
 
+    @abstractmethod
     def loop(self) -> None:
         """Train for as long as `more` says so, asking it before every step."""
-        raise NotImplementedError
 
     def more(self) -> bool:
         """Wait for a turn; False when there will be none."""

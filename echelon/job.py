@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import difflib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import MISSING, dataclass, field
+from functools import lru_cache, partial
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from echelon.errors import JobError
 
@@ -50,8 +50,28 @@ class Job:
     seed: int = 0
     #: None: named after the job file.
     name: str | None = None
-    #: A safetensors file (or its index, or a torch state dict) that the parameters start from.
+    #: What the parameters start from: a safetensors file, its index, a torch state dict, a checkpoint, or a run (its last one).
     weights: str | Path | None = None
+
+    def __new__(cls, *values: Any, **given: Any) -> Self:
+        """Answer a wrong name in words; copies are made with nothing given."""
+        known = cls.__dataclass_fields__
+        if values:
+            raise JobError(
+                f"a Job's fields are given by name: Job(model=...), not Job({type(values[0]).__name__}, ...)"
+            )
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}=?" if near else f"its fields are {', '.join(known)}"
+                raise JobError(f"a Job has no {name}=; {hint}")
+        needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+        missing = [f"{name}=" for name in needed if name not in given]
+        if given and missing:
+            raise JobError(
+                f"a Job needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not given"
+            )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if type(self.batch) is not int or self.batch < 1:
@@ -62,8 +82,16 @@ class Job:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise JobError(f"{name}={value!r}: a whole number of at least 1")
-        if self.clip is not None and not self.clip > 0:
-            raise JobError(f"clip={self.clip!r}: a gradient norm above 0, or None for no clipping")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            raise JobError(f"clip={self.clip!r}: a gradient norm, a number above 0, or None for no clipping")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
+            raise JobError(f"seed={self.seed!r}: a whole number of 64 bits at most")
+        if self.name is not None and not isinstance(self.name, str):
+            raise JobError(f"name={self.name!r}: text, or None for the name of the job file")
+        if self.weights is not None and not isinstance(self.weights, str | Path):
+            raise JobError(
+                f"weights= is a {type(self.weights).__name__}: give the path of a file, a checkpoint or a run"
+            )
         if self.precision not in ("fp32", "tf32", "bf16", "fp16"):
             raise JobError(f"precision={self.precision!r} is not one of fp32, tf32, bf16, fp16")
         if not callable(self.model) and not hasattr(self.model, "forward"):
@@ -76,73 +104,83 @@ class Job:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise JobError(f"{name}={value!r} is not a function")
+        self._check_metrics()
+        if _is_empty(self.evaluation):
+            raise JobError(
+                f"evaluation= is empty ({type(self.evaluation).__name__}): give at least one sample to evaluate on, or leave it out"
+            )
+        self._check_calls()
+
+    def _check_metrics(self) -> None:
+        if not isinstance(self.metrics, Mapping):
+            raise JobError(
+                f"metrics= is a {type(self.metrics).__name__}: give each a name, metrics={{'accuracy': accuracy}}"
+            )
+        for name, metric in self.metrics.items():
+            if not isinstance(name, str) or not callable(metric):
+                raise JobError(
+                    f"metrics={{{name!r}: {metric!r}}}: give text as the name and a function of (output, batch)"
+                )
+            if name == "loss":
+                raise JobError(
+                    "metrics={'loss': ...}: the loss is always evaluated, under this name; give another name"
+                )
+
+    def _check_calls(self) -> None:
+        """Each function takes what it will be called with: told now, with its place, not in the first step."""
+        made = isinstance(self.model, type) or not hasattr(self.model, "forward")
+        calls: list[tuple[str, Any, tuple[str, ...]]] = [
+            ("model", self.model if made else None, ("",)),
+            ("loss", self.loss, ("output, batch",)),
+            ("optimizer", self.optimizer, ("params",)),
+            ("inputs", self.inputs, ("batch",)),
+            ("collate", self.collate, ("samples",)),
+            ("schedule", self.schedule, ("optimizer", "optimizer, total_steps")),
+            *((f"metrics[{name!r}]", metric, ("output, batch",)) for name, metric in self.metrics.items()),
+        ]
+        for name, function, forms in calls:
+            if function is not None and not any(
+                takes(function, len(form.split(", ")) if form else 0) for form in forms
+            ):
+                said = " or ".join(f"{name}({form})" for form in forms)
+                raise JobError(
+                    f"{name}= is called as {said}, and {place(function)} takes {inspect.signature(function)}"
+                )
 
 
-def load_job(spec: str) -> Job:
-    """The job that `file.py` or `file.py:name` describes. `name` is a function that returns a Job, or a Job."""
-    file, _, name = spec.rpartition(":") if ":" in spec and not spec.endswith(".py") else (spec, "", "job")
-    path = Path(file)
-    if not path.is_file():
-        raise JobError(f"{file}: no such file")
-    module = _import_file(path)
-    made = getattr(module, name, None)
-    if made is None:
-        found = [key for key, value in vars(module).items() if isinstance(value, Job) or _returns_job(value)]
-        hint = f"; it has {', '.join(f'{file}:{key}' for key in found)}" if found else ""
-        raise JobError(f"{file}: no `{name}` in it: write `def {name}(): return echelon.Job(...)`{hint}")
-    if callable(made):
-        made = made()
-    if not isinstance(made, Job):
-        raise JobError(f"{file}:{name} gives {type(made).__name__}, not an echelon.Job")
-    return made
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _returns_job(value: Any) -> bool:
-    return inspect.isfunction(value) and "Job" in str(inspect.signature(value).return_annotation)
-
-
-def _import_file(path: Path) -> Any:
-    """Run the file as a module (not as __main__) with its folder importable, as `python file.py` would have it."""
-    path = path.resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise JobError(f"{path}: not a Python file")
-    _require_free_name(path)
-    module = importlib.util.module_from_spec(spec)
-    setattr(module, _MARK, True)
-    before = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # so that classes defined there can be found again by name
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+def _is_empty(data: Any) -> bool:
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        # Half a module must not answer a later import.
-        del sys.modules[path.stem]
-        if before is not None:
-            sys.modules[path.stem] = before
-        raise
-    return module
+        return data is not None and len(data) == 0
+    except Exception:  # a data set without a length, or with one that fails, is told of where it is opened
+        return False
 
 
-#: Set in modules that are job files: one may take another's name, as `job.py` of two folders do.
-_MARK = "__echelon_job__"
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether it can be called with `count` values; of what Python cannot say nothing is held against it."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
-def _require_free_name(path: Path) -> None:
-    """Refuse a file whose name is another module's: whoever imports that one would get the job file."""
-    name = path.stem
-    if name in sys.stdlib_module_names:
-        raise JobError(f"{path}: `{name}` is a module of Python's own, which this file would replace; rename the file")
-    loaded = sys.modules.get(name)
-    if loaded is None or hasattr(loaded, _MARK):
-        return
-    file = getattr(loaded, "__file__", None)
-    if file is None or Path(file).resolve() != path:
-        raise JobError(
-            f"{path}: `{name}` is the name of a module that is loaded already ({file or 'built in'}), which this file would "
-            "replace; rename the file"
-        )
+def place(function: Any) -> str:
+    """Where a function stands: `job.py line 12`, or its name."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename} line {code.co_firstlineno}" if code else getattr(function, "__name__", repr(function))
+
+
+# How a batch reaches the model, and the loss the engine
 
 
 def call_model(job: Job, model: nn.Module, batch: Any) -> Any:

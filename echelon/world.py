@@ -158,9 +158,11 @@ def _address(env: Mapping[str, str], source: str) -> str:
         return f"file://{env[STORE]}"
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not host or not port:
-        missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name))
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        verb, it = ("is", "it") if len(missing) == 1 else ("are", "them")
         raise WorldError(
-            f"several ranks but {missing} is not set: they cannot find each other; torchrun sets it, under Slurm or MPI export it"
+            f"several ranks but {' and '.join(missing)} {verb} not set: they cannot find each other; torchrun sets {it}, under Slurm "
+            f"or MPI export {it}"
         )
     if not port.isdigit():
         raise WorldError(f"MASTER_PORT={port!r} is not a port number")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,9 +26,13 @@ def ranks() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder (ECHELON_CACHE) in which this machine is measured already; measured once for the session."""
-    from echelon.plan.store import Store
-    from echelon.profiler import measure
+    from tests.machine import environment
 
     folder = tmp_path_factory.mktemp("cache")
-    measure(store=Store(folder))
+    subprocess.run(
+        [sys.executable, "-m", "echelon", "doctor", "--json"],
+        env=environment(folder),
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return folder

@@ -1,9 +1,9 @@
-"""How a job file is found, how a batch reaches the model, and what a model's own loss counts."""
+"""What a job may say, how a batch reaches the model, and what a model's own loss counts."""
 
 from __future__ import annotations
 
-import random
-import sys
+import copy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,60 +15,9 @@ from torch.nn import functional as F
 
 from echelon.engine.run import Run
 from echelon.errors import JobError
-from echelon.job import Job, call_loss, call_model, load_job
+from echelon.job import Job, call_loss, call_model
 from echelon.plan.text import from_text
 from echelon.world import World
-
-FILE = "import torch\nimport echelon\ndef job():\n    return echelon.Job(model=torch.nn.Identity, optimizer=print, data=[], batch=1, steps={steps})\n"
-
-
-def written(path: Path, text: str = FILE.format(steps=1)) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return str(path)
-
-
-@pytest.fixture(autouse=True)
-def _tidy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-
-@pytest.mark.parametrize("name", ["random", "math", "json"])
-def test_a_job_file_may_not_replace_a_module_of_python(tmp_path: Path, name: str) -> None:
-    before = sys.modules.get(name)
-    with pytest.raises(JobError, match=f"`{name}` is a module of Python's own.*rename the file"):
-        load_job(written(tmp_path / f"{name}.py"))
-    assert sys.modules.get(name) is before
-    assert random.random() >= 0
-
-
-def test_a_job_file_may_not_replace_a_loaded_module(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="`pytest` is the name of a module that is loaded already"):
-        load_job(written(tmp_path / "pytest.py"))
-    assert sys.modules["pytest"] is pytest
-
-
-def test_job_files_of_one_name_may_follow_each_other(tmp_path: Path) -> None:
-    for steps in (1, 2):
-        spec = written(tmp_path / str(steps) / "echelon_test_job.py", FILE.format(steps=steps))
-        assert load_job(spec).steps == steps
-        assert load_job(spec).steps == steps
-
-
-def test_a_job_file_that_fails_leaves_no_half_module(tmp_path: Path) -> None:
-    broken = written(tmp_path / "broken" / "echelon_half_job.py", "first = 1\nraise RuntimeError('second')\n")
-    with pytest.raises(RuntimeError, match="second"):
-        load_job(broken)
-    assert "echelon_half_job" not in sys.modules
-    load_job(written(tmp_path / "whole" / "echelon_half_job.py"))
-    whole = sys.modules["echelon_half_job"]
-    with pytest.raises(RuntimeError, match="second"):
-        load_job(broken)
-    assert sys.modules["echelon_half_job"] is whole
-
-
-def test_a_job_needs_no_name(tmp_path: Path) -> None:
-    assert load_job(written(tmp_path / "echelon_nameless.py")).name is None
 
 
 class Tagger(nn.Module):
@@ -173,3 +122,61 @@ def test_labels_may_be_a_list() -> None:
     loss = one(made, model, {"x": torch.randn(2, 8), "labels": [torch.zeros(1), torch.zeros(3)]})
     assert loss.shape == ()
     assert loss.item() > 1
+
+
+NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "batch": 1, "steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": "abc"}, r"seed='abc': a whole number"),
+        ({"seed": 2**64}, r"seed=18446744073709551616: a whole number of 64 bits"),
+        ({"clip": "1.0"}, r"clip='1.0': a gradient norm, a number above 0"),
+        ({"clip": True}, r"clip=True: a gradient norm"),
+        ({"metrics": [print]}, r"metrics= is a list: give each a name, metrics=\{'accuracy': accuracy\}"),
+        ({"metrics": {"accuracy": 0.5}}, r"metrics=\{'accuracy': 0.5\}: give text as the name and a function"),
+        ({"metrics": {"loss": lambda output, batch: 0}}, r"the loss is always evaluated, under this name"),
+        ({"name": 3}, r"name=3: text"),
+        ({"weights": {"a": 1}}, r"weights= is a dict: give the path"),
+        ({"evaluation": []}, r"evaluation= is empty \(list\): give at least one sample to evaluate on"),
+        ({"modle": nn.Identity}, r"a Job has no modle=; did you mean model=\?"),
+        ({"batch_size": 8}, r"a Job has no batch_size=; did you mean batch=\?"),
+        ({"xyzzy": 8}, r"a Job has no xyzzy=; its fields are model, optimizer, data, batch, loss"),
+        (
+            {"loss": lambda output: 0},
+            r"loss= is called as loss\(output, batch\), and .*test_job.py line \d+ takes \(output\)",
+        ),
+        ({"model": nn.Linear}, r"model= is called as model\(\), and Linear takes \(in_features"),
+        (
+            {"optimizer": lambda: 0},
+            r"optimizer= is called as optimizer\(params\), and .*test_job.py line \d+ takes \(\)",
+        ),
+        ({"inputs": lambda: 0}, r"inputs= is called as inputs\(batch\)"),
+        ({"collate": lambda a, b: 0}, r"collate= is called as collate\(samples\)"),
+        (
+            {"schedule": lambda: 0},
+            r"schedule= is called as schedule\(optimizer\) or schedule\(optimizer, total_steps\)",
+        ),
+        ({"metrics": {"a": lambda output: 0}}, r"metrics\['a'\]= is called as metrics\['a'\]\(output, batch\)"),
+    ],
+)
+def test_wrong_fields_are_told_at_once(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        Job(**{**NEEDED, **changes})
+
+
+def test_right_fields_are_taken() -> None:
+    made = Job(
+        **NEEDED, loss=nn.CrossEntropyLoss(), clip=1, schedule=lambda optimizer, steps: None, evaluation=torch.zeros(1),
+        metrics={"a": lambda output, batch, extra=0: 0}, collate=list, weights=Path("w"), seed=-1,
+    )  # fmt: skip
+    assert copy.copy(made) == made
+    assert replace(made, model=nn.Linear(2, 2)).clip == 1
+
+
+def test_what_a_job_lacks_is_named() -> None:
+    with pytest.raises(JobError, match=r"a Job needs optimizer= and data=, which are not given"):
+        Job(model=nn.Identity, batch=1, steps=1)  # type: ignore[call-arg]
+    with pytest.raises(JobError, match=r"fields are given by name"):
+        Job(nn.Identity)  # type: ignore[call-arg,misc]

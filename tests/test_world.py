@@ -87,7 +87,8 @@ def test_a_shell_inside_an_allocation_is_no_launch(tasks: str, step: dict[str, s
     [
         ({"RANK": "0"}, r"RANK=0 is set but WORLD_SIZE is not \(torchrun\)"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "several ranks but MASTER_ADDR and MASTER_PORT is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "several ranks but MASTER_ADDR and MASTER_PORT are not set: .* sets them"),
+        (TORCHRUN | {"MASTER_PORT": ""}, "several ranks but MASTER_PORT is not set: .* sets it"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a port number"),
         (TORCHRUN | {"RANK": "x"}, "RANK='x' is not a whole number"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 is outside a world of 4"),

@@ -10,6 +10,7 @@ from echelon.cli.common import ClusterOption, Debug, Json, print_json, read_clus
 from echelon.plan.units import seconds, size
 
 if TYPE_CHECKING:
+    from echelon.plan.cluster import Cluster
     from echelon.plan.forecast import Forecast
     from echelon.plan.plan import Plan
 
@@ -50,18 +51,21 @@ def _read(text: str, where: str) -> Plan:
 
 
 def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | None) -> dict[str, Any]:
-    from echelon.plan.check import check
+    from echelon.plan.check import check, require
     from echelon.plan.text import diff
     from echelon.plan.text import explain as in_words
 
-    profile = machines = None
+    profile, machines = None, _machines(job, cluster)
     if job is not None:
-        profile, machines = read_profile(job), read_cluster(cluster)
+        profile = read_profile(job)
+        require(wanted, profile, machines)  # a plan that this job cannot have is no plan to explain
     answer: dict[str, Any] = {
         "plan": str(wanted),
         "decisions": in_words(wanted, profile.batch if profile else None).splitlines(),
         "problems": [str(problem) for problem in check(wanted, profile, machines)],
     }
+    if machines is None:
+        answer["problems"] += _remark(wanted)
     plans = [wanted]
     if other is not None:
         problems = check(other, profile, machines)
@@ -81,6 +85,29 @@ def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | No
         if other is not None:
             answer["other"]["verdict"] = why_not(profile, machines, other, wanted)
     return answer
+
+
+def _machines(job: str | None, cluster: str | None) -> Cluster | None:
+    """What the plan is held against: with a job measured if need be, without one only if it is known."""
+    if job is not None or cluster is not None:
+        return read_cluster(cluster)
+    from echelon.profiler import known_cluster
+
+    return known_cluster()
+
+
+def _remark(plan: Plan) -> list[str]:
+    """What can be said about its size on a machine that was never measured."""
+    from echelon.plan.check import RANKS_PER_CORE
+    from echelon.world import usable_cores
+
+    cores = usable_cores()
+    if plan.ranks <= RANKS_PER_CORE * cores:
+        return []
+    here = f"this machine has {cores} core{'s' * (cores > 1)}"
+    return [
+        f"dp={plan.mesh.dp}: the plan needs {plan.ranks} devices and {here}; `echelon doctor` measures what is here"
+    ]
 
 
 def _cost(forecast: Forecast) -> dict[str, Any]:

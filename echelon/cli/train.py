@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.common import Debug, File, Json, console, measured, print_json, table, warn
-from echelon.cli.settings import FILE, Setting, resolve
+from echelon.launchers.handover import in_words
 
 if TYPE_CHECKING:
     from echelon.flow.prepare import Subject
+    from echelon.flow.settings import Setting
     from echelon.plan.plan import Plan
 
 
@@ -46,61 +47,74 @@ def train(
 
     Settings come from the command line, else from ECHELON_* variables (ECHELON_KEEP=5), else from [train] in echelon.toml.
     """
+    from echelon.flow.settings import FILE, defaults, resolve
     from echelon.world import read_settings
 
     given = {
         "plan": plan, "out": out, "keep": keep, "every": every, "resume": resume,
         "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
     }  # fmt: skip
-    settings = resolve(given, read_settings(), Path(FILE), _defaults())
+    settings = resolve(given, read_settings(), Path(FILE), defaults())
     if show_settings:
         _show(settings, json)
         return
     raise typer.Exit(_run(file, {name: setting.value for name, setting in settings.items()}, json, debug))
 
 
-def _defaults() -> dict[str, Any]:
-    """What `echelon.train` does when nothing is said, under the command line's names."""
-    from echelon.flow.train import Settings
-
-    plain = Settings()
-    return {
-        "plan": "auto", "out": plain.folder, "keep": plain.keep, "every": plain.every, "resume": plain.resume,
-        "require_certificate": plain.certificate, "quiet": plain.quiet, "workers": plain.workers,
-    }  # fmt: skip
-
-
 def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
-    """Train in this process, or in ranks that it starts; the exit code."""
-    from echelon.flow.prepare import Subject, prepare
-    from echelon.flow.start import run_ranks
-    from echelon.flow.train import Settings
-    from echelon.flow.train import train as train_here
+    """Train, and tell machines how it ended whatever the end was; the exit code."""
+    from echelon.flow.settings import Settings
+    from echelon.launchers.local import EARLY, INTERRUPTED
     from echelon.world import read_world
 
     options = {
         "folder": values["out"], "keep": values["keep"], "every": values["every"], "resume": values["resume"],
         "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
     }  # fmt: skip
-    Settings(**options)  # a wrong value is told before anything is measured
+    tell = json and read_world().main
+    try:
+        Settings(**options)  # a wrong value is told before anything is measured
+        code = _train(file, values["plan"], options, tell, debug)
+    except KeyboardInterrupt as interrupt:
+        message = str(interrupt) or EARLY
+        typer.echo(message, err=True)
+        if tell:
+            print_json({"error": message})
+        return INTERRUPTED
+    except Exception as error:
+        if tell:
+            print_json({"error": in_words(error)})
+        raise
+    if tell:
+        print_json(_summary(Path(options["folder"])))
+    return code
+
+
+def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, debug: bool) -> int:
+    """Train in this process, or in ranks that it starts; the exit code. `tell`: the folder is settled beforehand, to be read after."""
+    from echelon.flow.folder import require_writable
+    from echelon.flow.prepare import Subject, prepare
+    from echelon.flow.start import run_ranks
+    from echelon.flow.train import train as train_here
+    from echelon.world import read_world
+
     world, subject = read_world(), Subject(file)
-    wanted: Plan | str = values["plan"]
+    if world.main:
+        require_writable(Path(options["folder"] or "runs"))
+    if tell:
+        options["folder"] = str(_folder(options, subject))
     if not world.launched:
         if wanted == "auto":
             measured()  # planning needs it; here it is done in sight
         prepared = prepare(subject, wanted)
         if prepared.plan.ranks > 1:
-            if json:
-                options["folder"] = str(_folder(options, subject))
             warn(subject.warnings)  # the ranks find out everything else again
-            code = run_ranks("train", file, prepared, options, debug=debug)
-            if json:
-                print_json(_summary(Path(options["folder"])))
-            return code
+            return run_ranks("train", file, prepared, options, debug=debug)
         wanted = prepared.plan
-    trained = train_here(file, wanted, **options)
-    if json and world.main:
-        print_json(_summary(trained.folder))
+    try:
+        train_here(file, wanted, **options)
+    except SystemExit as ended:  # interrupted, and saved
+        return int(ended.code or 0)
     return 0
 
 
@@ -117,15 +131,15 @@ def _summary(folder: Path) -> dict[str, Any]:
     from echelon.observer import read_events
 
     last = {event.kind: event for event in read_events(folder)}
-    step, end = last.get("step"), last["end"].data
+    start, step, end = (last.get(kind) for kind in ("start", "step", "end"))
     return {
         "folder": str(folder),
-        "plan": last["start"].data.get("plan"),
-        "reason": end.get("reason"),
-        "step": last["end"].step,
+        "plan": start.data.get("plan") if start else None,
+        "reason": end.data.get("reason") if end else None,
+        "step": end.step if end else step.step if step else 0,
         "loss": step.data.get("loss") if step else None,
         "metrics": last["evaluation"].data.get("metrics") if "evaluation" in last else {},
-        "seconds": end.get("seconds"),
+        "seconds": end.data.get("seconds") if end else None,
     }
 
 

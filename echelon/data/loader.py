@@ -64,7 +64,7 @@ class Loader:
             raise DataError(f"the order is over {order.samples} samples but the data set has {len(source)}")
         if order.samples < ranks:
             raise DataError(
-                f"{order.samples} samples cannot feed {ranks} data ranks: each needs at least one; "
+                f"{order.samples} sample{'s' * (order.samples > 1)} cannot feed {ranks} data ranks: each needs at least one; "
                 f"use dp={order.samples} or less, or more data"
             )
         if order.batch < ranks:
@@ -92,7 +92,7 @@ class Loader:
             return
         raise DataError(
             f"step {first} is the last of epoch {order.epoch_of(first)} and has {short} of {order.samples} samples left for "
-            f"{self._ranks} data ranks: each needs at least one; leave out {short} samples, use dp={short} or less, "
+            f"{self._ranks} data ranks: each needs at least one; leave out {short} sample{'s' * (short > 1)}, use dp={short} or less, "
             f"or a batch that does not leave so few (batch={_fitting_batch(order, self._ranks)})"
         )
 

@@ -29,7 +29,7 @@ class Order:
                 raise DataError(f"{name}={value!r}: an order needs a whole number of at least 1")
         if self.drop_last and self.samples < self.batch:
             raise DataError(
-                f"{self.samples} samples do not fill one batch of {self.batch}, and drop_last leaves out what does not: "
+                f"{self.samples} sample{'s do' if self.samples > 1 else ' does'} not fill one batch of {self.batch}, and drop_last leaves out what does not: "
                 f"no batch remains; use a batch of at most {self.samples}, or keep the short batch"
             )
 

@@ -38,6 +38,10 @@ class Source(ABC):
         """The samples `ids` as one collated batch."""
         return self.parts(ids, (len(ids),), epoch, pin=pin)[0]
 
+    def sample(self, number: int) -> Any:
+        """One sample as the first epoch has it: by itself, not collated where that is not how it is read."""
+        return self.take(np.array([number]), 0)
+
 
 def is_stream(data: Any) -> bool:
     """Whether `data` can only be read from its start (stream.py), not by number."""
@@ -55,7 +59,7 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
             "beforehand), or make it a torch IterableDataset and the job's length steps="
         ) from error
     if samples < 1:
-        raise DataError(f"{kind_of(data)} is empty: a training needs at least one sample")
+        raise DataError(f"{kind_of(data)} is empty: a training or an evaluation needs at least one sample")
     tensors = None if collate else _tensors(data)
     if tensors is not None:
         return tensors
@@ -161,6 +165,11 @@ class Samples(Source):
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
         batches = self._plain(ids, sizes) if self._silent else self._watched(ids, sizes, epoch)
         return [pinned(batch) for batch in batches] if pin else batches
+
+    def sample(self, number: int) -> Any:
+        with self._generators:
+            draws.seed(draws.seeds(self._seed, 0, np.array([number]))[0])
+            return self._read([number])[0]
 
     def _watched(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
         """The batches, with those generators seeded that reading them draws from."""

@@ -148,7 +148,7 @@ class StreamLoader:
             size = len(samples)
             if not first and (not size or (size < self._batch and self._drop_last)):
                 yield DataError(
-                    f"{reader.name}: epoch {reader.epoch} ends after {size} samples, before the first batch of {self._batch}; "
+                    f"{reader.name}: epoch {reader.epoch} ends after {size} sample{'s' * (size != 1)}, before the first batch of {self._batch}; "
                     "give a stream that has more, from its start each time it is iterated"
                 )
             if size == self._batch or (size and not self._drop_last):
@@ -164,7 +164,7 @@ class StreamLoader:
         size = len(samples)
         if size < self._ranks:
             return DataError(
-                f"{reader.name}: epoch {reader.epoch} ends at step {step} with {size} samples for {self._ranks} data ranks: "
+                f"{reader.name}: epoch {reader.epoch} ends at step {step} with {size} sample{'s' * (size != 1)} for {self._ranks} data ranks: "
                 "each needs at least one; use fewer ranks, another batch, or let the stream leave these out"
             )
         parts = split(size, self._ranks, self._micro)[self._rank]

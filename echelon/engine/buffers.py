@@ -187,7 +187,7 @@ class Unknown:
         tensor, shape = self._tensor(name), self._shapes[name]
         if tensor is None or not _fits(tensor, shape):
             return self._quiet.new_zeros(_elements(shape))  # of the agreed length; nobody uses it, as this is news
-        return tensor.reshape(-1).double()
+        return tensor.reshape(-1).to(self._quiet)  # a model may put a tensor of the host there
 
     def _put(self, means: Tensor) -> None:
         for (name, shape), part in zip(self._shapes.items(), means.split(self._lengths), strict=True):
@@ -205,7 +205,7 @@ def _summable(tensor: Tensor | None) -> bool:
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:
-    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+    return left.device == right.device and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 def _content(tensor: Tensor | None) -> Tensor:

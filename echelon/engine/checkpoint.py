@@ -10,23 +10,17 @@ A checkpoint is written beside its place and renamed into it once the manifest i
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import errno
-import hashlib
 import json
 import os
-import pickle
 import shutil
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
@@ -34,14 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine import state
 from echelon.engine.build import fingerprint
+from echelon.engine.stored import FORMAT, MANIFEST, Reader, quietly, read_manifest, require_whole, sha256
 from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.codec import to_plain
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-
-MANIFEST = "checkpoint.json"
-FORMAT = 1
 
 
 def save(run: Run, folder: Path) -> int:
@@ -63,14 +55,14 @@ def save(run: Run, folder: Path) -> int:
 
 
 def _save(run: Run, folder: Path, partial: Path) -> int:
-    with _quiet():
+    with quietly():
         save_tensors(
             _tensors(run), storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=run.world.size == 1
         )
     with run.ranks.together():
         mine = [path for path in partial.iterdir() if path.name.startswith(f"__{run.world.rank}_")]
         mine += [partial / ".metadata"] if run.world.main else []
-        sums = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in mine}
+        sums = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
     files = {name: entry for part in run.ranks.gather(sums) for name, entry in part.items()}
     with run.ranks.together():
         if run.world.main:
@@ -112,13 +104,13 @@ def load(run: Run, folder: Path) -> None:
     with run.ranks.together():
         manifest = read_manifest(folder)
         _require_fits(run, manifest, folder)
-        _require_whole(folder, manifest, run)
-    reader = _Reader(folder)
+        require_whole(folder, manifest, run.world)
+    reader = Reader(folder)
     metadata = reader.read_metadata()
     _make_room(run, metadata)
     wanted = _wanted(run, metadata, folder)
     try:
-        with _quiet():
+        with quietly():
             load_tensors(wanted, storage_reader=reader, no_dist=run.world.size == 1)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{folder}: could not be read ({error})") from error
@@ -172,27 +164,6 @@ def _wanted(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:
     return wanted
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, or the reason why `folder` is none."""
-    path = folder / MANIFEST
-    if not path.exists():
-        what = (
-            "no such folder"
-            if not folder.exists()
-            else f"no {MANIFEST} in it: not an echelon checkpoint, or one cut short"
-        )
-        raise CheckpointError(f"{folder}: {what}")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ForeignCheckpoint(
-                f"{folder}: format {manifest['format']}, this echelon reads {FORMAT}; use the echelon that wrote it"
-            )
-        return dict(manifest)
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); use an older checkpoint") from error
-
-
 def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
     if manifest["model"] != fingerprint(run.model):
         here = {name: list(value.shape) for name, value in run.model.named_parameters()}
@@ -223,93 +194,8 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
             )
 
 
-def _require_whole(folder: Path, manifest: dict[str, Any], run: Run) -> None:
-    """Each rank checks some of the files, so that a large checkpoint is read once over all."""
-    for index, (name, entry) in enumerate(sorted(manifest["files"].items())):
-        if Path(name).name != name:
-            raise CheckpointError(f"{folder}: its manifest names {name!r}, which leaves the folder")
-        if index % run.world.size != run.world.rank:
-            continue
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; use an older checkpoint")
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(
-                f"{path}: {size:,} bytes where {entry['bytes']:,} were written: cut short; use an older checkpoint"
-            )
-        if _sha256(path) != entry["sha256"]:
-            raise CheckpointError(f"{path}: its content changed since it was written; use an older checkpoint")
-
-
-class _Reader(FileSystemReader):
-    """torch's reader, except that its metadata (a pickle) may name only the classes that such metadata is made of."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            try:
-                metadata = _Unpickler(file).load()
-            except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
-                raise CheckpointError(f"{self.path}: its .metadata cannot be read ({error})") from error
-        if getattr(metadata, "storage_meta", None) is None:
-            from torch.distributed.checkpoint.metadata import StorageMeta
-
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    """Finds by exact name alone: a module's namespace also holds what that module imports, `os` among it."""
-
-    _NAMES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "torch": ("Size",),
-        "torch.serialization": ("_get_layout",),
-        "torch.distributed.checkpoint.metadata": (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        ),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-        "collections": ("OrderedDict",),
-        "pathlib": ("PosixPath", "PurePosixPath"),
-        "pathlib._local": ("PosixPath", "PurePosixPath"),
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # some Python versions store an enum's member as getattr(Class, "NAME")
-            return _member
-        dtype = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
-        )
-        if dtype or name in self._NAMES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
-
-
-def _member(owner: Any, name: str) -> Any:
-    if isinstance(owner, type) and issubclass(owner, enum.Enum):
-        return owner[name]
-    raise pickle.UnpicklingError(f"getattr of {owner!r} has no place in a checkpoint")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's word that one process is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
 def _plain_items(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if state.is_plain(value)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write(path: Path, text: str) -> None:

@@ -22,9 +22,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from echelon.data.digest import digest
 from echelon.data.loader import Loader, StepBatch
 from echelon.data.order import Order
-from echelon.data.source import is_stream, open_source
+from echelon.data.source import Source, is_stream, open_source
 from echelon.data.stream import Stream, StreamLoader
 from echelon.engine import checkpoint, norm, state
 from echelon.engine.build import build, equalise
@@ -139,21 +140,44 @@ class Run:
         with self.ranks.together():
             source = open_source(job.data, collate=job.collate, seed=job.seed)
             order = Order(samples=len(source), batch=job.batch, seed=job.seed)
-        self._require_equal_data(len(source))
+        self._require_equal_data(source)
         self.samples, self.steps_per_epoch = order.samples, order.steps_per_epoch
         self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
         return Loader(
             source, order, rank=data.rank, ranks=data.size, micro=self.plan.micro, pin=pin, workers=self.workers
         )
 
-    def _require_equal_data(self, samples: int) -> None:
-        lengths = self.ranks.gather(samples)
+    def _require_equal_data(self, source: Source) -> None:
+        lengths = self.ranks.gather(len(source))
         if len(set(lengths)) > 1:
             other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
             raise DataError(
                 f"data= has {lengths[0]:,} samples on rank 0 and {lengths[other]:,} on rank {other}: every rank must see the same "
                 "data set (it reads only its own part of it)"
             )
+        for number in sorted({0, len(source) - 1}):
+            self._require_equal_sample(source, number)
+
+    def _require_equal_sample(self, source: Source, number: int) -> None:
+        """Random data that each rank makes for itself has the same length everywhere: only its content tells."""
+        found = self.ranks.gather(self._digest(source, number))
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None and None not in found:
+            raise DataError(
+                f"the ranks have different data: sample {number} differs on rank {other} from rank 0's; make it the same way everywhere "
+                "(torch.manual_seed(0) before random data is made, files in sorted order)"
+            )
+
+    def _digest(self, source: Source, number: int) -> str | None:
+        """None: not to be compared. A data set with a generator of its own gives another sample each time; one that cannot be
+        read is told of when it is its turn; and what workers will read may not like to be opened before they are forked."""
+        if self.world.size == 1 or (self.workers and not source.gathers):
+            return None
+        try:
+            first = digest(source.sample(number))
+            return first if source.gathers or first == digest(source.sample(number)) else None
+        except Exception:
+            return None
 
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self.plan, self.ranks
@@ -313,16 +337,16 @@ class Run:
         if self.loss_scale is None and not math.isfinite(loss):
             empty = " Or the loss counted no item in the whole batch: then (sum, count) has count 0 on every rank."
             raise TrainingError(
-                f"the loss is {loss} at step {step}: training stopped, and nothing was saved since; lower the learning rate, clip "
-                f"gradients (clip=1.0), or look at that batch: run.loader.steps(step, step + 1).{empty if self.nominal else ''}"
+                f"the loss is {loss} at step {step + 1}: training stopped, and no checkpoint holds that step; lower the learning rate, "
+                f"clip gradients (clip=1.0), or look at its batch: {_batch_of(step)}.{empty if self.nominal else ''}"
             )
 
     def _require_hope(self, scale: LossScale) -> None:
         if scale.hopeless:
             raise TrainingError(
-                f"gradients overflow fp16 at step {self.step_number}, as in the {scale.stuck - 1} steps before, though the loss is not "
+                f"gradients overflow fp16 at step {self.step_number + 1}, as in the {scale.stuck - 1} steps before, though the loss is not "
                 "scaled any more: training stopped, the weights are those before these steps; use precision=bf16 or fp32, lower the "
-                "learning rate, or look at that batch: run.loader.steps(step, step + 1)"
+                f"learning rate, or look at its batch: {_batch_of(self.step_number)}"
             )
 
     def move(self, value: Any) -> Any:
@@ -406,3 +430,8 @@ class Run:
         self._restore()
         self._restore = lambda: None  # by now somebody else may have set them
         self.ranks.close()
+
+
+def _batch_of(step: int) -> str:
+    """How to get the batch of a step (from 0), for one who has a job and no run."""
+    return f'next(echelon.parallelize(job, "dp=1").loader.steps({step}, {step + 1}))'

@@ -1,51 +1,175 @@
-"""Pretrained weights read straight into the shards: each rank reads only the rows it keeps."""
+"""Weights from files and checkpoints into the shards, each rank reading only the rows it keeps; and out again, into one file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
+from echelon.engine.stored import MANIFEST, Reader, quietly, read_manifest, require_whole
 from echelon.engine.tensor import Piece
-from echelon.errors import JobError
+from echelon.errors import CheckpointError, EchelonError, JobError
+from echelon.world import World
 
 Read = Callable[[slice | None], Tensor]
+#: Under which a checkpoint holds the model's tensors; the optimizer's are beside them.
+_MODEL = "model/"
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Tensors that can be read: their shapes, and what fills targets with them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    fill: Callable[[Mapping[str, Tensor]], None]
 
 
 @torch.no_grad()
 def load_weights(
     model: nn.Module, path: str | Path, *, pieces: Mapping[str, Piece], warn: Callable[[str], None]
 ) -> None:
-    """Fill parameters and buffers from a safetensors file, its `.index.json`, or a torch state dict (read without pickle)."""
+    """Fill parameters and buffers from a safetensors file, its `.index.json`, a torch state dict (read without pickle), a
+    checkpoint, or the last checkpoint of a run."""
     path = Path(path)
     targets = dict(model.state_dict(keep_vars=True).items())
     with ExitStack() as files:
-        found = _open(path, files)
-        unknown = sorted(set(found) - set(targets))
+        found = _open_checkpoint(checkpoint_of(path)) if path.is_dir() else _open_file(path, files)
+        unknown = sorted(set(found.shapes) - set(targets))
         if unknown:
             raise JobError(
-                f"{path}: {len(unknown)} tensors that the model does not have, the first is {unknown[0]}; is it another model's?"
+                f"{path}: {len(unknown)} tensor{'s' * (len(unknown) > 1)} that the model does not have, the first is {unknown[0]}; "
+                "is it another model's?"
             )
-        for name, (shape, read) in found.items():
-            target = targets[name]
-            if tuple(shape) != tuple(target.shape):
-                raise JobError(f"{path}: {name} is {tuple(shape)} there and {tuple(target.shape)} in the model")
-            _fill(target, read, pieces.get(name))
-    missing = sorted(set(targets) - set(found) - _aliases(model, set(found)))
+        for name, shape in found.shapes.items():
+            if shape != tuple(targets[name].shape):
+                raise JobError(f"{path}: {name} is {shape} there and {tuple(targets[name].shape)} in the model")
+        found.fill({name: targets[name] for name in found.shapes if name not in pieces})
+        for name in found.shapes.keys() & pieces.keys():
+            _fill_piece(targets[name], pieces[name], found, name)
+    missing = sorted(set(targets) - set(found.shapes) - _aliases(model, set(found.shapes)))
     if missing:
         warn(
             f"{path} lacks {len(missing)} of {len(targets)} tensors, which keep their initial values: {', '.join(missing[:3])} ..."
         )
 
 
-def _fill(target: Tensor, read: Read, piece: Piece | None) -> None:
+def _fill_piece(target: Tensor, piece: Piece, found: _Found, name: str) -> None:
+    """Cut along another dimension than rows, or in parts: the whole is read, one tensor at a time."""
+    whole = torch.empty(target.shape, dtype=target.dtype)
+    found.fill({name: whole})
+    assert isinstance(target, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    target.to_local().copy_(piece.joined(whole)[here])
+
+
+# Checkpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written: of which checkpoint and step, how many tensors and bytes."""
+
+    checkpoint: Path
+    step: int
+    tensors: int
+    bytes: int
+
+
+def checkpoint_of(path: Path) -> Path:
+    """`path` where it is a checkpoint; of a run the newest one."""
+    if (path / MANIFEST).is_file():
+        return path
+    found = [each for each in (path / "checkpoints").glob("step-*") if each.name.removeprefix("step-").isdigit()]
+    saved = [each for each in found if (each / MANIFEST).is_file()]
+    if not saved:
+        what = "a folder without a checkpoint" if path.is_dir() else "no such folder"
+        raise CheckpointError(
+            f"{path}: {what}; give a run (runs/NAME) or a checkpoint (runs/NAME/checkpoints/step-00000120)"
+        )
+    return max(saved, key=lambda each: int(each.name.removeprefix("step-")))
+
+
+def export_weights(path: str | Path, out: str | Path) -> Exported:
+    """Write the model's tensors of a checkpoint, or of a run's last one, to one safetensors file. Needs no ranks and no model."""
+    from safetensors.torch import save_file
+
+    folder, out = checkpoint_of(Path(path)), Path(out)
+    if out.suffix != ".safetensors":
+        raise EchelonError(
+            f"{out}: the file that is written is a safetensors file; give a name that ends in .safetensors"
+        )
+    manifest, found = read_manifest(folder), _open_checkpoint(folder)
+    tensors = {name: torch.empty(shape, dtype=found.dtypes[name]) for name, shape in found.shapes.items()}
+    found.fill(tensors)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        save_file(
+            tensors, partial, metadata={"format": "pt", "step": str(manifest["step"]), "job": str(manifest["job"])}
+        )
+        partial.replace(out)
+    except Exception as error:  # the disk, the folder, or a dtype that the format does not have
+        partial.unlink(missing_ok=True)
+        raise EchelonError(f"{out}: could not be written ({error})") from error
+    return Exported(checkpoint=folder, step=manifest["step"], tensors=len(tensors), bytes=out.stat().st_size)
+
+
+def _open_checkpoint(folder: Path) -> _Checkpoint:
+    manifest = read_manifest(folder)
+    # Every rank looks at all of it: nobody waits here for the others.
+    require_whole(folder, manifest, World())
+    reader = Reader(folder)
+    entries = {
+        name.removeprefix(_MODEL): entry
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+
+    def fill(targets: Mapping[str, Tensor]) -> None:
+        wanted = {f"{_MODEL}{name}": target.detach() for name, target in targets.items()}
+        try:
+            with quietly():
+                load_tensors(cast(dict[str, Any], wanted), storage_reader=reader, no_dist=True)
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            raise CheckpointError(f"{folder}: could not be read ({error})") from error
+
+    return _Checkpoint(
+        shapes={name: tuple(entry.size) for name, entry in entries.items()},
+        fill=fill,
+        dtypes={name: entry.properties.dtype for name, entry in entries.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint(_Found):
+    dtypes: Mapping[str, torch.dtype]
+
+
+# Files
+
+
+def _open_file(path: Path, files: ExitStack) -> _Found:
+    found = _open(path, files)
+
+    def fill(targets: Mapping[str, Tensor]) -> None:
+        for name, target in targets.items():
+            _fill(target, found[name][1])
+
+    return _Found(shapes={name: tuple(shape) for name, (shape, _) in found.items()}, fill=fill)
+
+
+def _fill(target: Tensor, read: Read) -> None:
     if not isinstance(target, DTensor):
         target.copy_(read(None))
         return
@@ -53,11 +177,7 @@ def _fill(target: Tensor, read: Read, piece: Piece | None) -> None:
     local = target.to_local()
     if not local.numel():
         return
-    if piece is not None:  # cut along another dimension, or in parts: what is left of the whole is not a range of rows
-        here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        local.copy_(piece.joined(read(None))[here])
-    else:
-        local.copy_(read(slice(offset[0], offset[0] + shape[0])))
+    local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read]]:
@@ -79,7 +199,8 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
         raise
     except Exception as error:
         raise JobError(
-            f"{path}: cannot be read as weights ({error}); give a safetensors file, its index, or a torch state dict"
+            f"{path}: cannot be read as weights ({error}); give a safetensors file, its index, a torch state dict, a checkpoint "
+            "or a run"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise JobError(f"{path}: not a state dict of tensors; save model.state_dict()")

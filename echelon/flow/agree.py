@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, receive
-from echelon.flow.start import require_world, tell_launcher
+from echelon.flow.start import require_world
 from echelon.launchers.handover import take_plan
 from echelon.plan.plan import Plan
 from echelon.world import World
@@ -13,7 +13,6 @@ def agree_plan(subject: Subject, wanted: PlanLike, world: World) -> Prepared:
     """The plan that this process is to execute, or to start ranks for."""
     if not world.launched:
         return prepare(subject, wanted)
-    tell_launcher(world)
     handed = take_plan()
     if handed is not None:
         prepared = receive(handed)

@@ -2,7 +2,7 @@
 
 runs/digits/
     job.json plan.json forecast.json profile.json cluster.json certificate.json
-    events.jsonl tensorboard/ report.html
+    events.jsonl tensorboard/ report.html run.lock
     checkpoints/step-00000120/ ...  best.json
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.errors import DocumentError
+from echelon.errors import DocumentError, EchelonError
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster
 from echelon.plan.codec import Document
@@ -34,12 +35,16 @@ class RunFolder:
 
     def write_documents(self, documents: Sequence[Document | None]) -> None:
         """Keep the documents of this start; of those that it lacks none stays behind from an earlier one."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
         given = {document.KIND: document for document in documents if document is not None}
         for kind in (Plan, Forecast, Profile, Cluster, Certificate):
             path = self.path / f"{kind.KIND}.json"
             if kind.KIND in given:
-                given[kind.KIND].save(path)
+                if not _holds(path, given[kind.KIND]):
+                    given[kind.KIND].save(path)
             else:
                 path.unlink(missing_ok=True)
 
@@ -57,7 +62,19 @@ class RunFolder:
 
     def note_job(self, file: str, digest: str) -> None:
         """Remember which text of which job file trains here."""
-        (self.path / "job.json").write_text(json.dumps({"file": file, "sha256": digest}) + "\n")
+        try:
+            (self.path / "job.json").write_text(json.dumps({"file": file, "sha256": digest}) + "\n")
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def recall(self) -> tuple[float | None, dict[str, float]]:
+        """Loss of the last step and metrics of the last evaluation, as far as the log knows them."""
+        from echelon.observer import read_events
+
+        with contextlib.suppress(EchelonError, OSError):
+            last = {event.kind: event.data for event in read_events(self.path)}
+            return last.get("step", {}).get("loss"), dict(last.get("evaluation", {}).get("metrics", {}))
+        return None, {}
 
     def place(self, step: int) -> Path:
         """Where the checkpoint of `step` goes."""
@@ -98,9 +115,36 @@ class RunFolder:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
+def require_writable(path: Path) -> None:
+    """Refuse a folder that cannot be written before anything is measured for it; nothing is made yet."""
+    near = path.absolute()
+    while not near.exists():
+        near = near.parent
+    if not near.is_dir():
+        raise unwritable(path, f"{near} is a file")
+    if not os.access(near, os.W_OK | os.X_OK):
+        raise unwritable(path, f"{near} cannot be written")
+
+
+def unwritable(path: Path, why: OSError | str) -> EchelonError:
+    """What is said of a run's folder that cannot be used."""
+    reason = why if isinstance(why, str) else why.strerror or str(why)
+    return EchelonError(
+        f"{path}: the run's folder cannot be written ({reason}); make it writable, or name another: --out FOLDER (in Python folder=)"
+    )
+
+
+def _holds(path: Path, document: Document) -> bool:
+    """Whether the file says just that: what is unchanged keeps its date."""
+    try:
+        return path.read_text(encoding="utf-8") == document.to_json() + "\n"
+    except (OSError, ValueError):
+        return False
+
+
 def _manifest(checkpoint: Path) -> Path:
     # Imports torch, which the process that only starts ranks goes without.
-    from echelon.engine.checkpoint import MANIFEST
+    from echelon.engine.stored import MANIFEST
 
     return checkpoint / MANIFEST
 

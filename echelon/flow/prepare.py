@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.errors import JobError, PlanError
-from echelon.job import Job, load_job
+from echelon.flow.jobfile import load_job, make_job
+from echelon.job import Job
 from echelon.plan.check import require
 from echelon.plan.cluster import Cluster
 from echelon.plan.plan import Plan
@@ -72,9 +73,12 @@ class Subject:
     def job(self) -> Job:
         """The job itself."""
         if isinstance(self._job, str):
-            self._job = load_job(self._job)
+            try:
+                self._job = load_job(self._job)
+            except SyntaxError as error:
+                raise JobError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
         elif not isinstance(self._job, Job) and callable(self._job):
-            self._job = self._job()
+            self._job = make_job(self._job)
         if not isinstance(self._job, Job):
             raise JobError(
                 f"expected an echelon.Job, a function that returns one or file.py:name, found {type(self._job).__name__}"

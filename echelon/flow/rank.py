@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 
 from echelon.launchers.handover import in_words, leave_word
+from echelon.launchers.local import INTERRUPTED
 from echelon.world import read_world
 
 
@@ -24,6 +26,11 @@ def main(verb: str, spec: str, options: str, debug: str = "") -> int:
 
             train(spec, **json.loads(options))
         return 0
+    except KeyboardInterrupt:
+        # Ended by the signal and not by an exit code: the launcher then knows that nothing was saved.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        return INTERRUPTED
     except Exception as error:
         if not leave_word(error, world.rank, trace=bool(debug)):
             print(f"error: {in_words(error, trace=bool(debug))}", file=sys.stderr)  # noqa: T201

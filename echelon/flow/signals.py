@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: stop after the step under way."""
+"""Ctrl-C, SIGTERM and a closed terminal as a request: stop after the step under way."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from echelon.launchers.local import requests
+
 
 @contextmanager
 def asking(stop: Callable[[], None]) -> Iterator[None]:
-    """While it lasts, the first SIGINT or SIGTERM calls `stop`; a second one ends the process as usual."""
+    """While it lasts, the first of a kind of signal calls `stop`; a second one ends the process as usual."""
     before: dict[int, Any] = {}
 
     def ask(number: int, _: FrameType | None) -> None:
@@ -20,7 +22,7 @@ def asking(stop: Callable[[], None]) -> Iterator[None]:
 
     usual: Callable[..., Any] = signal.signal
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in requests():
             before[number] = usual(number, ask)
     except ValueError:
         pass  # not the main thread: whoever owns it decides

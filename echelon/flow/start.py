@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from echelon.errors import EchelonError, JobError, WorldError
+from echelon.flow.jobfile import reading
 from echelon.flow.prepare import Prepared, main_script
 from echelon.launchers import handover
-from echelon.launchers.local import launch
+from echelon.launchers.command import tell_command
+from echelon.launchers.local import INTERRUPTED, launch
 from echelon.plan.plan import Plan
-from echelon.world import World
+from echelon.world import World, read_world
 
 
 def require_world(plan: Plan, world: World) -> None:
@@ -44,6 +46,9 @@ def run_script_again(prepared: Prepared) -> NoReturn:
         # A script has no command line of ours around it to turn the error into words.
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         code = error.exit_code
+    except KeyboardInterrupt as interrupt:
+        print(interrupt, file=sys.stderr)  # noqa: T201
+        code = INTERRUPTED
     raise SystemExit(code)
 
 
@@ -57,15 +62,45 @@ def _launch(command: list[str], prepared: Prepared) -> int:
     plan = prepared.plan
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as folder:
         path = prepared.hand_over(Path(folder))
-        return launch(command, plan.ranks, threads=plan.threads, environment={handover.PLAN: str(path)})
+        environment = {handover.PLAN: str(path), **tell_command()}
+        return launch(command, plan.ranks, threads=plan.threads, environment=environment)
 
 
-def tell_launcher(world: World) -> None:
-    """From now on an error that ends this rank reaches the launcher as one message, with its traceback if it is not ours."""
-    usual = sys.excepthook
+def begin(call: str) -> World:
+    """What every entry from Python does first: refuse to run while a job file is only read, and have our errors told in words."""
+    file = reading()
+    if file is not None:
+        raise JobError(
+            f"echelon.{call} was called while {file} is read, which would run it twice; put it under "
+            "if __name__ == '__main__':"
+        )
+    world = read_world()
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook, world.rank, in_script=_in_script())
+    return world
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not handover.leave_word(error, world.rank, trace=not isinstance(error, EchelonError)):
-            usual(kind, error, trace)
 
-    sys.excepthook = hook
+def _in_script() -> bool:
+    """Whether Python runs a script of the user's; our own command line tells errors itself."""
+    script = main_script()
+    ours = Path(__file__).resolve().parent.parent
+    return script is not None and script.stem != "echelon" and not script.resolve().is_relative_to(ours)
+
+
+class _Hook:
+    """What becomes of an error that ends this process: one message to the launcher, where one listens, with its traceback if it is
+    not ours; one of ours in a script is one message and its exit code."""
+
+    def __init__(self, usual: Callable[..., Any], rank: int, *, in_script: bool) -> None:
+        self._usual, self._rank, self._in_script = usual, rank, in_script
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        ours = isinstance(error, EchelonError)
+        if isinstance(error, KeyboardInterrupt) and handover.heard():
+            return  # the launcher was told of it before we were
+        if handover.leave_word(error, self._rank, trace=not ours):
+            return
+        if isinstance(error, EchelonError) and self._in_script:
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            raise SystemExit(error.exit_code)
+        self._usual(kind, error, trace)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from echelon.flow.agree import agree_plan
 from echelon.flow.prepare import JobLike, PlanLike, Subject
-from echelon.flow.start import run_script_again
-from echelon.world import read_world
+from echelon.flow.start import begin, run_script_again
 
 if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
@@ -19,7 +18,7 @@ def verify(job: JobLike, plan: PlanLike = None, *, steps: int = 2, out: str | Pa
 
     Started alone with a plan for several ranks, it runs the script again in each of them.
     """
-    world = read_world()
+    world = begin("verify")
     subject = Subject(job)
     prepared = agree_plan(subject, plan, world)
     if not world.launched and prepared.plan.ranks > 1:

@@ -25,6 +25,11 @@ def take_plan() -> Path | None:
     return Path(path) if path is not None else None
 
 
+def heard() -> bool:
+    """Whether a launcher of ours started this rank, and listens."""
+    return FAILURES in os.environ
+
+
 def leave_word(error: BaseException, rank: int, *, trace: bool = False) -> bool:
     """Tell the launcher why this rank fails, with the traceback if `trace`; False where nobody listens."""
     folder = os.environ.get(FAILURES)

@@ -27,12 +27,18 @@ from echelon.world import STORE, World, usable_cores
 GRACE = 5.0
 #: Exit code of a rank that was asked to stop and saved.
 INTERRUPTED = 130
+#: What is said where an interrupt ended a training that could not save: before it began to step, or since it was asked twice.
+EARLY = "interrupted before the first step; nothing to save"
+AGAIN = "interrupted again and ended at once; the last checkpoint stays"
 
 
 def launch(
     command: Sequence[str], ranks: int, *, threads: int | None = None, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Run `command` as `ranks` local processes; 0, or 130 when they were interrupted and stopped in order."""
+    """Run `command` as `ranks` local processes; 0, or 130 when they were interrupted and stopped in order.
+
+    Ranks that an interrupt ended before they could stop in order are a KeyboardInterrupt here too.
+    """
     folder = Path(tempfile.mkdtemp(prefix="echelon-"))
     base = {**child_environment(threads or _threads(ranks)), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []
@@ -61,6 +67,12 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def requests() -> tuple[signal.Signals, ...]:
+    """Signals that ask a training to stop: Ctrl-C, a batch system, a closed terminal; under nohup that is none."""
+    asked = (signal.SIGINT, signal.SIGTERM)
+    return asked if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*asked, signal.SIGHUP)
+
+
 def _threads(ranks: int) -> int:
     """Of each rank where the plan leaves it open: as the user set it, else an even part of the cores."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -81,15 +93,17 @@ def _environment(base: Mapping[str, str], world: World, folder: Path) -> dict[st
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
     """Until all have ended, or one has failed and the others had their grace. Ctrl-C is passed on, once each time."""
+    passed: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:
+        passed.append(number)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     # Only the main thread may set handlers; elsewhere (a notebook's worker) the ranks just run.
     before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in requests():
         try:
             before[number] = signal.signal(number, forward)
         except ValueError:
@@ -108,6 +122,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     codes = [process.poll() for process in processes]
+    if any(code is not None and -code in passed for code in codes):
+        raise KeyboardInterrupt(EARLY if len(passed) == 1 else AGAIN)
     if failed is None:
         failed = next((rank for rank, code in enumerate(codes) if code not in (0, INTERRUPTED)), None)
     if failed is not None:

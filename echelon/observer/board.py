@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.events import Event
+from echelon.observer.complaint import complain
 
 #: Seconds between points. One point costs about 0.1 ms, and TensorBoard shows a thousand per curve at most.
 _INTERVAL = 0.5
@@ -21,6 +21,7 @@ class Board:
         self._folder = Path(folder) / "tensorboard"
         self._writer: Any = None
         self._next = 0.0
+        self._pending: Event | None = None
         self._failed = False
         self._opened = False
 
@@ -28,22 +29,32 @@ class Board:
         if event.kind == "step":
             now = time.perf_counter()
             if now < self._next:
+                self._pending = event
                 return
-            self._next = now + _INTERVAL
+            self._next, self._pending = now + _INTERVAL, None
             self._put(event, _step_scalars(event.data))
         elif event.kind == "evaluation":
+            self._put_pending()
             self._put(event, {f"evaluation/{name}": value for name, value in event.data.get("metrics", {}).items()})
             self._flush()
         elif event.kind == "checkpoint":
             self._flush()
         elif event.kind == "end":
+            self._put_pending()
             self.close()
 
     def close(self) -> None:
         """Write what is pending and close the file; a later point opens a new one."""
+        self._flush()  # closing alone does not tell of what could not be written
         writer, self._writer = self._writer, None
         if writer is not None:
             self._guard(writer.close)
+
+    def _put_pending(self) -> None:
+        """The newest step, though its turn has not come: a curve ends where the training does."""
+        event, self._pending = self._pending, None
+        if event is not None:
+            self._put(event, _step_scalars(event.data))
 
     def _put(self, event: Event, scalars: Mapping[str, float | None]) -> None:
         if self._failed or not scalars:
@@ -79,7 +90,7 @@ class Board:
             call(*arguments)
         except (OSError, ImportError) as error:
             if not self._failed:
-                sys.stderr.write(f"echelon: no TensorBoard for this run: {self._folder}: {error}\n")
+                complain(f"no TensorBoard for this run, or not all of it: {self._folder}: {error}")
             self._failed, self._writer = True, None
 
 

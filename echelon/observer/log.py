@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from echelon.errors import EchelonError
 from echelon.events import Event
+from echelon.observer.complaint import complain
 
 #: Allowing no NaN makes the fast C encoder refuse what `Event.to_line` must replace; that walk costs more than the rest.
 _encode = json.JSONEncoder(allow_nan=False).encode
@@ -72,9 +72,9 @@ class Log:
     def _tell(self, error: OSError) -> None:
         if not self._told:
             self._told = True
-            sys.stderr.write(
-                f"echelon: {self._path} cannot be written ({error.strerror}): the training goes on, its log and report "
-                "will have gaps; free some space or make the folder writable\n"
+            complain(
+                f"{self._path} cannot be written ({error.strerror}): the training goes on, its log and report will have gaps; free "
+                "some space or make the folder writable"
             )
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from echelon.events import Event
 from echelon.observer.pace import Pace, unhindered_rate
+from echelon.observer.screen import Screen, at_most
 from echelon.plan import units
 
 if TYPE_CHECKING:
@@ -33,15 +34,24 @@ class Progress:
     """The voice of rank 0."""
 
     def __init__(self, *, forecast: Forecast | None = None, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or Screen()
         self._forecast = forecast
         self._pace = Pace()
         self._epochs: int | None = None
         self._bar: Live | None = None
         self._next = 0.0
         self._latest: Event | None = None
+        self._metrics: Mapping[str, Any] = {}
 
     def __call__(self, event: Event) -> None:
+        if self._console.quiet:
+            return
+        with at_most(self._console):
+            self._show(event)
+        if self._console.quiet:
+            self._close()
+
+    def _show(self, event: Event) -> None:
         if event.kind == "step":
             self._pace.add(event.step, event.data)
             self._latest = event
@@ -57,13 +67,14 @@ class Progress:
         resumed = data.get("resumed_from") or 0
         self._epochs = data.get("epochs")
         self._pace = Pace(total=data.get("steps"), step=resumed, single=unhindered_rate(self._forecast))
-        self._latest = None
+        self._latest, self._metrics = None, {}
         self._say(start_line(data), style="bold")
         self._next = 0.0 if self._console.is_terminal else time.perf_counter() + _LINE
         if self._console.is_terminal:
             self._open()
 
     def _on_evaluation(self, event: Event) -> None:
+        self._metrics = event.data.get("metrics", {})
         self._say(evaluation_line(event), style="green")
 
     def _on_checkpoint(self, event: Event) -> None:
@@ -77,7 +88,9 @@ class Progress:
             self._draw()
         self._close()
         good = event.data.get("reason") == "finished"
-        self._say(end_line(event, self._pace), style="bold green" if good else "bold yellow")
+        self._say(
+            end_line(event, self._pace, self._latest, self._metrics), style="bold green" if good else "bold yellow"
+        )
 
     def _draw(self) -> None:
         began = time.perf_counter()
@@ -106,10 +119,11 @@ class Progress:
         atexit.register(self._close)  # an end that nobody told of must not leave the cursor hidden
 
     def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
             atexit.unregister(self._close)
+            with at_most(self._console):
+                bar.stop()
 
     def _say(self, line: str, style: str = "") -> None:
         self._renew(refresh=True)  # printing draws the bar again, as it was last renewed
@@ -140,11 +154,12 @@ class Warnings:
     """Warnings only: the voice of the other ranks, and of rank 0 where a person asked for quiet."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or Screen()
 
     def __call__(self, event: Event) -> None:
         if event.kind == "warning":
-            self._console.print(Text(warning_line(event), style="yellow"), soft_wrap=True)
+            with at_most(self._console):
+                self._console.print(Text(warning_line(event), style="yellow"), soft_wrap=True)
 
 
 def start_line(data: Mapping[str, Any]) -> str:
@@ -194,17 +209,25 @@ def warning_line(event: Event) -> str:
     return f"warning (rank {event.rank}): {event.data.get('message', '')}"
 
 
-def end_line(event: Event, pace: Pace) -> str:
-    """How it ended."""
+def end_line(event: Event, pace: Pace, latest: Event | None, metrics: Mapping[str, Any]) -> str:
+    """How it ended: the last step's own loss, which the log and `echelon train --json` give too, and the last evaluation."""
     data = event.data
-    line = f"{data.get('reason', 'ended')} after step {pace.step:,}"
+    reason, message = data.get("reason", "ended"), data.get("message")
+    if reason == "finished" and latest is None and message:
+        return str(message)  # there was nothing left to do
+    parts = [f"{reason} after step {pace.step:,}"]
     if data.get("seconds") is not None:
-        line += f", {units.seconds(data['seconds'])}"
-    if pace.loss is not None:
-        line += f", loss {units.number(pace.loss)}"
+        parts.append(units.seconds(data["seconds"]))
+    if latest is not None:
+        parts.append(f"loss of the last step {units.number(latest.data.get('loss'))}")
+    if metrics:
+        told = ", ".join(f"{name} {units.number(value)}" for name, value in metrics.items())
+        parts.append(f"last evaluation ({told})")
     if pace.rate is not None:
-        line += f", {units.rate(pace.rate)}"
-    return f"{line}: {data['message']}" if data.get("message") else line
+        parts.append(units.rate(pace.rate))
+    line = ", ".join(parts)
+    # Why it failed is said by whoever the error reaches, once.
+    return f"{line}: {message}" if message and reason != "failed" else line
 
 
 def _words(event: Event, pace: Pace, epochs: int | None) -> tuple[str, str]:
@@ -215,7 +238,7 @@ def _words(event: Event, pace: Pace, epochs: int | None) -> tuple[str, str]:
     if pace.rate is not None:
         parts.append(units.rate(pace.rate))
     if pace.efficiency is not None:
-        parts.append(f"efficiency {units.share(pace.efficiency)}")
+        parts.append(f"efficiency {units.share(pace.efficiency)} of forecast")
     if pace.left is not None:
         parts.append(f"{units.clock(pace.left)} left")
     return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}", "  ".join(parts)

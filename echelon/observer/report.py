@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from echelon.errors import EchelonError
 from echelon.observer import about, sections
 from echelon.observer.page import page
 from echelon.observer.record import read_record
@@ -30,6 +31,13 @@ def write_report(folder: str | Path) -> Path:
     )
     path = record.folder / "report.html"
     partial = path.with_name("report.html.partial")
-    partial.write_text(page(f"{record.start.get('job') or record.folder.name}: training run", body), encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(
+            page(f"{record.start.get('job') or record.folder.name}: training run", body), encoding="utf-8"
+        )
+        partial.replace(path)
+    except OSError as error:
+        raise EchelonError(
+            f"{path}: cannot be written ({error.strerror}); make the folder writable, or copy the run to one that is"
+        ) from error
     return path

@@ -84,7 +84,7 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     share = -(-batch // dp)
     if plan.micro is not None and plan.micro > share:
         yield Problem(
-            path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} samples",
+            path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} sample{'s' * (share > 1)}",
             remedy=f"use micro={share} or less",
         )  # fmt: skip
     if profile.coupled and (dp > 1 or (plan.micro is not None and plan.micro < batch)):
@@ -92,6 +92,11 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path=parted[0], value=parted[1], rule="a sample's loss depends on the others of its batch: in parts another objective is trained",
             remedy="use dp=1 without micro; or give the loss as (sum, count) if it is a mean over unequal numbers of items",
+        )  # fmt: skip
+    if 0 < profile.samples < batch:
+        yield Problem(
+            path="batch", value=batch, rule=f"the data set has {profile.samples:,} sample{'s' * (profile.samples > 1)}: a step takes them all, an epoch is one step",
+            remedy=f"say batch={profile.samples} if that is meant", severity="warning",
         )  # fmt: skip
     tail = profile.samples % batch if profile.samples else 0
     if 0 < tail < dp:

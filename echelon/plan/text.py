@@ -43,7 +43,7 @@ def from_text(text: str) -> Plan:
     axes: dict[str, int] = {}
     for word in re.split(r"[,\s]+", text.strip()):
         name, equals, value = word.partition("=")
-        if not name:
+        if not word:
             continue
         if name in axes or name in given:
             raise PlanError(f"plan {text!r}: {name} is given twice")
@@ -58,6 +58,8 @@ def from_text(text: str) -> Plan:
             if value not in _WORDS[name]:
                 raise PlanError(f"plan {text!r}: {name}={value!r} is not one of {', '.join(_WORDS[name])}")
             given[name] = value
+        elif name in (*_AXES, *_NUMBERS, *_WORDS):
+            raise PlanError(f"plan {text!r}: {_needs(name)}")
         else:
             raise PlanError(f"plan {text!r}: {word!r} is not part of a plan{_meant(name)}")
     try:
@@ -67,14 +69,22 @@ def from_text(text: str) -> Plan:
 
 
 def _number(text: str, name: str, value: str) -> int:
-    if not value.isdigit():
+    if not value:
+        raise PlanError(f"plan {text!r}: {_needs(name)}")
+    if not value.isdecimal():
         raise PlanError(f"plan {text!r}: {name}={value!r} is not a whole number")
     return int(value)
 
 
+def _needs(name: str) -> str:
+    if name in _WORDS:
+        return f"{name} needs one of {', '.join(_WORDS[name])}: {name}={_WORDS[name][0]}, without spaces"
+    return f"{name} needs a number: {name}={2 if name in _AXES else 1}, without spaces"
+
+
 def _meant(name: str) -> str:
     known = [*(f"{axis}=2" for axis in _AXES), *(f"{number}=1" for number in _NUMBERS), *_WORDS, *_SWITCHES]
-    near = difflib.get_close_matches(name, [*_AXES, *_NUMBERS, *_WORDS, *_SWITCHES], 1)
+    near = difflib.get_close_matches(name.lower(), [*_AXES, *_NUMBERS, *_WORDS, *_SWITCHES], 1)
     return f"; did you mean {near[0]}?" if near else f"; a plan is made of {' '.join(known)}"
 
 
@@ -82,20 +92,27 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     """The plan in words, one decision a line."""
     from echelon.plan.split import rounds
 
-    ranks = plan.ranks
-    lines = [f"{ranks} rank{'s' * (ranks > 1)}, each with its own samples" if ranks > 1 else "one process"]
+    ranks, dp = plan.ranks, plan.mesh.dp
+    if ranks == 1:
+        lines = ["one process"]
+    elif ranks == dp:
+        lines = [f"{ranks} ranks, each with its own samples"]
+    else:
+        lines = [f"{ranks} ranks, {'all' if dp == 1 else f'each {ranks // dp} of them'} with the same samples"]
     lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in _AXES if axis != "dp" and getattr(plan.mesh, axis) > 1]
-    if ranks > 1:
+    if dp > 1:
         lines.append(_ZERO[plan.zero])
     if plan.keep_gradients:
         lines.append("full gradients are kept between micro-batches: one exchange per step")
-    if batch is not None:
-        turns = rounds(batch, plan.mesh.dp, plan.micro)
+    if batch is not None and batch < dp:
+        lines.append(f"a batch of {batch} cannot feed {dp} data ranks")
+    elif batch is not None:
+        turns, most = rounds(batch, dp, plan.micro), plan.micro or -(-batch // dp)
         lines.append(
-            f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {plan.micro or -(-batch // plan.mesh.dp)} samples per rank"
+            f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {_of(most, 'sample')} per rank"
         )
     elif plan.micro:
-        lines.append(f"micro-batches of {plan.micro} samples per rank")
+        lines.append(f"micro-batches of {_of(plan.micro, 'sample')} per rank")
     lines.append(
         f"computes in {plan.precision or 'the precision of the job'}"
         + (", compiled" if plan.compile else "")
@@ -104,8 +121,12 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     if plan.batchnorm == "sync":
         lines.append("batch-norm statistics are taken over all ranks")
     if plan.threads:
-        lines.append(f"{plan.threads} CPU thread{'s' * (plan.threads > 1)} per rank")
+        lines.append(f"{_of(plan.threads, 'CPU thread')} per rank")
     return "\n".join(lines)
+
+
+def _of(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count != 1)}"
 
 
 _ZERO = (

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +40,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
     notes: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            model, first, second = _traced(job, example, device)
-            how = "fake"
-        except EchelonError:
-            raise
-        except Exception as error:  # whatever a user's forward does with values it does not have
-            notes.append(
-                f"the model cannot be traced without running it ({type(error).__name__}: {first_line(error)}): two small "
-                f"steps of {_REAL[0]} and {_REAL[1]} samples were run on the CPU instead"
-            )
-            model, first, second = _ran(job, example)
-            how, device = "real", "cpu"
+        model, first, second, how, device = _step_somehow(job, example, device, notes)
         coupled, unsure = coupling(
             job,
             example,
@@ -62,6 +51,24 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
     return _assemble(job, example, model, first, second, device=device, how=how, coupled=coupled, notes=notes)
 
 
+def _step_somehow(
+    job: Job, example: Example, device: str, notes: list[str]
+) -> tuple[nn.Module, Trace, Trace, Literal["fake", "real"], str]:
+    """Two steps without their values for `device`, else for the CPU (cuDNN's recurrent layers look at values), else run for real."""
+    for kind in dict.fromkeys((device, "cpu")):
+        try:
+            return *_traced(job, example, kind), "fake", kind
+        except EchelonError:
+            raise
+        except Exception as error:  # whatever a user's forward does with values it does not have
+            where = "" if kind == "cpu" else f" for {kind}"
+            notes.append(
+                f"the model cannot be traced{where} without running it ({type(error).__name__}: {first_line(error)})"
+            )
+    notes[-1] += f": two small steps of {_REAL[0]} and {_REAL[1]} samples were run on the CPU instead"
+    return *_ran(job, example), "real", "cpu"
+
+
 def _assemble(
     job: Job,
     example: Example,
@@ -70,7 +77,7 @@ def _assemble(
     second: Trace,
     *,
     device: str,
-    how: Any,
+    how: Literal["fake", "real"],
     coupled: bool,
     notes: list[str],
 ) -> Profile:

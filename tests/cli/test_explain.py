@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.plan.text import from_text
+from tests.plan.test_check import machine
+
+JOB = str(Path(__file__).with_name("job.py"))
+
+
+@pytest.fixture(autouse=True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
 
 
 def explain(*arguments: str) -> tuple[int, str]:
@@ -46,3 +55,17 @@ def test_a_plan_that_is_none_is_wrong_use() -> None:
     assert code == 2
     assert "did you mean zero?" in text
     assert explain("auto")[0] == 2
+
+
+def test_a_plan_that_the_job_cannot_have_is_wrong_use(tmp_path: Path) -> None:
+    machine("cpu", 4).save(tmp_path / "cluster.json")
+    code, text = explain("dp=17", "--job", JOB, "--cluster", str(tmp_path / "cluster.json"))
+    assert code == 2
+    assert "dp=17: a batch of 16 gives some rank no sample; use dp=16 or less" in text
+
+
+def test_more_ranks_than_a_machine_bears_are_remarked(tmp_path: Path) -> None:
+    assert "dp=100000: the plan needs 100000 devices and this machine has" in explain("dp=100000")[1]
+    machine("cuda", 2).save(tmp_path / "cluster.json")
+    assert "there are 2; use dp=2 or less" in explain("dp=4", "--cluster", str(tmp_path / "cluster.json"))[1]
+    assert "devices" not in explain("dp=2")[1]

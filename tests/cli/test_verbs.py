@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ import pytest
 
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
+from tests.machine import environment
 
-ROOT = Path(__file__).parents[2]
 JOB = str(Path(__file__).with_name("job.py"))
 
 
@@ -24,7 +23,7 @@ class Shell:
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
-        self._environment = {**os.environ, "ECHELON_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+        self._environment = environment(cache)
 
     def __call__(
         self, *arguments: str, code: int = 0, traceback: bool = False, by: Sequence[str] = ()

@@ -288,6 +288,8 @@ def test_the_batch_that_is_recommended_works(samples: int, batch: int, ranks: in
         Loader(columns(samples), order, rank=0, ranks=ranks, micro=None).steps(0, 99)
     except DataError as error:
         better = Order(samples=samples, batch=int(str(error).rpartition("batch=")[2].rstrip(")")))
+        last = samples - (better.steps_per_epoch - 1) * better.batch
+        assert min(better.batch, last) >= ranks
         Loader(columns(samples), better, rank=0, ranks=ranks, micro=None).steps(0, 99)
 
 

@@ -267,7 +267,7 @@ class Endless(IterableDataset[int]):
         (NoLength(), r"NoLength has no length: give it `__len__`"),
         (iter([1]), r"list_iterator has no length"),
         (NoItems(), r"NoItems has no `__getitem__`"),
-        ([], r"list is empty: a training needs at least one sample"),
+        ([], r"list is empty: a training or an evaluation needs at least one sample"),
         (TensorDataset(torch.zeros(0, 3)), r"TensorDataset is empty"),
         ((torch.zeros(9, 2), torch.zeros(9)), r"tuple of 2 tensors, which is columns.*TensorDataset\(\*data\)"),
         ((np.zeros(9),), r"tuple of 1 arrays, which is columns"),

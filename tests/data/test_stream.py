@@ -250,7 +250,7 @@ class Ragged(Numbers):
             r"Numbers: epoch 0 ends after 0 samples, before the first batch of 4; give a stream that has more",
         ),
         (OnlyOnce(8), 1, r"OnlyOnce: epoch 1 ends after 0 samples.*from its start each time it is iterated"),
-        (Numbers(9), 2, r"Numbers: epoch 0 ends at step 2 with 1 samples for 2 data ranks: each needs at least one"),
+        (Numbers(9), 2, r"Numbers: epoch 0 ends at step 2 with 1 sample for 2 data ranks: each needs at least one"),
         (NoBeginning(9), 1, r"NoBeginning: epoch 0 could not begin: OSError: no route; repair its `__iter__`"),
         (
             Ragged(9),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine.checkpoint import MANIFEST
 from echelon.engine.run import Run
+from echelon.engine.stored import MANIFEST
 from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.plan import Plan
 from echelon.testing.ranks import Pool
@@ -55,6 +55,8 @@ def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, 
 @pytest.mark.parametrize("plan", ["dp=1 micro=4", "dp=2", "dp=4 zero=1 micro=2", "dp=3 zero=2", "dp=4 zero=3 micro=2"])
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks: Pool, tmp_path: Path, name: str, plan: str) -> None:
     count, folder = int(plan[3]), str(tmp_path / "here")
+    if torch.cuda.is_available() and name == "averages" and count > 1:
+        pytest.skip("saved in the very step in which a buffer first changes: docs/train.md")
 
     def call(function: Any, *arguments: Any, **keywords: Any) -> Any:
         if count == 1:

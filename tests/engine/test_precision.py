@@ -95,7 +95,7 @@ def hopeless(world: World, plan: str) -> tuple[int, str]:
 def test_a_run_that_diverged_in_fp16_stops(ranks: Pool) -> None:
     for steps, message in ranks.run(2, "tests.engine.test_precision:hopeless", "dp=2 precision=fp16"):
         assert steps == 16 + 4  # from 2^16 down to 1, and the fifth overflow there
-        assert "gradients overflow fp16 at step 20, as in the 4 steps before" in message
+        assert "gradients overflow fp16 at step 21, as in the 4 steps before" in message
 
 
 def test_overflows_now_and_then_are_not_hopeless() -> None:

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from echelon.engine.run import Run
-from echelon.errors import JobError
+from echelon.engine.weights import checkpoint_of
+from echelon.errors import CheckpointError, JobError
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.models import GPT, MLP
@@ -34,7 +35,8 @@ def started(world: World, path: str, plan: str, tied: bool = False) -> tuple[dic
     run = Run(job, from_text(plan), world, warn=said.append)
     state = run.gather()
     run.close()
-    return (state.parameters if state else None), said
+    # That the ranks of this test share a GPU, where there is one, is no news.
+    return (state.parameters if state else None), [text for text in said if "share a GPU" not in text]
 
 
 def written(folder: Path, how: str) -> str:
@@ -89,7 +91,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state | {"extra": torch.ones(2)}, "1 tensors that the model does not have, the first is extra"),
+        (lambda state: state | {"extra": torch.ones(2)}, "1 tensor that the model does not have, the first is extra"),
         (lambda state: state | {"norm.weight": torch.ones(3)}, r"norm.weight is \(3,\) there and \(16,\) in the model"),
     ],
 )
@@ -140,3 +142,47 @@ def test_meta_parameters_that_nobody_can_initialise_are_named() -> None:
     job = replace(mlp(), model=lambda: nn.Sequential(nn.Linear(8, 4), Bare()))
     with pytest.raises(JobError, match=r"1 \(Bare\) is on the meta device and has no reset_parameters"):
         Run(job, Plan(), World())
+
+
+@pytest.fixture(scope="module")
+def folder(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder whose one checkpoint two sharded ranks saved."""
+    made = tmp_path_factory.mktemp("run")
+    place = made / "checkpoints" / "step-00000002"
+    ranks.run(2, "tests.engine.jobs:saved", "tokens", "dp=2 zero=3", str(place), 2)
+    return made
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=3 zero=3"])
+@pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
+def test_weights_come_from_a_checkpoint_or_a_run(ranks: Pool, folder: Path, what: str, plan: str) -> None:
+    with Run(tokens(), Plan(), World()) as run:
+        run.load(folder / "checkpoints" / "step-00000002")
+        trained = {name: value.cpu().clone() for name, value in run.model.state_dict().items()}
+    path, count = str(folder / what), int(plan[3])
+    found, said = (
+        started(World(), path, plan)
+        if count == 1
+        else ranks.run(count, "tests.engine.test_weights:started", path, plan)[0]
+    )
+    assert all(torch.equal(found[name], value) for name, value in trained.items())
+    assert said == []
+
+
+def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="a folder without a checkpoint; give a run"):
+        started(World(), str(tmp_path), "dp=1")
+    with pytest.raises(JobError, match=r"tensors that the model does not have.*is it another model's"):
+        Run(mlp(weights=folder), Plan(), World())
+
+
+def test_the_last_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
+    for step, whole in ((9, True), (120, True), (130, False)):
+        place = tmp_path / "checkpoints" / f"step-{step:08d}"
+        place.mkdir(parents=True)
+        if whole:
+            (place / "checkpoint.json").write_text("{}")
+    partial = tmp_path / "checkpoints" / "step-00000140.partial"
+    partial.mkdir()
+    (partial / "checkpoint.json").write_text("{}")
+    assert checkpoint_of(tmp_path).name == "step-00000120"

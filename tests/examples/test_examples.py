@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,18 +10,17 @@ import pytest
 
 from echelon.events import Event
 from echelon.observer import read_events
+from tests.machine import ROOT, environment
 
-ROOT = Path(__file__).parents[2]
 DIGITS, GPT = (str(ROOT / "examples" / name) for name in ("digits.py", "gpt.py"))
 
 
 def run(known_machine: Path, folder: Path, *command: str) -> list[Event]:
     """Run a command in `folder`; the events of the one run that it leaves there."""
-    environment = {**os.environ, "ECHELON_CACHE": str(known_machine), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=environment,
+        env=environment(known_machine),
         capture_output=True,
         text=True,
         timeout=600,

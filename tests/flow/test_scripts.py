@@ -112,6 +112,21 @@ for width in (3, 5):
     assert done.stdout.split() == ["27", "45"]
 
 
+def test_an_error_of_ours_is_one_line_on_one_rank_too(tmp_path: Path) -> None:
+    done = script(tmp_path, "echelon.train(job, 'dp=1', keep=0)")
+    assert done.returncode == 2
+    assert done.stderr == "error: keep=0: a whole number of at least 1\n"
+
+
+def test_a_script_takes_its_settings_from_the_environment_and_the_file(tmp_path: Path) -> None:
+    text = "print(echelon.train(job, quiet=True).folder)"
+    (tmp_path / "echelon.toml").write_text('[train]\nplan = "dp=1 micro=4"\nout = "filed"\n')
+    done = script(tmp_path, text, environment={"ECHELON_OUT": "told"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "told"
+    assert json.loads((tmp_path / "told" / "plan.json").read_text())["micro"] == 4
+
+
 FAIL = """
 import os
 if os.environ.get("RANK") == "1":

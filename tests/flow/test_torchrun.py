@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,18 @@ import pytest
 
 from echelon.events import Event
 from echelon.observer import read_events
-
-ROOT = Path(__file__).parents[2]
+from tests.machine import ROOT, environment
 
 
 def run(folder: Path, known_machine: Path, *command: str) -> list[Event]:
     """Run a command in `folder`; the events of the one run that it leaves there."""
-    environment = {**os.environ, "ECHELON_CACHE": str(known_machine), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment(known_machine),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return read_events(folder / "runs" / "digits")

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 import echelon
-from echelon.errors import ForeignCheckpoint
+from echelon.errors import CheckpointError, DataError, EchelonError, ForeignCheckpoint, JobError
 from echelon.events import Event
 from echelon.flow.folder import RunFolder
 from echelon.flow.train import Trained
 from echelon.plan.certificate import Certificate
 from echelon.testing.ranks import Pool
 from tests.flow.jobs import FILE, STEPS, Endless, last_loss, make, samples
-from tests.observer.runs import forecast, plan
+from tests.observer.runs import cluster, forecast, plan
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,30 @@ def test_every_rank_knows_the_last_loss(ranks: Pool, tmp_path: Path) -> None:
     one, other = ranks.run(2, last_loss, str(tmp_path))
     assert one is not None
     assert one == other
+
+
+def test_nohup_means_it(tmp_path: Path) -> None:
+    def listen(event: Event) -> None:
+        if event.kind == "step" and event.step == 1:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        trained = echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert trained.step == 3 * STEPS
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_batch_system_and_a_closed_terminal_are_a_request_too(tmp_path: Path, number: int) -> None:
+    def listen(event: Event) -> None:
+        if event.kind == "step" and event.step == 1:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit, match="130"):
+        echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+    assert RunFolder(tmp_path, keep=1).saved()
 
 
 @pytest.mark.parametrize("after", range(1, 7))
@@ -145,6 +170,164 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path) -
     assert (again.step, again.loss) == (first.step, first.loss)
     _, events = train(tmp_path, make())
     assert of(events, "start")[0].data["resumed_from"] == 12
+
+
+def test_why_no_checkpoint_can_be_read_is_told(tmp_path: Path) -> None:
+    train(tmp_path, make())
+    for file in (tmp_path / "checkpoints").glob("*/*.distcp"):
+        file.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="none of 3 checkpoints can be read") as caught:
+        train(tmp_path, make())
+    assert str(caught.value).count("cut short") == 3
+    assert caught.value.exit_code == 2
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything in a run's folder but the lock, which says who looked at it last."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"]
+    return {str(path): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"), [({"batch": 4, "epochs": 9}, ForeignCheckpoint), ({"epochs": 2}, JobError)]
+)
+def test_a_refused_run_alters_nothing(tmp_path: Path, changed: dict[str, int], error: type[EchelonError]) -> None:
+    train(tmp_path, make())
+    before = files(tmp_path)
+    with pytest.raises(error):
+        train(tmp_path, make(**changed), plan="dp=1 micro=2")
+    assert files(tmp_path) == before
+
+
+def test_a_job_that_ends_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, make())
+    with pytest.raises(JobError, match=r"step-00000012: step 12, and the job now ends at step 8.*--fresh"):
+        train(tmp_path, make(epochs=2))
+
+
+def test_a_finished_run_says_so_and_what_it_came_to(tmp_path: Path) -> None:
+    job = make(evaluation=samples())
+    first, _ = train(tmp_path, job)
+    again, events = train(tmp_path, job)
+    assert (again.step, again.loss, again.metrics) == (first.step, first.loss, first.metrics)
+    assert "already finished at step 12; --fresh" in of(events, "end")[0].data["message"]
+    assert not of(events, "memory")
+
+
+def fails(*_: object) -> float:
+    raise ValueError("a metric that was never tried")
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_an_evaluation_that_fails_costs_nothing_of_what_was_trained(tmp_path: Path, every: int | None) -> None:
+    events: list[Event] = []
+    job = make(evaluation=samples(), metrics={"bad": fails})
+    with pytest.raises(ValueError, match="never tried"):
+        echelon.train(job, "dp=1", folder=tmp_path, quiet=True, every=every, listeners=[events.append])
+    assert of(events, "checkpoint")[-1].step == STEPS
+    _, events = train(tmp_path, make(evaluation=samples()))
+    assert of(events, "start")[0].data["resumed_from"] == STEPS
+
+
+def test_a_later_evaluation_that_fails_is_saved_before(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def late(*_: object) -> float:
+        calls.append(1)
+        return fails() if len(calls) > STEPS else 1.0
+
+    with pytest.raises(ValueError, match="never tried"):
+        train(tmp_path, make(evaluation=samples(), metrics={"late": late}), every=100)
+    assert RunFolder(tmp_path, keep=9).saved()[0].name == "step-00000008"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"evaluation": []}, "evaluation="),
+        ({"evaluation": samples(), "metrics": {"accuracy": 0.5}}, "metrics"),
+        ({"evaluation": samples(), "metrics": [fails]}, "metrics"),
+    ],
+)
+def test_an_evaluation_that_can_only_fail_is_refused_at_the_start(
+    tmp_path: Path, fields: dict[str, object], words: str
+) -> None:
+    with pytest.raises(JobError, match=words) as caught:
+        train(tmp_path / "run", make(**fields))
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
+class Broken:
+    """A data set with a sample that cannot be read."""
+
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if number == 17:
+            raise OSError("a torn image")
+        return torch.ones(8), torch.ones(1)
+
+
+def test_what_fails_in_the_middle_is_no_wrong_use(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a torn image") as caught:
+        train(tmp_path, make(data=Broken()))
+    assert caught.value.exit_code == 1
+
+
+def test_a_file_that_is_not_python_and_a_certificate_that_is_not_there_are_wrong_use(tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text("def job(:\n")
+    with pytest.raises(JobError, match=r"torn\.py, line 1"):
+        train(tmp_path / "run", str(tmp_path / "torn.py"))
+    with pytest.raises(JobError, match="no certificate there"):
+        train(tmp_path / "run", make(), certificate=tmp_path / "none.json")
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def listen(event: Event) -> None:
+        if event.kind == "step" and event.step == 1:
+            with pytest.raises(EchelonError) as caught:
+                train(tmp_path, make())
+            refused.append(str(caught.value))
+
+    echelon.train(make(), "dp=1", folder=tmp_path, quiet=True, listeners=[listen])
+    assert f"another training is at work there (process {os.getpid()} on {socket.gethostname()})" in refused[0]
+    train(tmp_path, make())  # once it has ended the folder is free
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(EchelonError, match=r"the run's folder cannot be written \(.*file is a file\).*--out") as caught:
+        echelon.train("absent.py", "auto", folder=tmp_path / "file" / "run")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(EchelonError, match="the run's folder cannot be written"):
+        train(tmp_path / "run", make())
+
+
+def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, keep=1)
+    folder.write_documents([plan(), cluster()])
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    folder.write_documents([plan(), cluster()])
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")} == before
+
+
+@pytest.mark.parametrize("call", ["train(job, 'dp=1')", "parallelize(job, 'dp=1')", "verify(job, 'dp=1')"])
+def test_a_job_file_without_a_guard_is_told(tmp_path: Path, call: str) -> None:
+    file = tmp_path / "unguarded.py"
+    file.write_text(f"{FILE}\nechelon.{call}\n")
+    words = r"called while .*unguarded\.py is read.*put it under if __name__ == '__main__':"
+    with pytest.raises(JobError, match=words):
+        train(tmp_path / "run", str(file))
+    train(tmp_path / "run", make(epochs=1))  # and only while it is read
 
 
 def test_an_edited_job_file_goes_on_and_is_told(tmp_path: Path) -> None:

@@ -120,6 +120,34 @@ sys.exit({INTERRUPTED} if count == 1 else 1)
     assert parent.wait(30) == INTERRUPTED
 
 
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_ranks_that_an_interrupt_ended_were_interrupted(tmp_path: Path, number: str) -> None:
+    """They had no handler yet: not the fault of any."""
+    text = f"""
+signal.signal(signal.{number}, signal.SIG_DFL)
+open(os.path.join({str(tmp_path)!r}, f'{{rank}}.ready'), 'w').close()
+time.sleep(60)
+"""
+    code = f"""
+from echelon.launchers.local import launch
+try:
+    launch({script(tmp_path, text)!r}, 2)
+except KeyboardInterrupt as error:
+    print(error)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 30
+    while len(list(tmp_path.glob("*.ready"))) < 2 and time.monotonic() < limit:
+        time.sleep(0.02)
+    parent.send_signal(getattr(signal, number))
+    assert parent.communicate(timeout=30)[0] == "interrupted before the first step; nothing to save\n"
+
+
+def test_a_rank_that_was_killed_by_somebody_else_is_blamed(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="rank 0 of 1 was killed by signal SIGINT"):
+        launch(script(tmp_path, "signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGINT)"), 1)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     text = f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.pid'), 'w').write(str(os.getpid()))\ntime.sleep(60)"

@@ -66,7 +66,31 @@ def test_a_step_without_a_norm_and_a_loss_that_is_no_number(tmp_path: Path) -> N
 def test_points_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "_INTERVAL", 3600.0)
     write(tmp_path, *training(last=100, total=100))
-    assert [number for number, _ in scalars(tmp_path)["train/loss"]] == [1]
+    # The first, what was newest at each evaluation, and the last of all.
+    assert [number for number, _ in scalars(tmp_path)["train/loss"]] == [1, 50, 100]
+
+
+def test_a_curve_ends_where_the_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_INTERVAL", 3600.0)
+    write(tmp_path, *training(last=30, total=30))
+    assert scalars(tmp_path)["train/loss"][-1] == (30, pytest.approx(step(30).data["loss"]))
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """A file that may not grow refuses as a full disk does; the writer's own thread meets that, not us."""
+    code = (
+        "import resource, sys\n"
+        "from echelon.observer.board import Board\n"
+        "from tests.observer.runs import step, training\n"
+        "board = Board(sys.argv[1])\n"
+        "board(step(1))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (150, 150))\n"
+        "for event in training(first=2, last=9, total=9): board(event)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no TensorBoard for this run, or not all of it") == 1
 
 
 def test_a_folder_that_refuses_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

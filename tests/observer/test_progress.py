@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -82,11 +87,17 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
     )
     status = [line for line in lines if line.startswith("epoch")]
     assert 8 <= len(status) <= 11  # every tenth second, and the last
-    pattern = r"epoch 2/2  100/100  loss 1\.\d+  \d,\d{3} samples/s  efficiency \d\d %  0:00 left"
+    pattern = r"epoch 2/2  100/100  loss 1\.\d+  \d,\d{3} samples/s  efficiency \d\d % of forecast  0:00 left"
     assert re.fullmatch(pattern, status[-1])
     assert sum(line.startswith("evaluation at step") for line in lines) == 2
     assert "checkpoint runs/digits/checkpoints/step-00000100 (5.06 MB, 50.0 ms, best so far)" in lines
-    assert any(line.startswith("finished after step 100, 5.00 s, loss ") for line in lines)
+    last, evaluated = (units.number(value) for value in (step(100).data["loss"], 2 * math.exp(-100 / 110) + 0.08))
+    assert any(
+        line.startswith(
+            f"finished after step 100, 5.00 s, loss of the last step {last}, last evaluation (loss {evaluated}, "
+        )
+        for line in lines
+    )
     assert lines[-1] == "warning (rank 3): late [red]again[/red]"
     assert "\x1b" not in file.getvalue()
 
@@ -118,6 +129,63 @@ def test_a_run_without_an_end_has_no_time_left() -> None:
     assert re.fullmatch(r"epoch 1  2  loss \S+  \S+ samples/s", lines[1])
     assert lines[2].startswith("interrupted after step 2, 1 min 10 s")
     assert lines[2].endswith(": go on with: echelon train")
+
+
+def said(*events: Event) -> str:
+    file = io.StringIO()
+    progress = Progress(console=Console(file=file, width=200))
+    for event in events:
+        progress(event)
+    return file.getvalue()
+
+
+def test_why_a_training_failed_is_left_to_the_error() -> None:
+    end = Event(kind="end", step=1, data={"reason": "failed", "seconds": 1.0, "message": "the disk is full"})
+    text = said(start(total=9), step(1), end)
+    assert "failed after step 1, 1.00 s" in text
+    assert "the disk is full" not in text
+
+
+def test_a_run_with_nothing_left_to_do_says_only_that() -> None:
+    end = Event(
+        kind="end", step=9, data={"reason": "finished", "seconds": 1.0, "message": "already finished at step 9"}
+    )
+    assert said(start(total=9, resumed_from=9), end).splitlines()[1:] == ["already finished at step 9"]
+
+
+class Gone(io.StringIO):
+    """A screen that has gone."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_screen_that_has_gone_is_left_alone(terminal: bool) -> None:
+    console = Console(file=Gone(), width=100, force_terminal=terminal)
+    for listener in (Progress(console=console), Warnings(Console(file=Gone()))):
+        for event in training(last=60, total=60):
+            listener(event)
+        listener(Event(kind="warning", data={"message": "late"}))
+
+
+def test_a_pipe_that_nobody_reads_does_not_end_the_process() -> None:
+    code = (
+        "from echelon.observer.progress import Progress, Warnings\n"
+        "from tests.observer.runs import training\n"
+        "from echelon.events import Event\n"
+        "for listener in (Progress(), Warnings()):\n"
+        "    for event in training(last=60, total=60): listener(event)\n"
+        "    listener(Event(kind='warning', data={'message': 'late'}))\n"
+        "print('alive')\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=write, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stdout) == (0, "alive\n")
 
 
 def test_who_speaks() -> None:

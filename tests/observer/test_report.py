@@ -190,6 +190,13 @@ def test_a_folder_that_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
         write_report(tmp_path / "nowhere")
 
 
+def test_a_page_that_cannot_be_written_is_told(run_folder: MakeRun) -> None:
+    folder = run_folder()
+    (folder / "report.html.partial").mkdir()  # in the way, whoever runs this
+    with pytest.raises(EchelonError, match=r"report\.html: cannot be written \(.*make the folder writable"):
+        write_report(folder)
+
+
 def test_of_ranks_that_fail_the_first_is_blamed(run_folder: MakeRun) -> None:
     folder = run_folder(last=30, end=None)
     for rank, message, late in ((0, "connection closed by peer", 2.0), (1, "out of memory in conv2", 1.0)):

@@ -102,3 +102,11 @@ def test_a_check_never_fails_and_says_something_for_other_axes(plan: Plan) -> No
     problems = check(plan, PROFILE, machine("cpu", 2))
     others = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
     assert set(others) <= {problem.path for problem in problems}
+
+
+def test_a_batch_of_more_than_there_is_is_a_warning() -> None:
+    (problem,) = check(Plan(), replace(PROFILE, batch=1000, samples=40))
+    assert problem.severity == "warning"
+    assert str(problem).startswith("batch=1000: the data set has 40 samples: a step takes them all")
+    assert check(Plan(), replace(PROFILE, batch=40, samples=40)) == ()
+    assert check(Plan(), replace(PROFILE, batch=1000, samples=0)) == ()  # a stream

@@ -46,6 +46,13 @@ def test_as_people_write_it() -> None:
         ("dp=2 dp=4", "dp is given twice"),
         ("compile=1", "'compile=1' is not part of a plan"),
         ("frobnicate", "a plan is made of dp=2"),
+        ("dp = 2", "dp needs a number: dp=2, without spaces"),
+        ("zero=3 dp", "dp needs a number: dp=2, without spaces"),
+        ("micro=", "micro needs a number: micro=1, without spaces"),
+        ("precision", "precision needs one of fp32, tf32, bf16, fp16: precision=fp32, without spaces"),
+        ("DP=2", "'DP=2' is not part of a plan; did you mean dp?"),
+        ("=2", "'=2' is not part of a plan"),
+        ("dp=²", "dp='²' is not a whole number"),
     ],
 )
 def test_wrong_text_is_answered(text: str, message: str) -> None:
@@ -58,6 +65,15 @@ def test_in_words() -> None:
     assert "4 ranks" in words
     assert "a batch of 64 is 8 micro-batches of up to 2 samples per rank" in words
     assert "batch-norm statistics are taken over all ranks" in words
+    assert "micro-batches of 1 sample per rank" in explain(from_text("micro=1"))
+    assert "a batch of 16 cannot feed 17 data ranks" in explain(from_text("dp=17"), batch=16)
     assert explain(Plan()).startswith("one process")
     assert "computes in the precision of the job" in explain(Plan())
     assert "computes in bf16" in explain(Plan(precision="bf16"))
+
+
+def test_ranks_of_other_axes_have_no_samples_of_their_own() -> None:
+    assert explain(from_text("dp=2")).startswith("2 ranks, each with its own samples\n")
+    assert explain(from_text("tp=2")).startswith("2 ranks, all with the same samples\ntp=2\n")
+    assert explain(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2\n")
+    assert "every rank holds the whole model" not in explain(from_text("tp=2"))

@@ -177,7 +177,7 @@ class Gated(nn.Module):
 def test_a_model_that_cannot_be_traced_is_run() -> None:
     found = profile(vector_job(Gated))
     assert found.traced == "real"
-    assert "two small steps" in found.notes[0]
+    assert any("two small steps" in note for note in found.notes)
     assert found.flops(8) == pytest.approx(2 * 2 * 8 * 16 * 16 * 2 + 8 * 2 * 16 * 16, rel=0.01)
 
 
@@ -278,7 +278,7 @@ def test_parameters_that_a_layer_holds_beside_its_module_are_not_traced_past() -
     module = Beside()
     found = profile(vector_job(module))
     assert found.traced == "real"
-    assert "weight is held by a layer itself, beside its module" in found.notes[0]
+    assert any("weight is held by a layer itself, beside its module" in note for note in found.notes)
     assert module.weight.grad is None
 
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.app import app
-from echelon.cli.settings import KINDS, resolve
 from echelon.errors import EchelonError
+from echelon.flow.settings import KINDS, resolve
 
 DEFAULTS = dict.fromkeys(KINDS) | {"keep": 3}
 

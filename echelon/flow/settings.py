@@ -1,4 +1,4 @@
-"""The settings of `echelon train`: command line over environment over file over default, each with where it came from."""
+"""How a training is run, and where each setting came from: what is given over environment over file over default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, JobError
+from echelon.world import read_settings
 
 #: The file that is looked for in the current folder; its settings stand under [train].
 FILE = "echelon.toml"
@@ -54,6 +55,51 @@ def resolve(
             value, source = defaults[name], "default"
         settings[name] = Setting(name=name, value=value, source=source)
     return settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a training is run, apart from what and how it computes."""
+
+    folder: str | Path | None = None
+    keep: int = 3
+    #: Steps between checkpoints; None: at the end of each epoch (a stream: a tenth of the steps, at most STREAM_EVERY).
+    every: int | None = None
+    resume: bool = True
+    certificate: str | Path | None = None
+    quiet: bool = False
+    #: Processes that read data ahead, per rank.
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("keep", 1), ("every", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise JobError(f"{name}={value!r}: a whole number of at least {least}")
+        if self.certificate is not None and not Path(self.certificate).is_file():
+            raise JobError(f"{self.certificate}: no certificate there; `echelon verify` writes one")
+
+
+#: What the command line, the environment and the file call differently from `Settings`.
+_CALLED = {"folder": "out", "certificate": "require_certificate"}
+
+
+def settle(plan: Any, settings: Mapping[str, Any]) -> tuple[Any, Settings]:
+    """The plan and the settings of `echelon.train`: what the call says, else the environment, else the file, else the default."""
+    unknown = [name for name in settings if name not in Settings.__slots__]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], Settings.__slots__, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(Settings.__slots__)}"
+        raise JobError(f"train: {unknown[0]!r} is no setting of it; {hint}")
+    given = {_CALLED.get(name, name): value for name, value in settings.items()} | {"plan": plan}
+    values = {name: setting.value for name, setting in resolve(given, read_settings(), Path(FILE), defaults()).items()}
+    return values["plan"], Settings(**{name: values[_CALLED.get(name, name)] for name in Settings.__slots__})
+
+
+def defaults() -> dict[str, Any]:
+    """What happens when nothing is said, under the command line's names."""
+    plain = Settings()
+    return {"plan": "auto"} | {_CALLED.get(name, name): getattr(plain, name) for name in Settings.__slots__}
 
 
 def _read(file: Path) -> dict[str, Any]:

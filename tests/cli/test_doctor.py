@@ -1,0 +1,30 @@
+"""What is slow is not said to be impossible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.cli.doctor import _problems, _slow
+from echelon.plan.cluster import Cluster, Curve, Device, Node, Point
+
+
+def measured(rate: float) -> Cluster:
+    """A CPU whose bfloat16 products run at `rate`, its float32 ones at 1e9."""
+    curves = tuple(
+        Curve(operation="mm", dtype=dtype, points=(Point((64.0, 64.0, 64.0), value),))
+        for dtype, value in (("float32", 1e9), ("bfloat16", rate))
+    )
+    device = Device(kind="cpu", name="cpu", memory=2**30, cores=2, curves=curves)
+    return Cluster(name="here", nodes=(Node(name="n", cores=2, memory=2**30, devices=(device,)),), versions={})
+
+
+def test_a_slow_precision_works() -> None:
+    cluster = measured(1e7)
+    (said,) = _slow(cluster.nodes[0].devices[0])
+    assert said == "precision=bf16: matrix products measured 100 times slower than fp32's on this CPU"
+    assert not any("precision" in problem for problem in _problems(cluster))
+    assert _slow(measured(2e9).nodes[0].devices[0]) == []
+
+
+def test_what_verify_leaves_is_not_committed() -> None:
+    assert "/certificate.json" in (Path(__file__).parents[2] / ".gitignore").read_text().splitlines()

@@ -1,0 +1,103 @@
+"""Ranks that made different data are told before the first step; data that merely draws is none of that."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from echelon.data.digest import digest
+from echelon.engine.run import Run
+from echelon.errors import DataError
+from echelon.plan.text import from_text
+from echelon.testing.ranks import Pool
+from echelon.world import World
+from tests.engine.jobs import DATA, classes, mlp, numbers
+
+
+class Drawing(Dataset[Any]):
+    """Draws for each sample from `kind`: a global generator, or one of its own that differs between ranks."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.kind, self.own = kind, random.Random(rank)
+
+    def __len__(self) -> int:
+        return 53
+
+    def __getitem__(self, index: int) -> Any:
+        number = {"global": lambda: torch.rand(()).item(), "own": self.own.random}[self.kind]()
+        return torch.full((8,), number), index % 4
+
+
+class Broken(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError(f"sample {index} is lost")
+
+
+def started(world: World, kind: str) -> str:
+    """The message with which a run over this data is refused on this rank."""
+    rank = world.rank
+    last = numbers(53, 8)
+    last[-1] += rank
+    data: dict[str, Any] = {
+        "each its own": TensorDataset(numbers(53, 8, seed=rank), classes(53)),
+        "last": TensorDataset(last, classes(53)),
+        "list": [(row, 0) for row in numbers(53, 8, seed=rank)],
+        "equal": DATA,
+        "global": Drawing("global", rank),
+        "own": Drawing("own", rank),
+        "broken": Broken("own", rank),
+    }
+    try:
+        with Run(mlp(data=data[kind]), from_text("dp=2"), world):
+            return "started"
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("each its own", "the ranks have different data: sample 0 differs on rank 1 from rank 0's"),
+        ("list", "the ranks have different data: sample 0 differs on rank 1"),
+        ("last", "the ranks have different data: sample 52 differs on rank 1"),
+        ("equal", "started"),
+        ("global", "started"),
+        ("own", "started"),
+        ("broken", "started"),
+    ],
+)
+def test_different_data_is_refused(ranks: Pool, kind: str, words: str) -> None:
+    assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind))
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        (torch.arange(6)[::2], torch.tensor([0, 2, 4]), True),
+        (torch.tensor(1.0), torch.tensor(1.0), True),
+        (torch.tensor(1.0), torch.tensor(2.0), False),
+        (torch.ones(2, 3), torch.ones(3, 2), False),
+        (torch.ones(2), torch.ones(2).bfloat16(), False),
+        (torch.tensor([1 + 1j]).conj(), torch.tensor([1 - 1j]), True),
+        (np.arange(3), np.arange(3), True),
+        (np.array([Thing(), 1], object), np.array([Thing(), 1], object), True),
+        (np.array([Thing(), 1], object), np.array([Thing(), 2], object), False),
+        ({"a": 1, "b": "x"}, {"b": "x", "a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+        ({"a", "b", "c"}, {"c", "b", "a"}, True),
+        ((1, [2.0, None]), (1, [2.0, None]), True),
+        ((1, 2), [1, 2], False),
+        (Thing(), Thing(), True),
+    ],
+)
+def test_a_digest_is_the_content(left: Any, right: Any, same: bool) -> None:
+    assert (digest(left) == digest(right)) == same
