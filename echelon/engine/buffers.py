@@ -70,7 +70,8 @@ class Unknown:
             f"{path}.{key}" if path else key: (module._buffers, key)
             for path, module in model.named_modules()
             for key, value in module._buffers.items()
-            if not isinstance(module, _BatchNorm) and (value is None or value.is_floating_point())
+            if not isinstance(module, _BatchNorm)
+            and (value is None or (value.is_floating_point() and not value.is_meta))
         }
         #: Those that travel, with the shape that all ranks agreed on.
         self._shapes: dict[str, tuple[int, ...]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from echelon.engine.layout import Piece
 from echelon.engine.ranks import Ranks
-from echelon.engine.tensor import Piece
 from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, lift, require_dense
 from echelon.plan import profile
@@ -127,9 +127,25 @@ def _require_same(model: nn.Module, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor], cuts: Mapping[int, Piece]) -> None:
-    """Put the parameters and buffers of `part` on the device with rank 0's values. Shared tensors stay shared (`done`), and of
-    those that the tensor axis cuts (`cuts`) only this rank's piece stays."""
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Move what has numbers; tensors of other stages stay without."""
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, value in slots.items():
+                if value is None or value.is_meta:
+                    continue
+                if isinstance(value, nn.Parameter):
+                    value.data = value.data.to(device)  # the same object: it may be shared
+                else:
+                    slots[name] = value.to(device)
+
+
+@torch.no_grad()
+def realise(
+    part: nn.Module, ranks: Ranks, done: dict[int, Tensor], cuts: Mapping[int, Piece], foreign: Set[int] = frozenset()
+) -> None:
+    """Put the parameters and buffers of `part` on the device with rank 0's values. Shared tensors stay shared (`done`), of
+    those that the tensor axis cuts (`cuts`) only this rank's piece stays, and of `foreign` ones nothing but the shape."""
     for module in part.modules():
         for slots in (module._parameters, module._buffers):
             for name, old in slots.items():
@@ -139,13 +155,19 @@ def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor], cuts: Mappin
                     value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
                     value = value.contiguous()  # all that fully_shard takes
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
-                    done[id(old)] = _kept(old, value, cuts.get(id(old)))
+                    if id(old) in foreign:
+                        value = torch.empty_like(old, device="meta")
+                        done[id(old)] = (
+                            nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                        )
+                    else:
+                        done[id(old)] = _kept(old, value, cuts.get(id(old)))
                 slots[name] = done[id(old)]  # type: ignore[assignment]
 
 
 def _kept(old: Tensor, value: Tensor, piece: Piece | None) -> Tensor:
     if piece is not None:
-        return piece.wrap(piece.take(value), old)
+        return nn.Parameter(piece.take(value), old.requires_grad)
     return nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from echelon.errors import TrainingError
 from echelon.plan.buckets import layout
@@ -22,14 +21,13 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         self.parameters, self.group = tuple(parameters), group
-        held = [_held(parameter) for parameter in parameters]
-        sizes = [each.numel() for each in held]
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=held[0].dtype, device=held[0].device)
+        sizes = [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         self.views = [
-            _view(part, each) for part, each in zip(self.flat.split([*sizes, len(sizes)]), held, strict=False)
+            _view(part, parameter)
+            for part, parameter in zip(self.flat.split([*sizes, len(sizes)]), parameters, strict=False)
         ]
-        #: The views as the parameters' gradients: those of a parameter that is cut over ranks know so too.
-        self.grads = [_like(view, parameter) for view, parameter in zip(self.views, parameters, strict=True)]
         self.used = self.flat[-len(sizes) :]
         self.filled: list[bool] = []
         self.missing = 0
@@ -43,11 +41,11 @@ class _Bucket:
 
     def take(self, index: int) -> None:
         """Move a parameter's gradient in; from now on its `.grad` is the bucket's view, and later micro-batches add to that."""
-        parameter, grad = self.parameters[index], self.grads[index]
-        if parameter.grad is not grad:
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is not view:
             assert parameter.grad is not None
-            self.views[index].copy_(_held(parameter.grad))
-            parameter.grad = grad
+            view.copy_(parameter.grad)
+            parameter.grad = view
 
     def fill(self, index: int) -> None:
         """A parameter's gradient is final."""
@@ -77,20 +75,8 @@ class _Bucket:
             # Another rank may have used what this one did not: its gradient counts here too. Unused everywhere stays None.
             for index, ranks in enumerate(self.used.tolist()):
                 if not self.filled[index]:
-                    self.parameters[index].grad = self.grads[index] if ranks else None
+                    self.parameters[index].grad = self.views[index] if ranks else None
         self.reset()
-
-
-def _held(value: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    return value.to_local().detach() if isinstance(value, DTensor) else value.detach()
-
-
-def _like(view: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return view
-    mesh, where = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(view, mesh, where, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _view(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 
 def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
     """Call the job's factory with (name, parameter) pairs, or with parameters if it does not take pairs."""
-    trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad and not value.is_meta]
     if not trainable:
         raise JobError("no parameter requires a gradient: nothing would be trained")
     try:

@@ -1,18 +1,23 @@
-"""Micro-batches through the stages of a pipeline, on torch's own stages and schedules."""
+"""The pipeline axis: this rank's stages of a model, and micro-batches through all of them, on torch's own stages and schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from echelon.engine.stage import Stage
+from echelon.engine.ranks import Group
+from echelon.engine.stage import Forward, Ghost, Stage, shape_key
+from echelon.errors import PlanError
+from echelon.plan.plan import Plan
+from echelon.profiler.visits import Visit
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": torch_schedules.ScheduleGPipe,
@@ -23,66 +28,111 @@ _SCHEDULES: dict[str, Any] = {
 
 
 class Pipeline:
-    """This rank's stages among all of them. `run` takes a step's micro-batches forward and backward."""
+    """This rank's stages among all of them."""
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        numbers: Sequence[int],
-        total: int,
-        *,
-        schedule: str,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._stages, self._numbers, self._total = list(stages), list(numbers), total
-        self._schedule, self._group, self._device = schedule, group, device
+    def __init__(self, model: nn.Module, forward: Forward, example: Any, plan: Plan, ranks: Group) -> None:
+        """`forward(model, batch)` computes the loss; `example` is a batch of it."""
+        self._model, self._forward, self._plan, self._ranks = model, forward, plan, ranks
+        self._ghost = Ghost(model, ranks.device)
+        visits = self._ghost.visits(forward, example)
+        bounds = _bounds(plan, visits, ranks.size)
+        self._total = len(bounds) - 1
+        self.rank = ranks.rank
+        #: Tensor, by each of its names -> the ranks of the axis that hold it; one that no unit holds is held by all.
+        self.owners = _owners(model, visits, bounds, ranks.size)
+        self._numbers = range(ranks.rank, self._total, ranks.size)
+        self._stages = [Stage(model, self._ghost, visits, bounds[n], bounds[n + 1]) for n in self._numbers]
+        #: The units that this rank computes.
+        self.units = list(dict.fromkeys(v.path for s in self._stages for v in visits[s.first : s.last] if v.path))
+        #: Whether the loss is computed here.
+        self.final = any(stage.final for stage in self._stages)
         self._batches: Sequence[Any] = ()
+        self._loss: Callable[[Any, int], Tensor] | None = None
         self._made: dict[Any, Any] = {}
-        self.final = any(stage.final for stage in stages)
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Let go of what only other ranks' stages need: it stays by name and shape, without numbers."""
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        foreign = {id(value) for name, value in named if self._ranks.rank not in self.owners[name]}
+        done: dict[int, Any] = {}
+        for module in self._model.modules():
+            for slots in (module._parameters, module._buffers):
+                for name, value in slots.items():
+                    if value is not None and id(value) in foreign:
+                        slots[name] = done.setdefault(id(value), _emptied(value))
+
+    def shared(self) -> list[str]:
+        """Parameters (by first name) that several ranks hold: tied over stages, or used between units."""
+        return [name for name, _ in self._model.named_parameters() if len(self.owners[name]) > 1]
 
     def run(self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor]) -> None:
         """Forward and backward of every micro-batch; `loss(output, index)` gives what backward starts from, on the last stage.
 
-        The micro-batches are of one shape: torch's stages receive into buffers that were made beforehand.
+        torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together.
         """
-        self._batches = batches
-        self._loss = loss
-        schedule = self._ready(len(batches), batches[0])
-        indices = torch.arange(len(batches))
-        given = (torch.zeros(len(batches), device=self._device),) if 0 in self._numbers else ()
-        schedule.step(
-            *given, index=indices, **({"target": indices, "losses": []} if self.final else {}), **_silent(schedule)
-        )
-        self._batches = ()
+        for _, group in groupby(range(len(batches)), key=lambda index: shape_key(batches[index])):
+            indices = list(group)
+            self._batches = [batches[index] for index in indices]
+            self._loss = lambda output, index, indices=indices: loss(output, indices[index])  # type: ignore[misc]
+            self._run()
+        self._batches, self._loss = (), None
 
-    def _ready(self, count: int, example: Any) -> Any:
+    def _run(self) -> None:
+        count = len(self._batches)
+        schedule = self._ready(count)
+        numbers = torch.arange(count)
+        given = (torch.zeros(count, device=self._ranks.device),) if 0 in self._numbers else ()
+        target = {"target": numbers, "losses": []} if self.final else {}
+        schedule.step(*given, index=numbers, **target, return_outputs=False)
+
+    def forward(self, batch: Any, forward: Forward) -> tuple[Tensor, ...]:
+        """What `forward(model, batch)` gives, on the rank of the last stage; nothing on the others. Without gradients."""
+        found: tuple[Tensor, ...] = ()
+        for number, stage in zip(self._numbers, self._stages, strict=True):
+            incoming, _ = stage.shapes(batch, forward)
+            received = [torch.empty(each.shape, dtype=each.dtype, device=self._ranks.device) for each in incoming]
+            for value in received:
+                dist.recv(value, group_src=(number - 1) % self._ranks.size, group=self._ranks.group)
+            sent = stage(*received, batch=batch, forward=forward)
+            if stage.final:
+                found = sent
+                continue
+            for value in sent:
+                dist.send(value.contiguous(), group_dst=(number + 1) % self._ranks.size, group=self._ranks.group)
+        return found
+
+    def _ready(self, count: int) -> Any:
         """The schedule for so many micro-batches of this shape."""
-        shapes = [stage.shapes(example) for stage in self._stages]
-        key = count, tuple(tuple((t.shape, t.dtype) for t in (*inner, *outer)) for inner, outer in shapes)
+        key = count, shape_key(self._batches[0])
         if key not in self._made:
-            parts = [
-                PipelineStage(
-                    _Fed(stage, self),
-                    number,
-                    self._total,
-                    self._device,
-                    input_args=inner if number else (torch.zeros(1, device="meta"),),
-                    output_args=outer,
-                    group=self._group,
-                )
-                for stage, number, (inner, outer) in zip(self._stages, self._numbers, shapes, strict=True)
-            ]
-            kind = _SCHEDULES[self._schedule]
+            kind = _SCHEDULES[self._plan.schedule]
             several = issubclass(kind, PipelineScheduleMulti)
+            if count < self._total or (several and count % self._ranks.size):
+                # Too few to fill the pipe in that order (the short end of an epoch): all forwards, then all backwards.
+                kind = torch_schedules.ScheduleLoopedBFS if several else torch_schedules.ScheduleGPipe
+            parts = [self._part(number, stage) for number, stage in zip(self._numbers, self._stages, strict=True)]
             self._made[key] = kind(parts if several else parts[0], count, loss_fn=self._loss_of, scale_grads=False)
         return self._made[key]
 
+    def _part(self, number: int, stage: Stage) -> PipelineStage:
+        incoming, outgoing = stage.shapes(self._batches[0], self._forward)
+        return PipelineStage(
+            _Fed(stage, self),
+            number,
+            self._total,
+            self._ranks.device,
+            input_args=incoming if number else (torch.zeros(1, device="meta"),),
+            output_args=outgoing,
+            group=self._ranks.mesh().get_group(),
+        )
+
     def _loss_of(self, output: Any, index: Tensor) -> Tensor:
+        assert self._loss is not None
         return self._loss(output, int(index))
 
 
-class _Fed(torch.nn.Module):
+class _Fed(nn.Module):
     """A stage that takes its micro-batch by number: every rank reads the batch itself."""
 
     def __init__(self, stage: Stage, pipeline: Pipeline) -> None:
@@ -91,10 +141,61 @@ class _Fed(torch.nn.Module):
         self._pipeline = [pipeline]  # in a list: not a submodule
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
-        batch = self._pipeline[0]._batches[int(index)]
-        return self.stage(*(received if self.stage.first else ()), batch=batch)
+        pipeline = self._pipeline[0]
+        return self.stage(
+            *(received if self.stage.first else ()), batch=pipeline._batches[int(index)], forward=pipeline._forward
+        )
 
 
-def _silent(schedule: Any) -> dict[str, bool]:
-    """Outputs are losses here: nobody wants them merged."""
-    return {"return_outputs": False}
+def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:
+    """Where stages begin, and the end."""
+    if not visits:
+        raise PlanError(
+            f"pp={ways}: the model cannot be cut into stages: it uses a module's parameters without calling that module; use pp=1 "
+            "(dp with zero=3 also shares the memory)"
+        )
+    bounds = [0, *plan.stages, len(visits)]
+    if not plan.stages or (len(bounds) - 1) % ways:
+        raise PlanError(
+            f"pp={ways}: the plan has {len(bounds) - 1} stages; have it completed: echelon plan FILE, or give {ways - 1} places where a stage "
+            f"begins (stages=), of {len(visits) - 1} units"
+        )
+    if sorted(set(bounds)) != bounds or len(visits) - 1 <= bounds[-2]:
+        raise PlanError(
+            f"stages={list(plan.stages)}: places among {len(visits) - 1} units, in order, at least one unit each"
+        )
+    return bounds
+
+
+def _owners(
+    model: nn.Module, visits: Sequence[Visit], bounds: Sequence[int], ways: int
+) -> Mapping[str, frozenset[int]]:
+    found: dict[int, set[int]] = {}
+    for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for path in {visit.path for visit in visits[first:last] if visit.path}:
+            module = model.get_submodule(path)
+            for value in (*module.parameters(), *module.buffers()):
+                found.setdefault(id(value), set()).add(stage % ways)
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: frozenset(found.get(id(value), range(ways))) for name, value in named}
+
+
+def _emptied(value: Tensor) -> Tensor:
+    empty = torch.empty_like(value, device="meta")
+    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+@torch.no_grad()
+def add_up(parameters: Sequence[nn.Parameter], ranks: Group) -> None:
+    """Sum the gradients of parameters that several stages hold; one that no stage used keeps none."""
+    for _, same in groupby(sorted(parameters, key=lambda each: str(each.dtype)), key=lambda each: each.dtype):
+        held = list(same)
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in held]
+        used = torch.tensor([each.grad is not None for each in held]).to(grads[0])
+        flat = ranks.sum(torch.cat([*(grad.reshape(-1) for grad in grads), used]))
+        *parts, users = flat.split([*(grad.numel() for grad in grads), len(held)])
+        for each, grad, part, count in zip(held, grads, parts, users.tolist(), strict=True):
+            each.grad = grad.copy_(part.view_as(grad)) if count else None

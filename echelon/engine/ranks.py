@@ -113,14 +113,25 @@ class Ranks(Group):
 
     def axes(self, mesh: Mesh) -> dict[str, Group]:
         """The group of each axis that this rank is in. With one axis alone that is everybody."""
+        #: The ranks that compute the same samples together: tp x pp.
+        self.core: Group = Group(0, 1, self.device)
         place = mesh.coordinate(self.rank)
         sizes = {axis: getattr(mesh, axis) for axis in AXES}
         several = [axis for axis, size in sizes.items() if size > 1]
         if len(several) < 2:
             self.name = several[0] if several else "dp"
+            if self.name in ("tp", "pp"):
+                self.core = self
             return {axis: self if axis == self.name else Group(0, 1, self.device) for axis in AXES}
         grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-        return {axis: Group(place[axis], size, self.device, grid[axis]) for axis, size in sizes.items()}
+        found = {axis: Group(place[axis], size, self.device, grid[axis]) for axis, size in sizes.items()}
+        together = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
+        if len(together) == 2:
+            both = grid["pp", "tp"]._flatten("core")
+            self.core = Group(both.get_local_rank(), both.size(), self.device, both)
+        elif together:
+            self.core = found[together[0]]
+        return found
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""

@@ -22,6 +22,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from echelon.errors import TrainingError
 from echelon.profiler.visits import Value, Visit, crossing, follow, intercepted
 
+#: Computes the loss, or what else is wanted, with a model on a batch.
+Forward = Callable[[nn.Module, Any], Any]
+
 
 class _Done(BaseException):
     """This stage's last unit is computed: the rest of forward is other stages' work. Not an Exception: models may catch those."""
@@ -54,15 +57,16 @@ class Ghost:
             return nn.Parameter(fake, value.requires_grad)
         return fake
 
-    def visits(self, forward: Callable[[nn.Module, Any], Any], batch: Any) -> list[Visit]:
+    def visits(self, forward: Forward, batch: Any) -> list[Visit]:
         """The calls of the model's units and whose values they read; empty: it cannot be cut."""
         with self.mode:
             fakes = self._faked(batch)
             return follow(self.model, lambda: forward(self.model, fakes))
 
-    def returned(self, forward: Callable[[nn.Module, Any], Any], batch: Any, paths: Sequence[str]) -> list[Returned]:
+    def returned(self, forward: Forward, batch: Any, paths: Sequence[str], *, training: bool) -> list[Returned]:
         """What each visit returns for a batch of this shape; the last entry is what `forward` itself does."""
-        key = _shape_key(batch), self.model.training
+        key = forward, shape_key(batch), training
+        self.model.train(training)
         if key not in self._known:
             found: list[Returned] = []
 
@@ -87,7 +91,8 @@ class Ghost:
         return tree_map(lambda leaf: self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _shape_key(batch: Any) -> Any:
+def shape_key(batch: Any) -> Any:
+    """Equal for batches that lead to tensors of the same shapes everywhere."""
     leaves, spec = tree_flatten(batch)
     plain = (int, float, bool, str, type(None))
     return spec, tuple(
@@ -110,13 +115,11 @@ class Stage(nn.Module):
         visits: list[Visit],
         first: int,
         last: int,
-        forward: Callable[[nn.Module, Any], Any],
     ) -> None:
         super().__init__()
         self.model = model
         self._ghost, self._visits = ghost, visits
         self.first, self.last = first, last
-        self._forward = forward
         self._paths = list(dict.fromkeys(visit.path for visit in visits if visit.path))
         self.incoming = crossing(visits, first)
         #: Whether it gives the loss.
@@ -124,13 +127,13 @@ class Stage(nn.Module):
         #: What the stages after this one read.
         self.outgoing = [] if self.final else crossing(visits, last)
 
-    def forward(self, *received: Tensor, batch: Any) -> Any:
-        """The outgoing values, in order; on the last stage what the job's forward gives."""
+    def forward(self, *received: Tensor, batch: Any, forward: Forward) -> Any:
+        """The outgoing values, in order; on the last stage what `forward` gives."""
         values: dict[Value, Tensor] = dict(zip(self.incoming, received, strict=True))
-        walk = _Walk(self, values, self._ghost.returned(self._forward, batch, self._paths))
+        walk = _Walk(self, values, self._returned(batch, forward))
         with intercepted(self.model, self._paths, walk.around):
             try:
-                result = self._forward(self.model, batch)
+                result = forward(self.model, batch)
             except _Done:
                 # What only passes through is copied: torch's schedules take a stage's outputs apart in place.
                 return tuple(
@@ -138,9 +141,12 @@ class Stage(nn.Module):
                 )
         return result
 
-    def shapes(self, batch: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _returned(self, batch: Any, forward: Forward) -> list[Returned]:
+        return self._ghost.returned(forward, batch, self._paths, training=self.model.training)
+
+    def shapes(self, batch: Any, forward: Forward) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What comes in and goes out for a batch of this shape, as tensors on the meta device."""
-        returned = self._ghost.returned(self._forward, batch, self._paths)
+        returned = self._returned(batch, forward)
 
         def metas(values: Sequence[Value]) -> tuple[Tensor, ...]:
             fakes = [returned[visit].leaves[returned[visit].tensors[place]] for visit, place in values]

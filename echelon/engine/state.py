@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 from torch.optim import Optimizer
+
+from echelon.engine.layout import Piece, local, regions, whole_shape
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -33,8 +34,8 @@ class State:
     optimizer: dict[str, Tensor]
 
 
-#: One rank's part of a tensor: the whole's shape, where the part begins, and the part on the CPU.
-_Part = tuple[tuple[int, ...], tuple[int, ...], Tensor]
+#: What a rank has of a tensor: the whole's shape, and (where it begins, numbers on the CPU) for each stretch.
+_Held = tuple[tuple[int, ...], list[tuple[tuple[slice, ...], Tensor]]]
 
 
 @torch.no_grad()
@@ -56,7 +57,7 @@ def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
-    mine = {name: part for name, value in values.items() if (part := _part(run, value)) is not None}
+    mine = {name: _held(run, name, value) for name, value in values.items() if _speaks(run, name, value)}
     parts = [mine]
     if run.ranks.size > 1:
         everyone: list[Any] | None = [None] * run.ranks.size if run.world.main else None
@@ -64,33 +65,34 @@ def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts = everyone or []
     full: dict[str, Tensor] = {}
     for each in parts:
-        for name, (shape, start, values_here) in each.items():
-            if name not in full:
-                full[name] = torch.empty(shape, dtype=values_here.dtype)
-            full[name][tuple(slice(a, a + n) for a, n in zip(start, values_here.shape, strict=True))] = values_here
-    for name, value in full.items():
-        piece = run.pieces.get(_owner(name))
-        if piece is not None and value.dim() > piece.dim:
-            full[name] = piece.restored(value)
+        for name, (shape, stretches) in each.items():
+            for place, numbers in stretches:
+                if name not in full:
+                    full[name] = torch.empty(shape, dtype=numbers.dtype)
+                full[name][place] = numbers
     return full
 
 
-def _owner(name: str) -> str:
-    """The parameter that a value belongs to: `0/blocks.1.up.weight/exp_avg` or the parameter's own name."""
-    return name.split("/")[1] if "/" in name else name
+def piece_of(run: Run, name: str, value: Tensor) -> Piece | None:
+    """How the tensor axis cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
+    (`0/blocks.1.up.weight/exp_avg`); a step count is not cut."""
+    piece = run.pieces.get(name.split("/")[1] if "/" in name else name)
+    return piece if piece is not None and value.shape == piece.shape else None
 
 
-def _part(run: Run, value: Tensor) -> _Part | None:
-    """None: another rank has the same."""
+def _speaks(run: Run, name: str, value: Tensor) -> bool:
+    """Whether this rank tells of a value: of ranks that hold the same the first does."""
     if value.is_meta:
-        return None
-    axes = set(value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else set()
-    if any(group.rank for axis, group in run.axes.items() if axis not in axes and axis != "pp"):
-        return None
-    if not isinstance(value, DTensor):
-        return tuple(value.shape), (0,) * value.dim(), value.detach().to("cpu", copy=True)
-    _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    return tuple(value.shape), tuple(start), value.to_local().detach().to("cpu", copy=True)
+        return False  # another stage's
+    cut = {"dp"} if isinstance(value, DTensor) else set()
+    cut |= {"pp"} | ({"tp"} if piece_of(run, name, value) is not None else set())
+    return not any(group.rank for axis, group in run.axes.items() if axis not in cut)
+
+
+def _held(run: Run, name: str, value: Tensor) -> _Held:
+    piece = piece_of(run, name, value)
+    stretches = [(each.place, each.values.to("cpu", copy=True)) for each in regions(value, piece)]
+    return tuple(whole_shape(value, piece)), stretches
 
 
 def names(model: nn.Module) -> dict[int, str]:
@@ -177,5 +179,5 @@ def held(run: Run) -> dict[str, int]:
 
 
 def _bytes(value: Tensor) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.numel() * local.element_size()
+    here = local(value)
+    return 0 if here.is_meta else here.numel() * here.element_size()

@@ -34,6 +34,7 @@ class StepStatistics:
         if ranks.size == 1:
             return
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+        norms = [norm for norm in norms if norm.running_mean is None or not norm.running_mean.is_meta]  # other stages'
         # A synchronised batch norm has the same statistics on every rank already.
         local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
         if local:

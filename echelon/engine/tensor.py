@@ -4,8 +4,8 @@
     row      z = y V + b    each rank has some of the inputs; forward adds up z
     gather   column, and the outputs are put together again: right wherever a column stands alone
 
-Parameters are DTensors, so that optimizers, checkpoints and fully_shard know what they hold; activations are not: between the
-cut modules the model's own code runs as it is.
+Parameters are plain tensors, this rank's pieces: optimizers run at full speed on them and fully_shard takes them as any others. Between
+the cut modules the model's own code runs as it is. Where a piece lies in the whole is layout.py's to know.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
+from echelon.engine.layout import Piece, shares
 from echelon.engine.ranks import Group
 from echelon.plan.placement import Placement
 
@@ -28,15 +28,9 @@ class Axis:
     """The tensor group as this rank sees it."""
 
     def __init__(self, ranks: Group) -> None:
-        self.mesh = ranks.mesh()
-        self.group = self.mesh.get_group()
+        self.group = ranks.group
         self.rank, self.size = ranks.rank, ranks.size
         self._copied: tuple[Any, Tensor] | None = None
-
-    def shares(self, size: int) -> list[int]:
-        """How `size` rows are dealt out: as torch.chunk does, but nobody may get none."""
-        step = -(-size // self.size)
-        return [max(min(step, size - rank * step), 0) for rank in range(self.size)]
 
     def copied(self, x: Tensor) -> Tensor:
         """`x` into the cut region. Modules that read the same `x` share one sum in backward."""
@@ -102,67 +96,17 @@ class _Gather(torch.autograd.Function):
         return grads[0].narrow(ctx.dim, ctx.start, ctx.length).contiguous(), None, None, None
 
 
-class Piece:
-    """Which part of a parameter this rank keeps."""
-
-    def __init__(self, dim: int, parts: Sequence[int], axis: Axis) -> None:
-        self.dim, self.parts, self.axis = dim, tuple(parts), axis
-
-    def take(self, full: Tensor) -> Tensor:
-        """This rank's rows (or columns) of `full`, a copy."""
-        pieces = [
-            part.narrow(self.dim, sum(sizes[: self.axis.rank]), sizes[self.axis.rank])
-            for part in full.split(list(self.parts or (full.shape[self.dim],)), self.dim)
-            for sizes in (self.axis.shares(part.shape[self.dim]),)
-        ]
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone()
-
-    def joined(self, full: Tensor) -> Tensor:
-        """The ranks' parts of `full` side by side, as a DTensor's whole is."""
-        if len(self.parts) < 2:
-            return full
-        shares = [self.axis.shares(size) for size in self.parts]
-        parts = [
-            part.split(share, self.dim)
-            for part, share in zip(full.split(list(self.parts), self.dim), shares, strict=True)
-        ]
-        return torch.cat([part[rank] for rank in range(self.axis.size) for part in parts], self.dim)
-
-    def restored(self, joined: Tensor) -> Tensor:
-        """The whole from the ranks' parts side by side: what `take` sorted by rank is sorted by part again."""
-        if len(self.parts) < 2:
-            return joined
-        shares = [self.axis.shares(size) for size in self.parts]
-        pieces = joined.split([share[rank] for rank in range(self.axis.size) for share in shares], self.dim)
-        count = len(self.parts)
-        return torch.cat(
-            [pieces[rank * count + part] for part in range(count) for rank in range(self.axis.size)], self.dim
-        )
-
-    def wrap(self, local: Tensor, full: Tensor) -> nn.Parameter:
-        """The rank's part as the parameter that optimizers, checkpoints and fully_shard see."""
-        held = DTensor.from_local(
-            local.contiguous(),
-            self.axis.mesh,
-            [Shard(self.dim)],
-            run_check=False,
-            shape=full.shape,
-            stride=full.stride(),
-        )
-        return nn.Parameter(held, full.requires_grad)
-
-
 def pieces(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> dict[str, Piece]:
-    """Parameter -> the part of it that this rank keeps."""
-    names = {id(value): name for name, value in model.named_parameters()}
-    found: dict[str, Piece] = {}
+    """Parameter, by each of its names -> the part of it that this rank keeps."""
+    found: dict[int, Piece] = {}
     for placement in placements:
         module = model.get_submodule(placement.path)
         for name, dim, parts in _cuts(module, placement):
             value = getattr(module, name, None)
             if value is not None:
-                found[names[id(value)]] = Piece(dim, parts, axis)
-    return found
+                found[id(value)] = Piece(value.shape, dim, tuple(parts), axis.rank, axis.size)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: found[id(value)] for name, value in named if id(value) in found}
 
 
 @torch.no_grad()
@@ -174,8 +118,7 @@ def cut(model: nn.Module, found: Mapping[str, Piece]) -> None:
         for name, value in module._parameters.items():
             if value is not None and id(value) in parts:
                 if id(value) not in done:
-                    piece = parts[id(value)]
-                    done[id(value)] = piece.wrap(piece.take(value), value)
+                    done[id(value)] = nn.Parameter(parts[id(value)].take(value), value.requires_grad)
                 module._parameters[name] = done[id(value)]
 
 
@@ -203,17 +146,13 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> No
             module.forward = _FORWARDS[placement.cut](module, axis)
 
 
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _product(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
     """How a module multiplies: (x, bias) -> output, with the local weight."""
     if isinstance(module, nn.Linear):
-        return lambda x, bias: F.linear(x, _local(module.weight), bias)
+        return lambda x, bias: F.linear(x, module.weight, bias)
     if type(module).__name__ == "Conv1D":
-        return lambda x, bias: _plus(x @ _local(module.weight), bias)
-    return lambda x, bias: module._conv_forward(x, _local(module.weight), bias)
+        return lambda x, bias: _plus(x @ module.weight, bias)
+    return lambda x, bias: module._conv_forward(x, module.weight, bias)
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -222,7 +161,7 @@ def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def _column(module: Any, axis: Axis) -> Callable[..., Tensor]:
     product = _product(module)
-    return lambda x: product(axis.copied(x), _local(module.bias))
+    return lambda x: product(axis.copied(x), module.bias)
 
 
 def _row(module: Any, axis: Axis) -> Callable[..., Tensor]:
@@ -234,10 +173,10 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
     product = _product(module)
     wide = isinstance(module, nn.modules.conv._ConvNd)
     size = module.out_channels if wide else module.weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
-    sizes = axis.shares(size)
+    sizes = shares(size, axis.size)
 
     def forward(x: Tensor) -> Tensor:
-        out = product(axis.copied(x), _local(module.bias))
+        out = product(axis.copied(x), module.bias)
         dim = out.dim() - 1 - (len(module.kernel_size) if wide else 0)
         return _Gather.apply(out, dim, sizes, axis)
 
@@ -245,13 +184,13 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
 
 def _vocabulary(module: Any, axis: Axis) -> Callable[..., Tensor]:
-    sizes = axis.shares(module.num_embeddings)
+    sizes = shares(module.num_embeddings, axis.size)
     start, length = sum(sizes[: axis.rank]), sizes[axis.rank]
 
     def forward(ids: Tensor) -> Tensor:
         mine = ids - start
         outside = (mine < 0) | (mine >= length)
-        rows = F.embedding(mine.masked_fill(outside, 0), _local(module.weight))
+        rows = F.embedding(mine.masked_fill(outside, 0), module.weight)
         return _Sum.apply(rows.masked_fill(outside.unsqueeze(-1), 0.0), axis.group)
 
     return forward

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
+from echelon.engine.layout import Piece, regions, whole_shape
 from echelon.engine.stored import MANIFEST, Reader, quietly, read_manifest, require_whole
-from echelon.engine.tensor import Piece
 from echelon.errors import CheckpointError, EchelonError, JobError
 from echelon.world import World
 
@@ -52,8 +52,9 @@ def load_weights(
                 "is it another model's?"
             )
         for name, shape in found.shapes.items():
-            if shape != tuple(targets[name].shape):
-                raise JobError(f"{path}: {name} is {shape} there and {tuple(targets[name].shape)} in the model")
+            mine = tuple(whole_shape(targets[name], pieces.get(name)))
+            if shape != mine:
+                raise JobError(f"{path}: {name} is {shape} there and {mine} in the model")
         found.fill({name: targets[name] for name in found.shapes if name not in pieces})
         for name in found.shapes.keys() & pieces.keys():
             _fill_piece(targets[name], pieces[name], found, name)
@@ -65,13 +66,11 @@ def load_weights(
 
 
 def _fill_piece(target: Tensor, piece: Piece, found: _Found, name: str) -> None:
-    """Cut along another dimension than rows, or in parts: the whole is read, one tensor at a time."""
-    whole = torch.empty(target.shape, dtype=target.dtype)
+    """Cut in another way than by rows: the whole is read, one tensor at a time."""
+    whole = torch.empty(piece.whole, dtype=target.dtype)
     found.fill({name: whole})
-    assert isinstance(target, DTensor)
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    here = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    target.to_local().copy_(piece.joined(whole)[here])
+    for region in regions(target, piece):
+        region.values.copy_(whole[region.place])
 
 
 # Checkpoints

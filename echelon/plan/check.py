@@ -51,7 +51,7 @@ def require(plan: Plan, profile: Profile | None = None, cluster: Cluster | None 
 
 
 def _alone(plan: Plan) -> Iterator[Problem]:
-    for axis, name in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+    for axis, name in (("cp", "context"), ("ep", "expert")):
         size = getattr(plan.mesh, axis)
         if size > 1:
             yield Problem(

@@ -11,6 +11,7 @@ from echelon.plan.placement import Placement
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 BatchNorm = Literal["local", "sync"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,9 @@ class Plan(Document):
     bucket: int = 25
     #: How modules are cut over tp.
     placements: tuple[Placement, ...] = ()
+    #: Where the stages of pp after the first begin, in units in the order of their calls; several per rank under interleaved schedules.
+    stages: tuple[int, ...] = ()
+    schedule: Schedule = "1f1b"
     #: Fingerprint of the model this plan was made for; None: any.
     model: str | None = None
 

@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import BatchNorm, Plan, Precision
+from echelon.plan.plan import BatchNorm, Plan, Precision, Schedule
 
 _AXES = tuple(field.name for field in fields(Mesh))
 _NUMBERS = ("zero", "micro", "threads", "bucket")
-_WORDS = {"precision": get_args(Precision), "batchnorm": get_args(BatchNorm)}
+_WORDS = {"precision": get_args(Precision), "batchnorm": get_args(BatchNorm), "schedule": get_args(Schedule)}
 #: word in the text -> (field, value): a switch away from the default.
 _SWITCHES = {
     "keep": ("keep_gradients", True),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.plan.profile import units
@@ -32,6 +33,7 @@ class Visit:
     path: str
     reads: set[Value] = field(default_factory=set)
     outputs: int = 0  #: tensors that it returned
+    flops: float = 0.0  #: of its products
 
 
 def unit_paths(model: nn.Module) -> list[str]:
@@ -119,9 +121,11 @@ class Follower(TorchFunctionMode):
         self.visits.append(visit)
         self.__exit__(None, None, None)  # what happens inside a unit is its own business
         try:
-            out = forward(*args, **kwargs)
+            with FlopCounterMode(display=False) as counter:
+                out = forward(*args, **kwargs)
         finally:
             self.__enter__()
+        visit.flops = float(counter.get_total_flops())
         leaves = _tensors(out)
         visit.outputs = len(leaves)
         for place, tensor in enumerate(leaves):

@@ -1,0 +1,87 @@
+"""What a plan leaves open about a model: how the tensor axis cuts its modules, and where the stages of a pipeline begin."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from echelon.errors import PlanError
+from echelon.job import Job, call_loss, call_model, lift
+from echelon.plan.plan import Plan
+from echelon.profiler.build import built
+from echelon.profiler.example import Example
+from echelon.profiler.sharding import shard
+from echelon.profiler.visits import Visit, follow
+
+#: Stages per rank of schedules that interleave them.
+VIRTUAL = 2
+_SEVERAL = ("interleaved", "zero-bubble")
+
+
+def complete(plan: Plan, job: Job) -> Plan:
+    """`plan` with the placements and stages that it lacks."""
+    if plan.mesh.tp > 1 and not plan.placements:
+        plan = dataclasses.replace(plan, placements=_placements(job, plan.mesh.tp))
+    if plan.mesh.pp > 1 and not plan.stages:
+        count = plan.mesh.pp * (VIRTUAL if plan.schedule in _SEVERAL else 1)
+        plan = dataclasses.replace(plan, stages=_stages(job, count))
+    return plan
+
+
+def _placements(job: Job, ways: int) -> Any:
+    torch.manual_seed(job.seed)
+    made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+    model = lift(made, torch.float64).eval()
+    batch = _lifted(Example(job).batch(2))
+    return shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), ways).placements
+
+
+def _lifted(batch: Any) -> Any:
+    return tree_map(
+        lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
+
+
+def _stages(job: Job, count: int) -> tuple[int, ...]:
+    batch = Example(job).batch(2)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model = built(job).train()
+        fakes = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+        visits = follow(model, lambda: call_loss(job, call_model(job, model, fakes), fakes, model))
+    if len(visits) - 1 < count:
+        raise PlanError(
+            f"{count} stages: the model has {max(len(visits) - 1, 0)} units that forward calls one after another, and each stage needs one; use "
+            "fewer stages (dp with zero=3 also shares the memory)"
+        )
+    return divide([_weight(model, visit) for visit in visits[:-1]], count)
+
+
+def _weight(model: nn.Module, visit: Visit) -> float:
+    """About what a unit costs: its products, and a little for each parameter where there are none."""
+    return visit.flops + 2.0 * sum(value.numel() for value in model.get_submodule(visit.path).parameters())
+
+
+def divide(weights: Sequence[float], count: int) -> tuple[int, ...]:
+    """Where `count` stages of consecutive units begin, but the first, such that the heaviest is as light as can be."""
+    sums = [0.0, *accumulate(weights)]
+    size = len(weights)
+    #: best[n]: (heaviest stage, where the last one begins) for the first n units
+    best: list[list[tuple[float, int]]] = [[(sums[n], 0) for n in range(size + 1)]]
+    for stage in range(1, count):
+        row = [(float("inf"), 0)] * (size + 1)
+        for end in range(stage + 1, size + 1):
+            row[end] = min((max(best[-1][begin][0], sums[end] - sums[begin]), begin) for begin in range(stage, end))
+        best.append(row)
+    bounds, end = [], size
+    for stage in range(count - 1, 0, -1):
+        end = best[stage][end][1]
+        bounds.append(end)
+    return tuple(reversed(bounds))
