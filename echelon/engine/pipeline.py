@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ def _owners(
     model: nn.Module, visits: Sequence[Visit], bounds: Sequence[int], ways: int
 ) -> Mapping[str, frozenset[int]]:
     found: dict[int, set[int]] = {}
-    for stage, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for stage, (first, last) in enumerate(pairwise(bounds)):
         for path in {visit.path for visit in visits[first:last] if visit.path}:
             module = model.get_submodule(path)
             for value in (*module.parameters(), *module.buffers()):
