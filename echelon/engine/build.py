@@ -142,33 +142,31 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def realise(
-    part: nn.Module, ranks: Ranks, done: dict[int, Tensor], cuts: Mapping[int, Piece], foreign: Set[int] = frozenset()
+    model: nn.Module,
+    path: str,
+    ranks: Ranks,
+    done: dict[int, Tensor],
+    pieces: Mapping[str, Piece],
+    foreign: Set[str] = frozenset(),
 ) -> None:
-    """Put the parameters and buffers of `part` on the device with rank 0's values. Shared tensors stay shared (`done`), of
-    those that the tensor axis cuts (`cuts`) only this rank's piece stays, and of `foreign` ones nothing but the shape."""
-    for module in part.modules():
+    """Put the parameters and buffers of the module at `path` on the device with rank 0's values. Shared tensors stay shared
+    (`done`), of those that the tensor axis cuts only this rank's piece stays, and of `foreign` ones nothing but the shape."""
+    for inner, module in model.get_submodule(path).named_modules(prefix=path):
         for slots in (module._parameters, module._buffers):
-            for name, old in slots.items():
+            for key, old in slots.items():
                 if old is None or isinstance(old, DTensor):
                     continue
                 if id(old) not in done:
                     value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
                     value = value.contiguous()  # all that fully_shard takes
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
-                    if id(old) in foreign:
-                        value = torch.empty_like(old, device="meta")
-                        done[id(old)] = (
-                            nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-                        )
-                    else:
-                        done[id(old)] = _kept(old, value, cuts.get(id(old)))
-                slots[name] = done[id(old)]  # type: ignore[assignment]
-
-
-def _kept(old: Tensor, value: Tensor, piece: Piece | None) -> Tensor:
-    if piece is not None:
-        return nn.Parameter(piece.take(value), old.requires_grad)
-    return nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                    name = f"{inner}.{key}" if inner else key
+                    if name in pieces:
+                        value = pieces[name].take(value)
+                    elif name in foreign:
+                        value = torch.empty_like(value, device="meta")
+                    done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                slots[key] = done[id(old)]  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -91,19 +91,17 @@ class Sharding:
     ) -> None:
         mesh = data.mesh()
         self._plan, self._data = plan, data
-        done: dict[int, Tensor] = {}
-        cuts = {id(value): pieces[name] for name, value in model.named_parameters() if name in pieces}
         if pipeline is not None:
-            self._shard_stages(model, plan, ranks, data, cuts, pipeline)
-        for part in [*([] if plan.whole else unit_modules(model)), model] if pipeline is None else ():
+            self._shard_stages(model, plan, ranks, pieces, pipeline)
+        for path in [*([] if plan.whole else units(module_tree(model))), ""] if pipeline is None else ():
             # Values arrive and are cut unit by unit: the whole model is never on one device.
-            realise(part, ranks, done, cuts)
+            part, done = model.get_submodule(path), dict[int, Tensor]()
+            realise(model, path, ranks, done, pieces)
             # The root's own parameters are the last of forward and the first of backward: freed, they were gathered again at once.
             loose = _unshardable(part)
             fully_shard(
                 part, mesh=mesh, reshard_after_forward=plan.zero == 3 and part is not model, ignored_params=loose
             )
-            done.clear()
         # The warning is about a gather that an output changed in place would skip; the root stays gathered until its backward.
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view")
         self._filter = warnings.filters[0]
@@ -120,20 +118,18 @@ class Sharding:
         _fill_unused(self._modules, self._used)
 
     def _shard_stages(
-        self, model: nn.Module, plan: Plan, ranks: Ranks, data: Group, cuts: Mapping[int, Piece], pipeline: Pipeline
+        self, model: nn.Module, plan: Plan, ranks: Ranks, pieces: Mapping[str, Piece], pipeline: Pipeline
     ) -> None:
         """Under a pipeline each unit of this rank's stages is sharded by itself; what several stages hold is left whole."""
-        named = [*model.named_parameters(), *model.named_buffers()]
-        here = pipeline.rank
-        foreign = {id(value) for name, value in named if here not in pipeline.owners[name]}
-        realise(model, ranks, {}, cuts, foreign)
+        foreign = {name for name, owners in pipeline.owners.items() if pipeline.rank not in owners}
+        realise(model, "", ranks, {}, pieces, foreign)
         parameters = dict(model.named_parameters())
         shared = {parameters[name] for name in pipeline.shared()}
         for path in pipeline.units:
             part = model.get_submodule(path)
             loose = _unshardable(part) | shared
             if any(value not in loose for value in part.parameters()):
-                fully_shard(part, mesh=data.mesh(), reshard_after_forward=plan.zero == 3, ignored_params=loose)
+                fully_shard(part, mesh=self._data.mesh(), reshard_after_forward=plan.zero == 3, ignored_params=loose)
 
     def prepare(self, *, last: bool) -> None:
         """Before the forward of a micro-batch; `last` of the step."""
