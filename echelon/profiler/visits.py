@@ -61,7 +61,8 @@ Around = Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]],
 @contextmanager
 def intercepted(model: nn.Module, paths: list[str], around: Around) -> Iterator[None]:
     """Inside, each call of a unit goes through `around(path, forward, args, kwargs)`. Hooks on the units work as ever."""
-    wrapped: list[nn.Module] = []
+    #: Modules, and the forward that somebody had put on each in place of its class's.
+    wrapped: list[tuple[nn.Module, Any]] = []
     depth = 0
 
     def wrapper(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,12 +81,15 @@ def intercepted(model: nn.Module, paths: list[str], around: Around) -> Iterator[
     try:
         for path in paths:
             module = model.get_submodule(path)
-            wrapped.append(module)
+            wrapped.append((module, module.__dict__.get("forward")))
             module.forward = wrapper(path, module.forward)
         yield
     finally:
-        for module in wrapped:
-            del module.__dict__["forward"]
+        for module, before in wrapped:
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = before
 
 
 class Follower(TorchFunctionMode):
