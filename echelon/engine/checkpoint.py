@@ -64,9 +64,10 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
         mine += [partial / ".metadata"] if run.world.main else []
         sums = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
     files = {name: entry for part in run.ranks.gather(sums) for name, entry in part.items()}
+    optimizers = state.optimizer_plain(run)
     with run.ranks.together():
         if run.world.main:
-            _write(partial / MANIFEST, json.dumps(_manifest(run, files), indent=1))
+            _write(partial / MANIFEST, json.dumps(_manifest(run, files, optimizers), indent=1))
             os.replace(partial, folder)
             _sync(folder.parent)
     return sum(entry["bytes"] for entry in files.values())
@@ -89,7 +90,7 @@ def _stored(run: Run, name: str, value: Tensor) -> Any:
     return value if piece is None else Spread(value, piece)
 
 
-def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
+def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": run.step_number,
@@ -101,7 +102,7 @@ def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
         "samples": run.samples,
         "model": run.fingerprint,
         "parameters": run.shapes,
-        "optimizers": state.optimizer_plain(run),
+        "optimizers": optimizers,
         "schedules": [_plain_items(schedule.state_dict()) for schedule in run.schedules],
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good],
         "nominal": run.nominal,
@@ -113,9 +114,10 @@ def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
 
 def load(run: Run, folder: Path) -> None:
     """Bring the run to where `folder` was saved, whatever plan saved it. Every rank must call it."""
+    optimizers = state.optimizer_plain(run)
     with run.ranks.together():
         manifest = read_manifest(folder)
-        _require_fits(run, manifest, folder)
+        _require_fits(run, manifest, optimizers, folder)
         require_whole(folder, manifest, run.world)
     reader = Reader(folder)
     metadata = reader.read_metadata()
@@ -181,7 +183,7 @@ def _require_there(wanted: Mapping[str, Any], metadata: Metadata, folder: Path) 
         )
 
 
-def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
+def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str, Any]], folder: Path) -> None:
     if manifest["model"] != run.fingerprint:
         here, there = run.shapes, manifest["parameters"]
         name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
@@ -191,7 +193,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         )
     if len(manifest["optimizers"]) != len(run.optimizers) or any(
         [set(group["names"]) for group in saved["groups"]] != [set(group["names"]) for group in mine["groups"]]
-        for saved, mine in zip(manifest["optimizers"], state.optimizer_plain(run), strict=True)
+        for saved, mine in zip(manifest["optimizers"], optimizers, strict=True)
     ):
         raise ForeignCheckpoint(
             f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder"

@@ -14,9 +14,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from echelon.engine.ranks import Group
-from echelon.engine.stage import Forward, Ghost, Stage, shape_key
+from echelon.engine.stage import Stage
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
+from echelon.profiler.ghost import Forward, Ghost, shape_key
 from echelon.profiler.visits import Visit
 
 _SCHEDULES: dict[str, Any] = {

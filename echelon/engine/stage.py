@@ -9,100 +9,21 @@ of outputs need no care.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.errors import TrainingError
-from echelon.profiler.visits import Value, Visit, crossing, follow, intercepted
-
-#: Computes the loss, or what else is wanted, with a model on a batch.
-Forward = Callable[[nn.Module, Any], Any]
+from echelon.profiler.ghost import Forward, Ghost, Returned
+from echelon.profiler.visits import Value, Visit, crossing, intercepted
 
 
 class _Done(BaseException):
     """This stage's last unit is computed: the rest of forward is other stages' work. Not an Exception: models may catch those."""
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """What a visit returns for batches of one shape: the structure, and its leaves (tensors without numbers)."""
-
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-    tensors: tuple[int, ...]  #: places of tensors among the leaves
-
-
-class Ghost:
-    """A copy of the whole model without numbers: it tells what every unit returns for a batch of any shape."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        memo: dict[int, Any] = {}
-        for value in (*model.parameters(), *model.buffers()):
-            memo[id(value)] = self._fake(value, device)
-        self.model = copy.deepcopy(model, memo)
-        self._known: dict[Any, list[Returned]] = {}
-
-    def _fake(self, value: Tensor, device: torch.device) -> Tensor:
-        with self.mode:
-            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        if isinstance(value, nn.Parameter):
-            return nn.Parameter(fake, value.requires_grad)
-        return fake
-
-    def visits(self, forward: Forward, batch: Any) -> list[Visit]:
-        """The calls of the model's units and whose values they read; empty: it cannot be cut."""
-        with self.mode:
-            fakes = self._faked(batch)
-            return follow(self.model, lambda: forward(self.model, fakes))
-
-    def returned(self, forward: Forward, batch: Any, paths: Sequence[str], *, training: bool) -> list[Returned]:
-        """What each visit returns for a batch of this shape; the last entry is what `forward` itself does."""
-        key = forward, shape_key(batch), training
-        self.model.train(training)
-        if key not in self._known:
-            found: list[Returned] = []
-
-            def around(path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-                out = call(*args, **kwargs)
-                leaves, spec = tree_flatten(out)
-                places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-                kept = tuple(
-                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-                    for leaf in leaves
-                )
-                found.append(Returned(kept, spec, places))
-                return out
-
-            with self.mode, intercepted(self.model, list(paths), around):
-                end = _as_tuple(forward(self.model, self._faked(batch)))
-            found.append(Returned(end, tree_flatten(end)[1], tuple(range(len(end)))))
-            self._known[key] = found
-        return self._known[key]
-
-    def _faked(self, batch: Any) -> Any:
-        return tree_map(lambda leaf: self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def shape_key(batch: Any) -> Any:
-    """Equal for batches that lead to tensors of the same shapes everywhere."""
-    leaves, spec = tree_flatten(batch)
-    plain = (int, float, bool, str, type(None))
-    return spec, tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, plain) else type(leaf)
-        for leaf in leaves
-    )
-
-
-def _as_tuple(value: Any) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 class Stage(nn.Module):
@@ -130,14 +51,18 @@ class Stage(nn.Module):
     def forward(self, *received: Tensor, batch: Any, forward: Forward) -> Any:
         """The outgoing values, in order; on the last stage what `forward` gives."""
         values: dict[Value, Tensor] = dict(zip(self.incoming, received, strict=True))
+        # A value that was received is given away as a copy, and one that will be sent is kept as a copy: what stands between units may
+        # change values in place, and does so on every stage that needs them.
         walk = _Walk(self, values, self._returned(batch, forward))
         with intercepted(self.model, self._paths, walk.around):
             try:
                 result = forward(self.model, batch)
             except _Done:
-                # What only passes through is copied: torch's schedules take a stage's outputs apart in place.
                 return tuple(
-                    values[value].clone() if value in self.incoming else values[value] for value in self.outgoing
+                    values[value].clone(memory_format=torch.contiguous_format)
+                    if value in self.incoming
+                    else values[value].contiguous()
+                    for value in self.outgoing
                 )
         return result
 
@@ -187,7 +112,7 @@ class _Walk:
         leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         for place, leaf in enumerate(leaves):
             if (number, place) in self._wanted:
-                self._values[number, place] = leaf
+                self._values[number, place] = leaf if number == stage.last - 1 else leaf.clone()
         if number == stage.last - 1 and not stage.final:
             raise _Done
         return out
@@ -199,5 +124,5 @@ class _Walk:
         for place, leaf in enumerate(what.tensors):
             received = self._values.get((number, place))
             if received is not None:
-                leaves[leaf] = received
+                leaves[leaf] = received.clone()
         return tree_unflatten(leaves, what.spec)

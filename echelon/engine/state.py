@@ -112,13 +112,23 @@ def optimizer_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def optimizer_plain(run: Run) -> list[dict[str, Any]]:
-    """The rest of it, fit for JSON: hyper-parameters by group with the names they cover, and plain state."""
+    """The rest of it, fit for JSON: hyper-parameters by group with the names they cover, and plain state, of all stages together.
+    Every rank must call it."""
+    stages = run.axes["pp"].gather(_plain_here(run))
+    for whole_model, part in ((stages[0][i], each) for stage in stages[1:] for i, each in enumerate(stage)):
+        for group, more in zip(whole_model["groups"], part["groups"], strict=True):
+            group["names"] += [name for name in more["names"] if name not in group["names"]]
+        whole_model["state"] |= part["state"]
+    return stages[0]
+
+
+def _plain_here(run: Run) -> list[dict[str, Any]]:
     known = names(run.model)
     return [
         {
             "groups": [
                 {key: value for key, value in group.items() if is_plain(value) and key not in _LIVE}
-                | {"names": [known[id(value)] for value in group["params"]]}
+                | {"names": [known[id(value)] for value in group["params"] if id(value) in known]}
                 for group in optimizer.param_groups
             ],
             "state": {
@@ -137,6 +147,7 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], plain: list[dict[str, 
         order = {
             known[id(value)]: i
             for i, value in enumerate(v for group in optimizer.param_groups for v in group["params"])
+            if id(value) in known
         }
         entries = {name: dict(values) for name, values in rest["state"].items()}
         for path, value in saved.items():
@@ -147,13 +158,13 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], plain: list[dict[str, 
         for group, old in zip(state["param_groups"], rest["groups"], strict=True):
             kept = {key: value for key, value in old.items() if key not in ("names", *_IMPLEMENTATION)}
             group.update({key: _thawed(value, group.get(key)) for key, value in kept.items()})
-        state["state"] = {order[name]: entry for name, entry in entries.items()}
+        state["state"] = {order[name]: entry for name, entry in entries.items() if name in order}  # not other stages'
         optimizer.load_state_dict(state)
 
 
 def _entries(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
     known = names(model)
-    return [(known[id(value)], entry) for value, entry in optimizer.state.items()]
+    return [(known[id(value)], entry) for value, entry in optimizer.state.items() if id(value) in known]
 
 
 def is_plain(value: Any) -> bool:

@@ -89,7 +89,10 @@ class _Gather(torch.autograd.Function):
         first = first.contiguous()
         whole = first.new_empty(step * axis.size, *first.shape[1:])
         dist.all_gather_into_tensor(whole, first, group=axis.group)
-        return whole[: sum(sizes)].movedim(0, dim)
+        # Not a view: models change what a layer gave them in place.
+        return torch.cat(
+            [part[:size].movedim(0, dim) for part, size in zip(whole.split(step), sizes, strict=True)], dim
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -18,8 +18,9 @@ from echelon.job import Job, call_loss, call_model, lift
 from echelon.plan.plan import Plan
 from echelon.profiler.build import built
 from echelon.profiler.example import Example
+from echelon.profiler.ghost import Ghost
 from echelon.profiler.sharding import shard
-from echelon.profiler.visits import Visit, follow
+from echelon.profiler.visits import Visit
 
 #: Stages per rank of schedules that interleave them.
 VIRTUAL = 2
@@ -51,11 +52,12 @@ def _lifted(batch: Any) -> Any:
 
 
 def _stages(job: Job, count: int) -> tuple[int, ...]:
-    batch = Example(job).batch(2)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         model = built(job).train()
-        fakes = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-        visits = follow(model, lambda: call_loss(job, call_model(job, model, fakes), fakes, model))
+    ghost = Ghost(model, torch.device("cpu"))
+    visits = ghost.visits(
+        lambda model, batch: call_loss(job, call_model(job, model, batch), batch, model), Example(job).batch(2)
+    )
     if len(visits) - 1 < count:
         raise PlanError(
             f"{count} stages: the model has {max(len(visits) - 1, 0)} units that forward calls one after another, and each stage needs one; use "

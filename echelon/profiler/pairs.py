@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.profiler.visits import Follower, Visit, intercepted
 
@@ -65,8 +65,8 @@ def find_pairs(model: nn.Module, step: Callable[[], Any]) -> Found:
 
 def _found(model: nn.Module, step: Callable[[], Any], leaves: list[str]) -> Found:
     follower = Follower()
-    with intercepted(model, leaves, follower.around), follower, torch.no_grad():
-        step()
+    with intercepted(model, leaves, follower.around), follower:
+        step()  # with gradients: some forwards take them
     candidates = list(_candidates(model, follower.visits))
     seen = _watched(model, candidates, step)
     tried = (_tried(model, columns, row, seen.get(row)) for columns, row in candidates)
@@ -103,12 +103,14 @@ def _candidates(model: nn.Module, visits: Sequence[Visit]) -> Iterator[tuple[tup
 
 @dataclass(slots=True)
 class _Seen:
-    """The call of the module that holds a pair, and what reached the row in it."""
+    """The call of the module that holds a pair, what came out of it, and what the row in it was given and gave."""
 
     holder: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    out: Any
     reached: Tensor
+    gave: Tensor
 
 
 def _watched(
@@ -116,31 +118,35 @@ def _watched(
 ) -> dict[str, _Seen]:
     above = {row: list(_above((*columns, row))) for columns, row in candidates}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    reached: dict[str, Tensor] = {}
+    outs: dict[str, Any] = {}
+    rows: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = []
     for path in {path for paths in above.values() for path in paths}:
 
         def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             calls[path] = copied((args, kwargs))
 
+        def after(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
+            outs[path] = copied(out)
+
         hooks.append(model.get_submodule(path).register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(model.get_submodule(path).register_forward_hook(after))
     for row in above:
 
-        def note(_: nn.Module, args: Any, row: str = row) -> None:
-            reached[row] = args[0].detach().clone()
+        def note(_: nn.Module, args: Any, out: Any, row: str = row) -> None:
+            rows[row] = args[0].detach().clone(), out.detach().clone()
 
-        hooks.append(model.get_submodule(row).register_forward_pre_hook(note))
+        hooks.append(model.get_submodule(row).register_forward_hook(note))
     try:
-        with torch.no_grad():
-            step()
+        step()
     finally:
         for hook in hooks:
             hook.remove()
     found = {}
     for row, paths in above.items():
         holder = next((path for path in paths if path in calls), None)
-        if holder is not None and row in reached:
-            found[row] = _Seen(holder, *calls[holder], reached[row])
+        if holder is not None and row in rows:
+            found[row] = _Seen(holder, *calls[holder], outs[holder], *rows[row])
     return found
 
 
@@ -228,13 +234,6 @@ def _attributes(
         yield tuple(dict.fromkeys((*heads, *wide)))
 
 
-class _Reached(BaseException):
-    """What reached the row; the rest of the module need not run."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
 def _works(
     model: nn.Module,
     columns: tuple[str, ...],
@@ -267,24 +266,37 @@ def _right(
     holder = model.get_submodule(seen.holder)
     args, kwargs = copied((seen.args, seen.kwargs))
 
-    def stop(_: Tensor) -> Tensor:
-        raise _Reached(_)
+    reached: list[Tensor] = []
+
+    def answer(x: Tensor) -> Tensor:
+        reached.append(x)
+        return seen.gave.clone()
 
     with _divided(model, divide, ways), _cut(model, columns, parts, ways, rank), torch.no_grad():
         last: Any = model.get_submodule(row)
-        last.forward = stop
+        last.forward = answer
         try:
-            holder(*args, **kwargs)
-        except _Reached as found:
-            return found.value.shape == wanted.shape and _equal(found.value, wanted)
+            out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
             return False
         finally:
             del last.__dict__["forward"]
-    return False
+    # What else comes out (a bias per head that later layers take over) must be as it was, too.
+    return len(reached) == 1 and _equal(reached[0], wanted) and _alike(out, seen.out)
+
+
+def _alike(out: Any, before: Any) -> bool:
+    new, old = tree_leaves(out), tree_leaves(before)
+    return len(new) == len(old) and all(
+        _equal(a, b) for a, b in zip(new, old, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)
+    )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+        return torch.equal(a, b)
     scale = b.abs().max().clamp(min=1e-30)
     bound = _EQUAL if b.dtype is torch.float64 else 1e-5
     return bool((a - b).abs().max() <= bound * scale)

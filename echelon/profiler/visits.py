@@ -153,19 +153,21 @@ def follow(model: nn.Module, step: Callable[[], Any]) -> list[Visit]:
         with intercepted(model, paths, follower.around), follower:
             loss = step()
         called = {visit.path for visit in follower.visits}
-        silent = _used([path for path in paths if path not in called], model, loss)
+        known = {id(value) for path in called for value in model.get_submodule(path).parameters()}
+        silent = _used([path for path in paths if path not in called], model, loss, known)
         if not silent:
             return [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
         paths = _widened([path for path in paths if path in called or path in silent], silent)
     return []
 
 
-def _used(paths: list[str], model: nn.Module, loss: Any) -> list[str]:
-    """Those units among `paths` whose parameters the loss depends on."""
+def _used(paths: list[str], model: nn.Module, loss: Any, known: set[int]) -> list[str]:
+    """Those units among `paths` whose parameters the loss depends on, but for those that units which are called hold too (`known`)."""
     (total, *_) = _tensors(loss)
     found = []
     for path in paths:
-        parameters = [value for value in model.get_submodule(path).parameters() if value.requires_grad]
+        held = model.get_submodule(path).parameters()
+        parameters = [value for value in held if value.requires_grad and id(value) not in known]
         if any(
             grad is not None
             for grad in torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
