@@ -37,7 +37,7 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
             placements[path] = cut
         else:
             whole[path] = why
-    _keep_tied(model, placements, whole, pairs)
+    _keep_tied(model, placements, whole, pairs, found)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     return Sharding(
         tuple(placements.values()),
@@ -93,23 +93,24 @@ def _sized(path: str, cut: Any, size: int, ways: int) -> tuple[Placement | None,
 
 
 def _keep_tied(
-    model: nn.Module, placements: dict[str, Placement], whole: dict[str, str], pairs: Iterable[Pair]
+    model: nn.Module, placements: dict[str, Placement], whole: dict[str, str], pairs: Iterable[Pair], found: Found
 ) -> None:
     """A parameter that several modules share is cut the same way in all of them, or in none."""
     users: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for value in module._parameters.values():
-            if value is not None:
+            # One that holds it without being called only lends it a name.
+            if value is not None and (path in found.called or id(value) in found.touched):
                 users.setdefault(id(value), []).append(path)
-    for paths in users.values():
-        cuts = {_signature(placements.get(path)) for path in paths}
-        if len(paths) > 1 and len(cuts) > 1:
-            partners = {
-                path for pair in pairs if {*pair.columns, pair.row} & set(paths) for path in (*pair.columns, pair.row)
-            }
-            for path in (*paths, *sorted(partners)):
-                if placements.pop(path, None) is not None:
-                    whole[path] = f"{' and '.join(paths)} share a parameter and cannot be cut alike"
+    shared = [paths for paths in users.values() if len(paths) > 1]
+    # Giving one up may leave another without its partner: until nothing changes.
+    while torn := next((each for each in shared if len({_signature(placements.get(path)) for path in each}) > 1), None):
+        partners = {
+            path for pair in pairs if {*pair.columns, pair.row} & set(torn) for path in (*pair.columns, pair.row)
+        }
+        for path in (*torn, *sorted(partners)):
+            if placements.pop(path, None) is not None:
+                whole[path] = f"{' and '.join(torn)} share a parameter and cannot be cut alike"
 
 
 def _signature(placement: Placement | None) -> object:
