@@ -30,6 +30,8 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     assert left.keys() == right.keys()
+    if not left:
+        return 0.0  # plain SGD keeps nothing
     scale = max(value.abs().max().item() for value in left.values())
     return max((left[name] - right[name]).abs().max().item() for name in left) / scale
 
