@@ -146,6 +146,6 @@ class _Walk:
         leaves = list(what.leaves)
         for place, leaf in enumerate(what.tensors):
             received = self._values.get((number, place))
-            if received is not None:
-                leaves[leaf] = received.clone()
+            # An absent one takes no part in backward: models may change it in place, which a leaf of a graph does not allow.
+            leaves[leaf] = leaves[leaf].detach() if received is None else received.clone()
         return tree_unflatten(leaves, what.spec)
