@@ -110,14 +110,14 @@ class Spread(Tensor):
     @staticmethod
     def __new__(cls, value: Tensor, piece: Piece | None) -> Spread:
         here = local(value)
-        made: Spread = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Spread = Tensor._make_wrapper_subclass(
             cls, whole_shape(value, piece), dtype=here.dtype, device=here.device
         )
         made._regions = regions(value, piece)
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func}: what is spread over ranks is stored and loaded, not computed with")
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:

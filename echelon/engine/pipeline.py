@@ -80,7 +80,7 @@ class Pipeline:
         bounds = [0, *(index + 1 for index, turn in enumerate(turns.tolist()) if turn), len(batches)]
         for first, last in pairwise(bounds):
             self._batches = batches[first:last]
-            self._loss = lambda output, index, first=first: loss(output, first + index)  # type: ignore[misc]
+            self._loss = lambda output, index, first=first: loss(output, first + index)
             self._run()
         self._batches, self._loss = (), None
 
