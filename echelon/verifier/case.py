@@ -14,6 +14,7 @@ from echelon.profiler.still import Stillness, silence
 from echelon.verifier import diagnose, noise
 from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.feed import Feed
+from echelon.verifier.mark import Holdings, copies, starts
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.survey import Survey
 
@@ -121,15 +122,20 @@ class Referee:
         """Module path -> when forward first entered it."""
         return self._reference.order
 
-    def judge(self, mine: Record) -> None:
-        """Compare a step of the plan's run with the reference's."""
+    def begin(self, holdings: Holdings, step: int) -> None:
+        """Compare what the ranks start from with the reference's values."""
+        model = self._reference.model
+        self.note(starts(holdings, dict(model.named_parameters()) | dict(model.named_buffers()), step))
+
+    def judge(self, mine: Record, holdings: Holdings = ()) -> None:
+        """Compare a step of the plan's run with the reference's, and what the ranks hold after it with each other."""
         true = self._reference.step(mine.step)
         made = noise.differences(mine, true, self._slack)
         if not self._exact:
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
             self._zero.update(dict.fromkeys(noise.zeros(true.gradients)))
             made = [each for each in made if diagnose.owner(each) not in self._zero]
-        self.note(made)
+        self.note([*made, *copies(holdings, mine.step)])
 
     def note(self, made: Sequence[Difference]) -> None:
         """Take more differences into account."""

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -24,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 from echelon.data.digest import digest
 from echelon.engine.ranks import Ranks
 from echelon.plan.certificate import Finding
+from echelon.plan.plan import Plan
 from echelon.plan.split import rounds, split
-from echelon.verifier import diagnose, suspects
+from echelon.verifier import causes, suspects
 from echelon.verifier.case import Case, Referee
-from echelon.verifier.compare import BROKEN
+from echelon.verifier.compare import BOUND, BROKEN, Difference
 from echelon.verifier.mark import Mark, mark
-from echelon.verifier.reference import Reference
+from echelon.verifier.reference import Record, Reference
 from echelon.verifier.trial import Trial
 
 
@@ -90,28 +90,22 @@ def look(trial: Trial, ranks: Ranks, steps: Sequence[int], case: Case | None, pr
     for earlier in steps[:-1]:
         trial.step(earlier)
     with ranks.together():
-        twice = [case.at(number), case.at(number)] if case is not None else []
-        expected = _expected(twice[0], number) if twice else None
+        made = _expected(case.at(number), number) if case is not None else []
+    expected: list[Output] = ranks.gather(made)[0]
     read = ranks.gather([digest(micro.batch) for micro in trial.batch(number).micros])
-    (expected,) = ranks.gather(expected)[:1]
-    assert expected is not None
     with Watch(trial.run.model) as watch:
         mine = trial.step(number)
-    speaks = trial.run.data.rank == 0
-    compared = ranks.gather(_apart(watch.outputs, expected) if speaks else {})
+    compared = ranks.gather(_apart(watch.outputs, expected) if trial.run.data.rank == 0 else {})
     held = trial.held()
-    if case is None or proof is None or proof.worst is None or mine is None:
-        return None
-    reference, other = twice
-    evidence = dataclasses.replace(
-        _evidence(case, proof, reference, other), mine=mine, held=held, suspects=_suspects(other, proof, number)
-    )
-    evidence = dataclasses.replace(evidence, true=reference.step(number))
-    remarks = [diagnose.guess(evidence), _data(case, number, read)]
-    finding = _finding(expected, compared)
-    if proof.worst.kind in ("gradient", "loss"):
-        remarks.append(_about_outputs(finding))
-    return Look(remarks=tuple(filter(None, remarks)), outputs=finding)
+    with ranks.together():
+        if case is None or proof is None or mine is None:
+            return None
+        outputs = _finding(expected, compared)
+        evidence = _evidence(case, proof, mine, held, outputs)
+        remarks = [causes.likely(evidence), _data(case, number, read)]
+        if evidence.worst.kind in ("gradient", "loss"):
+            remarks.append(_about_outputs(outputs, case.plan))
+        return Look(remarks=tuple(filter(None, remarks)), outputs=outputs)
 
 
 def _expected(reference: Reference, number: int) -> list[Output]:
@@ -119,12 +113,8 @@ def _expected(reference: Reference, number: int) -> list[Output]:
     if reference.coupled and reference.plan.batchnorm == "sync" and reference.plan.mesh.dp > 1:
         return []
     part = split(reference.feed.size(number), reference.plan.mesh.dp, reference.plan.micro)[0][0]
-    kept = {name: value.clone() for name, value in reference.model.named_buffers()}
     with Watch(reference.model) as watch, reference.still():
         reference.loss(number, np.arange(part.start, part.stop))
-    with torch.no_grad():
-        for name, value in reference.model.named_buffers():
-            value.copy_(kept[name])
     return watch.outputs
 
 
@@ -147,19 +137,22 @@ def _finding(expected: Sequence[Output], compared: Sequence[Mapping[int, float]]
         worst[number] = max(value, worst.get(number, 0.0))
     if not worst:
         return None
-    off = [number for number in sorted(worst) if worst[number] > diagnose.BOUND]
+    off = [number for number in sorted(worst) if worst[number] > BOUND]
     chosen = off[0] if off else max(worst, key=lambda number: worst[number])
     where = expected[chosen].path or "the model itself"
-    return Finding(kind="output", tensors=len(worst), worst=worst[chosen], where=where, bound=diagnose.BOUND)
+    return Finding(kind="output", tensors=len(worst), worst=worst[chosen], where=where, bound=BOUND)
 
 
-def _about_outputs(finding: Finding | None) -> str:
+def _about_outputs(finding: Finding | None, plan: Plan) -> str:
     if finding is None:
         return ""
     if finding.good:
-        return f"forward is right: the outputs of {finding.tensors} modules agree"
+        return f"forward looks right: the outputs of {finding.tensors} modules agree on data rank 0"
     size = "is not finite" if finding.worst == BROKEN else f"is off by {finding.worst:.1e}"
-    return f"forward is wrong: the first output that is off is that of {finding.where}, which {size}"
+    cut = next((f" (cut over tp: {each.cut})" for each in plan.placements if each.path == finding.where), "")
+    likely = {"row": "; looks like a sum over tp that is missing, or a bias that every rank adds"}
+    hint = next((words for kind, words in likely.items() if f": {kind})" in cut), "")
+    return f"forward is wrong: the first output that is off is that of {finding.where}{cut}, which {size}{hint}"
 
 
 def _data(case: Case, number: int, read: Sequence[Sequence[str]]) -> str:
@@ -178,34 +171,35 @@ def _data(case: Case, number: int, read: Sequence[Sequence[str]]) -> str:
     return ""
 
 
-def _evidence(case: Case, proof: Referee, reference: Reference, other: Reference) -> diagnose.Evidence:
+def _evidence(
+    case: Case, proof: Referee, mine: Record, held: Mapping[str, tuple[int, frozenset[int]]], outputs: Finding | None
+) -> causes.Evidence:
     assert proof.worst is not None
-    worst, model = proof.worst, other.model
-    empty = diagnose.Record(
-        step=worst.step, loss=torch.zeros(()), norm=None, gradients={}, parameters={}, buffers={}, optimizer={}
-    )
+    worst = proof.worst
+    old = case.at(worst.step)
     turns = rounds(case.feed.size(worst.step), case.plan.mesh.dp, case.plan.micro)
-    named = dict(model.named_parameters())
-    return diagnose.Evidence(
+    named = dict(old.model.named_parameters())
+    return causes.Evidence(
         worst=worst,
         differences=[each for each in proof.differences if each.step == worst.step],
         bounds=case.bounds,
         plan=case.plan,
         turns=turns,
-        mine=empty,
-        true=empty,
+        mine=mine,
+        true=case.at(worst.step).step(worst.step),
         before={
             "parameter": {name: value.detach() for name, value in named.items()},
-            "buffer": {name: value.clone() for name, value in model.named_buffers()},
+            "buffer": {name: value.clone() for name, value in old.model.named_buffers()},
         },
-        previous={} if other.last is None else other.last.gradients,
-        kinds={name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in named},
-        aliases={
-            each: name for name in named for each in suspects.names_of(model, name) if each != name
-        },
+        previous={} if old.last is None else old.last.gradients,
+        suspects=_suspects(case.at(worst.step), worst),
+        held=held,
+        kinds={name: type(old.model.get_submodule(name.rpartition(".")[0])).__name__ for name in named},
+        aliases={each: name for name in named for each in suspects.names_of(old.model, name) if each != name},
         order=proof.order,
         later=_later(case.reference(), turns * worst.step) if worst.kind == "parameter" and turns > 1 else {},
-    )  # fmt: skip
+        forward=None if outputs is None else outputs.good,
+    )
 
 
 def _later(fresh: Reference, steps: int) -> dict[float, int]:
@@ -218,10 +212,9 @@ def _later(fresh: Reference, steps: int) -> dict[float, int]:
     return {float(group["lr"]): steps for each in fresh.optimizers for group in each.param_groups}
 
 
-def _suspects(reference: Reference, proof: Referee, number: int) -> Iterator[suspects.Suspect]:
+def _suspects(reference: Reference, worst: Difference) -> Iterator[suspects.Suspect]:
     """One after another, as they are asked for: each costs a pass over the batch."""
-    assert proof.worst is not None
-    name = proof.worst.name if proof.worst.kind == "gradient" else ""
+    name = worst.name if worst.kind == "gradient" else ""
     if name:
-        yield from suspects.uses(reference, number, name)
-    yield from suspects.weighings(suspects.parts(reference, number, name))
+        yield from suspects.uses(reference, worst.step, name)
+    yield from suspects.weighings(suspects.parts(reference, worst.step, name))

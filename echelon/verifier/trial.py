@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -19,12 +18,8 @@ from echelon.engine.state import piece_of, whole
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.profiler.still import Stillness, silence
-from echelon.verifier.compare import BOUND, Difference
-from echelon.verifier.mark import Mark, mark
+from echelon.verifier.mark import Holdings, Place, mark
 from echelon.verifier.reference import Record
-
-#: Where a part of a tensor begins in the whole, and its shape: ranks that have the same hold copies.
-_Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class Trial:
@@ -77,27 +72,16 @@ class Trial:
             own=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
         )
 
-    def copies(self, kind: str, step: int) -> list[Difference]:
-        """What several ranks hold has to be the same on all of them: parameters and floating buffers, each against the first copy."""
+    def holdings(self) -> Holdings:
+        """What each rank holds of the parameters and the floating buffers."""
         named = [*self.run.model.named_parameters(), *self.run.model.named_buffers()]
         mine = {
-            (name, region.start, tuple(region.values.shape)): mark(region.values)
+            Place(name, region.start, tuple(region.values.shape)): mark(region.values)
             for name, value in named
-            if value.is_floating_point() and not value.is_meta
+            if (value.is_floating_point() or value.is_complex()) and not value.is_meta
             for region in regions(value, piece_of(self.run, name, value))
         }
-        everyone: list[Mapping[_Place, Mark]] = self._ranks.gather(mine)
-        first: dict[_Place, tuple[int, Mark]] = {}
-        worst: dict[str, Difference] = {}
-        for rank, marks in enumerate(everyone):
-            for place, found in marks.items():
-                origin, expected = first.setdefault(place, (rank, found))
-                apart = found.apart(expected)
-                name = place[0]
-                if name not in worst or apart > worst[name].value:
-                    why = f"rank {rank} holds other numbers than rank {origin}" if apart > BOUND else ""
-                    worst[name] = Difference(kind=kind, name=name, step=step, value=apart, why=why)
-        return list(worst.values())
+        return self._ranks.gather(mine)
 
     def held(self) -> dict[str, tuple[int, frozenset[int]]]:
         """Parameter -> how many ranks hold the same part of it, and the ranks of the pipeline axis that do."""

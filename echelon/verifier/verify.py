@@ -109,15 +109,16 @@ def _beside(
     with Trial(job, plan, ranks, still, dtype) as trial:
         with ranks.together():
             referee = Referee(case, exact=exact) if case is not None else None
-        start = trial.copies("start", steps[0]) if exact else []
+        before = trial.holdings() if exact else []
+        with ranks.together():
+            if referee is not None:
+                referee.begin(before, steps[0])
         for number in steps:
             mine = trial.step(number)
-            copies = trial.copies("copy", number) if exact else []
+            after = trial.holdings() if exact else []
             with ranks.together():
                 if referee is not None and mine is not None:
-                    referee.judge(mine)
-                    referee.note([*start, *copies])
-            start = []
+                    referee.judge(mine, after)
         return referee, trial.skipped
 
 
