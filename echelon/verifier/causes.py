@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.engine.layout import shares
 from echelon.plan.plan import Plan
 from echelon.verifier.compare import BOUND, BROKEN, Bounds, Difference, wide
-from echelon.verifier.diagnose import CLEAN, Pair, explains, owner, pair, place, ratio
+from echelon.verifier.diagnose import CLEAN, Pair, explains, owner, pair, place, proportion, ratio
 from echelon.verifier.reference import Record
 from echelon.verifier.suspects import Suspect
 
@@ -165,7 +165,7 @@ def _uncleared(evidence: Evidence, pair: Pair) -> str:
     previous = evidence.previous.get(evidence.worst.name)
     if previous is None or previous.shape != pair.true.shape:
         return ""
-    left = ratio(Pair(plan=wide(pair.plan) - wide(pair.true), true=previous))
+    left = proportion(wide(pair.plan) - wide(pair.true), previous)
     return "" if left is None else "the gradient of the step before is still in it: clear gradients after every step"
 
 
@@ -269,7 +269,7 @@ def part_of_rank(pair: Pair, plan: Plan) -> str | None:
     """The rank whose part of a tensor is what is off, in words; None where it is another part, or all."""
     apart = (wide(pair.plan) - wide(pair.true)).abs() > BOUND * max(float(wide(pair.true).abs().max()), 1e-30)
     for axis, dim, ways in _ways(pair.true, plan):
-        lines = apart.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()
+        lines = apart.movedim(dim, 0).reshape(apart.shape[dim], -1).any(1).nonzero().flatten().tolist()
         start = 0
         for rank, size in enumerate(shares(pair.true.shape[dim], ways)):
             if lines and start <= lines[0] and lines[-1] < start + size:

@@ -75,19 +75,28 @@ def explains(value: Tensor, pair: Pair) -> bool:
     if mine.shape != value.shape or not value.isfinite().all() or not mine.isfinite().all():
         return False
     left = float((mine - value).abs().max()) if mine.numel() else 0.0
-    return left <= CLEAN * float(value.abs().max()) + BOUND and left <= 1e-3 * float((mine - true).abs().max())
+    return left <= CLEAN * float(value.abs().max()) + BOUND and left < 1e-3 * float((mine - true).abs().max())
 
 
 def ratio(pair: Pair) -> float | None:
     """The number that the reference is multiplied by, where there is one."""
-    mine, true = wide(pair.plan).flatten(), wide(pair.true).flatten()
-    if mine.shape != true.shape or mine.is_complex() or not (mine.isfinite().all() and true.isfinite().all()):
+    factor = proportion(pair.plan, pair.true)
+    if factor is None:
         return None
-    square = float(true @ true)
+    mine, true = wide(pair.plan), wide(pair.true)
+    # It has to explain the difference itself: what is off by 1e-7 in no pattern is "1 times the reference" but for that.
+    left = float((mine - factor * true).abs().max())
+    return factor if left <= 1e-3 * float((mine - true).abs().max()) else None
+
+
+def proportion(value: Tensor, base: Tensor) -> float | None:
+    """`value` as a multiple of `base`, where it is one."""
+    a, b = wide(value).flatten(), wide(base).flatten()
+    if a.shape != b.shape or a.is_complex() or not (a.isfinite().all() and b.isfinite().all()):
+        return None
+    square = float(b @ b)
     if square == 0.0:
         return None
-    factor = float(mine @ true) / square
-    left = float((mine - factor * true).abs().max())
-    # It has to explain the difference itself: what is off by 1e-7 in no pattern is "1 times the reference" but for that.
-    clean = left <= CLEAN * max(abs(factor), CLEAN) * float(true.abs().max())
-    return factor if clean and left <= 1e-3 * float((mine - true).abs().max()) else None
+    factor = float(a @ b) / square
+    left = float((a - factor * b).abs().max())
+    return factor if left <= CLEAN * max(abs(factor), CLEAN) * float(b.abs().max()) else None

@@ -53,37 +53,17 @@ def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
         certificate = Certificate.from_json(text)
         require_verified(certificate)
         kinds = {finding.kind for finding in certificate.findings}
-        assert kinds == {"gradient", "loss", "parameter", "optimizer", "norm" if name == "gpt" else "buffer"}
+        assert kinds == {
+            "start",
+            "gradient",
+            "loss",
+            "parameter",
+            "optimizer",
+            "copy",
+            "norm" if name == "gpt" else "buffer",
+        }
         assert certificate.steps == 3
         assert f"one of the steps is the epoch's last, of {5 if name == 'gpt' else 9} samples" in certificate.notes
-
-
-CAUGHT: list[tuple[proofs.Proof, list[str]]] = [
-    (("gpt", "scaled by dp", {}), ["gradient of tokens.weight at step 0", "dp = 2 times the reference"]),
-    (("gpt", "scaled by dp", {"zero": 3}), ["dp = 2 times the reference"]),
-    (("gpt", "one not reduced", {}), ["gradient of positions.weight at step 0", "1 of 28 gradients are off", "not summed"]),
-    (("norm", "equal micro-batches", {}), ["gradient of 0.weight at step 2", "weighted wrongly"]),
-    (("gpt", "local norm", {}), ["gradient norm at step 0", "the gradients agree"]),
-    (("norm", "stale buffer", {}), ["buffer of 1.running_mean at step 0"]),
-    (("gpt", "last row", {"zero": 2}), ["parameter of", "at step 0", "the gradients agree"]),
-    (("gpt", "rate", {}), ["parameter of tokens.weight at step 1", "the gradients agree"]),
-    (("gpt", "reported loss", {}), ["loss at step 0", "dp = 2 times the reference"]),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def broken(ranks: Pool) -> list[Certificate]:
-    """The certificates of all runs with faults."""
-    texts = ranks.run(2, proofs.prove, [proof for proof, _ in CAUGHT], timeout=240)[0]
-    return [Certificate.from_json(text) for text in texts]
-
-
-@pytest.mark.parametrize("number", range(len(CAUGHT)), ids=[proof[1] for proof, _ in CAUGHT])
-def test_faults_are_caught_and_named(broken: list[Certificate], number: int) -> None:
-    certificate, words = broken[number], CAUGHT[number][1]
-    assert not certificate.verified
-    for each in words:
-        assert each in certificate.divergent
 
 
 def test_noise_that_adam_blows_up_is_no_difference() -> None:
