@@ -25,12 +25,13 @@ from echelon.engine.ranks import Ranks
 from echelon.plan.certificate import Finding
 from echelon.plan.plan import Plan
 from echelon.plan.split import rounds, split
+from echelon.profiler.coupling import first_line
 from echelon.verifier import causes, suspects
 from echelon.verifier.case import Case, Referee
 from echelon.verifier.compare import BOUND, BROKEN, Difference
 from echelon.verifier.mark import Mark, mark
 from echelon.verifier.reference import Record, Reference
-from echelon.verifier.trial import Trial
+from echelon.verifier.trial import Held, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +102,25 @@ def look(trial: Trial, ranks: Ranks, steps: Sequence[int], case: Case | None, pr
         if case is None or proof is None or mine is None:
             return None
         outputs = _finding(expected, compared)
-        evidence = _evidence(case, proof, mine, held, outputs)
-        remarks = [causes.likely(evidence), _data(case, number, read)]
-        if evidence.worst.kind in ("gradient", "loss"):
-            remarks.append(_about_outputs(outputs, case.plan))
+        try:
+            remarks = _remarks(case, proof, mine, held, read, outputs)
+        except Exception as error:
+            # A model that cannot be run in parts, say. The verdict stands without its cause.
+            remarks = [f"what it looks like could not be found out: {type(error).__name__}: {first_line(error)}"]
         return Look(remarks=tuple(filter(None, remarks)), outputs=outputs)
+
+
+def _remarks(
+    case: Case,
+    proof: Referee,
+    mine: Record,
+    held: Mapping[str, Held],
+    read: Sequence[Sequence[str]],
+    outputs: Finding | None,
+) -> list[str]:
+    evidence = _evidence(case, proof, mine, held, outputs)
+    remarks = [causes.likely(evidence), _data(case, mine.step, read)]
+    return [*remarks, _about_outputs(outputs, case.plan) if evidence.worst.kind in ("gradient", "loss") else ""]
 
 
 def _expected(reference: Reference, number: int) -> list[Output]:
@@ -172,7 +187,7 @@ def _data(case: Case, number: int, read: Sequence[Sequence[str]]) -> str:
 
 
 def _evidence(
-    case: Case, proof: Referee, mine: Record, held: Mapping[str, tuple[int, frozenset[int]]], outputs: Finding | None
+    case: Case, proof: Referee, mine: Record, held: Mapping[str, Held], outputs: Finding | None
 ) -> causes.Evidence:
     assert proof.worst is not None
     worst = proof.worst

@@ -21,6 +21,9 @@ from echelon.profiler.still import Stillness, silence
 from echelon.verifier.mark import Holdings, Place, mark
 from echelon.verifier.reference import Record
 
+#: How many ranks hold the same part of a parameter, and the ranks of the pipeline axis that do.
+Held = tuple[int, frozenset[int]]
+
 
 class Trial:
     """A job under a plan on this rank, held still. Every rank makes the same calls in the same order."""
@@ -83,8 +86,8 @@ class Trial:
         }
         return self._ranks.gather(mine)
 
-    def held(self) -> dict[str, tuple[int, frozenset[int]]]:
-        """Parameter -> how many ranks hold the same part of it, and the ranks of the pipeline axis that do."""
+    def held(self) -> dict[str, Held]:
+        """By parameter."""
         run = self.run
         mine = {
             name: (run._held_by(name, value), run._owners(name))
