@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -73,6 +74,13 @@ def test_every_fault_of_the_catalogue_is_tried_on_three_models() -> None:
     for name in CATALOGUE:
         assert len({model for case in CAUGHT if case.fault == name for model in case.models}) >= 3, name
     assert len(CATALOGUE) >= 12
+
+
+def test_the_documented_catalogue_is_this_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    table = text.partition("| fault | what happens | shows under |")[2].split("\n\n")[0]
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:4]) for line in table.splitlines()[2:]]
+    assert rows == [(each.name, each.what, each.needs) for each in CATALOGUE.values()]
 
 
 SOME = [(case, case.models[number % 3]) for number, case in enumerate(CAUGHT)]
