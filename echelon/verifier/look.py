@@ -128,8 +128,9 @@ def _expected(reference: Reference, number: int) -> list[Output]:
     if reference.coupled and reference.plan.batchnorm == "sync" and reference.plan.mesh.dp > 1:
         return []
     part = split(reference.feed.size(number), reference.plan.mesh.dp, reference.plan.micro)[0][0]
+    batch = reference.batch(number, np.arange(part.start, part.stop))
     with Watch(reference.model) as watch, reference.still():
-        reference.loss(number, np.arange(part.start, part.stop))
+        reference.loss(batch, part.size)
     return watch.outputs
 
 

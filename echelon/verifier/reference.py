@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,8 +120,9 @@ class Reference:
         hooks = [] if self.order else self._note_order()
         total, count = torch.zeros((), dtype=torch.float64), 0.0
         for piece in self.pieces(self.feed.size(number)):
+            batch = self.batch(number, piece)
             with self.still():
-                part, weight = self.loss(number, piece)
+                part, weight = self.loss(batch, len(piece))
                 part.backward()
             total += part.detach().double().cpu()
             count += weight
@@ -131,12 +133,15 @@ class Reference:
             hook.remove()
         return total / count
 
-    def loss(self, number: int, piece: np.ndarray) -> tuple[Tensor, float]:
-        """What these positions of step `number`'s batch add to the loss, as a sum, and what it counts."""
-        batch = recipe.cast(self.feed.take(number, piece), self.device)
+    def batch(self, number: int, piece: np.ndarray) -> Any:
+        """These positions of step `number`'s batch. Not to be read inside `still`: data sets may draw and cast as they like."""
+        return recipe.cast(self.feed.take(number, piece), self.device)
+
+    def loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
+        """What a batch of so many samples adds to the loss, as a sum, and what it counts."""
         value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
         # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
-        part, weight = value if isinstance(value, tuple) else (value * len(piece), len(piece))
+        part, weight = value if isinstance(value, tuple) else (value * samples, samples)
         return part, float(weight)
 
     def _note_order(self) -> list[RemovableHandle]:

@@ -49,8 +49,9 @@ def parts(reference: Reference, number: int, name: str) -> list[Part]:
     for rank, share in enumerate(split(reference.feed.size(number), reference.plan.mesh.dp, reference.plan.micro)):
         for turn, part in enumerate(share):
             reference.model.zero_grad(set_to_none=True)
+            batch = reference.batch(number, np.arange(part.start, part.stop))
             with reference.still():
-                total, count = reference.loss(number, np.arange(part.start, part.stop))
+                total, count = reference.loss(batch, part.size)
                 if name:
                     total.backward()
             value = _gradient(reference.model, name) if name else wide(total)

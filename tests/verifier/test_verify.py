@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
 from echelon.errors import PlanError, VerificationError
@@ -121,6 +121,32 @@ def test_functional_dropout_and_casts_are_held_still_and_said() -> None:
     assert "random numbers are held at the middle of their distribution in both runs: the model itself (aten" in notes
     assert "casts below float64 are lifted to float64 in both runs: the model itself (aten._to_copy.default)" in notes
     assert "all the same" not in notes
+
+
+class Drawn(Dataset[tuple[Tensor, Tensor]]):
+    """Makes each sample when it is asked for, from a seed of its own, in float32."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(number)
+        return torch.randn(8, generator=draw).float() / 3, torch.randint(0, 4, (), generator=draw)
+
+
+def test_what_a_data_set_draws_and_casts_is_left_to_it() -> None:
+    """Only the model is held still."""
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5).float()
+
+    data = Drawn()
+    certificate = alone(proofs.make_job("norm", model=lambda: Net(8, 4), data=data), micro=3)
+    require_verified(certificate)
+    notes = " | ".join(certificate.notes)
+    assert "random numbers are held" in notes, "the job must show what this test is about"
+    assert "lifted to float64" in notes
 
 
 def test_a_model_that_runs_in_no_other_type_is_proved_with_its_casts_lifted() -> None:
