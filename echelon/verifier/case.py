@@ -14,6 +14,7 @@ from echelon.profiler.still import Stillness, silence
 from echelon.verifier import diagnose, noise
 from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.feed import Feed
+from echelon.verifier.mark import Holdings, copies, starts
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.survey import Survey
 
@@ -48,7 +49,7 @@ class Case:
 
     def reconsider(self, proof: Referee) -> None:
         """Before a no: rounding alone may be larger than the bounds. What it explains is granted, and said."""
-        if not proof.divergent:
+        if proof.worst is None:
             return
         wider = self._widened(self.bounds.least)
         eased = [each for each in proof.differences if not self.bounds.hold(each) and wider.hold(each)]
@@ -68,6 +69,13 @@ class Case:
         shake = self._shake if twin else 0.0
         reference = Reference(self.job, self.plan, self.feed, device=self.device, shake=shake, still=self.still)
         silence(reference.model)
+        return reference
+
+    def at(self, step: int) -> Reference:
+        """A fresh one that has trained up to `step`."""
+        reference = self.reference()
+        for earlier in self.steps[: self.steps.index(step)]:
+            reference.step(earlier)
         return reference
 
     def _survey(self) -> tuple[Survey, Reference, list[str]]:
@@ -92,8 +100,8 @@ class Referee:
         self._case, self._reference, self._exact = case, case.reference(), exact
         self._slack = noise.Slack(dict(self._reference.model.named_parameters()))
         self.differences: list[Difference] = []
-        #: The first divergent tensor, in words; empty as long as there is none.
-        self.divergent = ""
+        #: The first divergent tensor, as long as there is one.
+        self.worst: Difference | None = None
         self._zero: dict[str, None] = {}
 
     @property
@@ -104,27 +112,39 @@ class Referee:
             [f"drift leaves out gradients that are zero in truth and rounding alone: {_list(names)}"] if names else []
         )
 
-    def judge(self, mine: Record) -> None:
-        """Compare a step of the plan's run with the reference's."""
+    @property
+    def divergent(self) -> str:
+        """The first divergent tensor, in words; empty where there is none."""
+        return "" if self.worst is None else diagnose.describe(self.worst, self._case.bounds)
+
+    @property
+    def order(self) -> dict[str, int]:
+        """Module path -> when forward first entered it."""
+        return self._reference.order
+
+    def begin(self, holdings: Holdings, step: int) -> None:
+        """Compare what the ranks start from with the reference's values."""
+        model = self._reference.model
+        self.note(starts(holdings, dict(model.named_parameters()) | dict(model.named_buffers()), step))
+
+    def judge(self, mine: Record, holdings: Holdings = ()) -> None:
+        """Compare a step of the plan's run with the reference's, and what the ranks hold after it with each other."""
         true = self._reference.step(mine.step)
         made = noise.differences(mine, true, self._slack)
         if not self._exact:
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
             self._zero.update(dict.fromkeys(noise.zeros(true.gradients)))
             made = [each for each in made if diagnose.owner(each) not in self._zero]
+        self.note([*made, *copies(holdings, mine.step)])
+
+    def note(self, made: Sequence[Difference]) -> None:
+        """Take more differences into account."""
         self.differences += made
-        worst = diagnose.first(made, self._case.bounds, self._reference.order)
-        if worst is not None and not self.divergent:
-            self.divergent = self._describe(worst, made, diagnose.pair(worst, mine, true))
+        self.repeat()
 
     def repeat(self) -> None:
         """Name the first divergent tensor again, under the case's bounds as they are now."""
-        worst = diagnose.first(self.differences, self._case.bounds, self._reference.order)
-        self.divergent = "" if worst is None else self._describe(worst, self.differences, None)
-
-    def _describe(self, worst: Difference, made: Sequence[Difference], pair: diagnose.Pair | None) -> str:
-        samples = self._case.feed.size(worst.step)
-        return diagnose.describe(worst, made, self._case.bounds, pair, self._case.plan, samples)
+        self.worst = diagnose.first(self.differences, self._case.bounds, self._reference.order)
 
 
 def _scope(reference: Reference, feed: Feed, steps: Sequence[int]) -> list[str]:

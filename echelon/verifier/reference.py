@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,10 @@ class Record:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    #: The learning rate of each parameter group in this step.
+    rates: tuple[float, ...] = ()
+    #: The norm of the gradients that rank 0 holds, before clipping.
+    own: Tensor | None = None
 
 
 class Reference:
@@ -66,6 +71,8 @@ class Reference:
         self.schedules = recipe.schedules(job, self.optimizers, feed.total)
         #: Module path -> when the first forward entered it.
         self.order: dict[str, int] = {}
+        #: What the last step made.
+        self.last: Record | None = None
 
     @property
     def coupled(self) -> bool:
@@ -95,14 +102,17 @@ class Reference:
         else:
             gradients = {name: None if grad is None else grad.clone() for name, grad in gradients.items()}
             norm = clip_grad_norm_(self.model.parameters(), self.job.clip)
+        rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         for optimizer in self.optimizers:
             optimizer.step()
         for schedule in self.schedules:
             schedule.step()
-        return Record(
+        self.last = Record(
             step=number, loss=loss, norm=norm, gradients=gradients, parameters=dict(self.model.named_parameters()),
             buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
+            rates=rates,
         )  # fmt: skip
+        return self.last
 
     def backward(self, number: int) -> Tensor:
         """Leave the gradients of step `number`'s global loss in the model; give that loss."""
@@ -110,20 +120,29 @@ class Reference:
         hooks = [] if self.order else self._note_order()
         total, count = torch.zeros((), dtype=torch.float64), 0.0
         for piece in self.pieces(self.feed.size(number)):
-            batch = recipe.cast(self.feed.take(number, piece), self.device)
+            batch = self.batch(number, piece)
             with self.still():
-                value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
-                # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
-                part, weight = value if isinstance(value, tuple) else (value * len(piece), len(piece))
+                part, weight = self.loss(batch, len(piece))
                 part.backward()
             total += part.detach().double().cpu()
-            count += float(weight)
+            count += weight
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(count)
         for hook in hooks:
             hook.remove()
         return total / count
+
+    def batch(self, number: int, piece: np.ndarray) -> Any:
+        """These positions of step `number`'s batch. Not to be read inside `still`: data sets may draw and cast as they like."""
+        return recipe.cast(self.feed.take(number, piece), self.device)
+
+    def loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
+        """What a batch of so many samples adds to the loss, as a sum, and what it counts."""
+        value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
+        # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
+        part, weight = value if isinstance(value, tuple) else (value * samples, samples)
+        return part, float(weight)
 
     def _note_order(self) -> list[RemovableHandle]:
         def note(path: str) -> None:

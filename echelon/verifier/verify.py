@@ -8,18 +8,14 @@ which is told for information.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from echelon.engine.ranks import Ranks
-from echelon.engine.run import Run
-from echelon.engine.state import whole
 from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
@@ -27,12 +23,13 @@ from echelon.plan.check import require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler import profile as make_profile
-from echelon.profiler.still import Stillness, silence
+from echelon.profiler.still import Stillness
 from echelon.verifier.case import Case, Referee
 from echelon.verifier.compare import Bounds, findings
 from echelon.verifier.feed import open_feed
 from echelon.verifier.identity import versions
-from echelon.verifier.reference import Record
+from echelon.verifier.look import Look, look
+from echelon.verifier.trial import Trial
 from echelon.world import World, read_world
 
 T = TypeVar("T")
@@ -74,9 +71,15 @@ def verify(
             case = Case(job, plan, feed, ranks.device, chosen) if world.main else None
         still = _from_main(ranks, case.still if case else None)
         proof, _ = _beside(job, plan, ranks, chosen, case, still, torch.float64)
+        with ranks.together():
+            if case and proof:
+                case.reconsider(proof)
+        seen = _look_again(job, plan, ranks, chosen, case, proof, still)
         drift, skipped = _beside(job, plan, ranks, chosen, case, dataclasses.replace(still, narrow=False), None)
         with ranks.together():
-            certificate = _certificate(case, proof, drift, skipped, job_hash) if case and proof and drift else None
+            certificate = (
+                _certificate(case, proof, drift, seen, skipped, job_hash) if case and proof and drift else None
+            )
         text = _from_main(ranks, certificate.to_json() if certificate else None)
         return Certificate.from_json(text, source="the certificate of rank 0")
     finally:
@@ -102,51 +105,47 @@ def _beside(
     dtype: torch.dtype | None,
 ) -> tuple[Referee | None, int]:
     """The plan's run and, on rank 0, the reference beside it. Also the number of steps that a loss scale made the run skip."""
-    if isinstance(job.model, nn.Module):
-        job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
-    skipped = 0
-    run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
-    try:
-        silence(run.model)
+    exact = dtype is not None
+    with Trial(job, plan, ranks, still, dtype) as trial:
         with ranks.together():
-            referee = Referee(case, exact=dtype is not None) if case is not None else None
+            referee = Referee(case, exact=exact) if case is not None else None
+        before = trial.holdings() if exact else []
+        with ranks.together():
+            if referee is not None:
+                referee.begin(before, steps[0])
         for number in steps:
-            mine, skip = _step(run, number, still)
-            skipped += skip
+            mine = trial.step(number)
+            after = trial.holdings() if exact else []
             with ranks.together():
                 if referee is not None and mine is not None:
-                    referee.judge(mine)
-        return referee, skipped
-    finally:
-        run.close()
+                    referee.judge(mine, after)
+        return referee, trial.skipped
 
 
-def _step(run: Run, number: int, still: Stillness) -> tuple[Record | None, bool]:
-    """One step of the plan's run; the record is rank 0's."""
-    (batch,) = run.loader.steps(number, number + 1)
-    with still():
-        loss = run.backward(batch)
-    found = whole(run, {name: value.grad for name, value in run.model.named_parameters() if value.grad is not None})
-    gradients = {name: found.get(name) for name, _ in run.model.named_parameters()}
-    step = run.update(loss, batch.samples)
-    after = run.gather()
-    if after is None:
-        return None, step.skipped
-    record = Record(
-        step=number,
-        loss=step.loss,
-        norm=step.norm,
-        gradients=gradients,
-        parameters=after.parameters,
-        buffers=after.buffers,
-        optimizer=after.optimizer,
-    )
-    return record, step.skipped
+def _look_again(
+    job: Job,
+    plan: Plan,
+    ranks: Ranks,
+    steps: Sequence[int],
+    case: Case | None,
+    proof: Referee | None,
+    still: Stillness,
+) -> Look | None:
+    """Why the proof failed, on rank 0; None where it did not."""
+    number = _from_main(ranks, (proof.worst.step if proof.worst else -1) if proof else None)
+    if number < 0:
+        return None
+    # Compiled modules do not tell what those inside them give.
+    with Trial(job, dataclasses.replace(plan, compile=False), ranks, still, torch.float64) as trial:
+        return look(trial, ranks, steps[: steps.index(number) + 1], case, proof)
 
 
-def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_hash: str) -> Certificate:
-    case.reconsider(proof)
+def _certificate(
+    case: Case, proof: Referee, drift: Referee, seen: Look | None, skipped: int, job_hash: str
+) -> Certificate:
     found = findings(proof.differences, case.bounds)
+    if seen is not None and seen.outputs is not None:
+        found = (seen.outputs, *found)
     notes = [*case.notes, *drift.notes]
     precision = case.plan.precision or case.job.precision
     if skipped:
@@ -162,7 +161,7 @@ def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_h
         steps=len(case.steps),
         verified=all(each.good for each in found),
         findings=found,
-        divergent=proof.divergent,
+        divergent="; ".join([proof.divergent, *(seen.remarks if seen is not None else ())]),
         drift=findings(drift.differences, Bounds(least=DRIFT[precision])),
         notes=tuple(notes),
     )
