@@ -19,7 +19,7 @@ from echelon.plan.plan import Plan
 from echelon.profiler.build import built
 from echelon.profiler.example import Example
 from echelon.profiler.ghost import Ghost
-from echelon.profiler.sharding import shard
+from echelon.profiler.sharding import Sharding, shard
 from echelon.profiler.visits import Visit
 
 #: Stages per rank of schedules that interleave them.
@@ -30,19 +30,20 @@ _SEVERAL = ("interleaved", "zero-bubble")
 def complete(plan: Plan, job: Job) -> Plan:
     """`plan` with the placements and stages that it lacks."""
     if plan.mesh.tp > 1 and not plan.placements:
-        plan = dataclasses.replace(plan, placements=_placements(job, plan.mesh.tp))
+        plan = dataclasses.replace(plan, placements=cuts(job, plan.mesh.tp).placements)
     if plan.mesh.pp > 1 and not plan.stages:
         count = plan.mesh.pp * (VIRTUAL if plan.schedule in _SEVERAL else 1)
         plan = dataclasses.replace(plan, stages=_stages(job, count))
     return plan
 
 
-def _placements(job: Job, ways: int) -> Any:
+def cuts(job: Job, ways: int) -> Sharding:
+    """How the job's model is cut over so many ranks, and what stays whole."""
     torch.manual_seed(job.seed)
     made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
     model = lift(made, torch.float64).eval()
     batch = _lifted(Example(job).batch(2))
-    return shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), ways).placements
+    return shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), ways)
 
 
 def _lifted(batch: Any) -> Any:
