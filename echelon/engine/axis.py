@@ -20,6 +20,9 @@ from torch import Tensor
 
 from echelon.engine.ranks import Group
 
+#: torch renames it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Axis:
     """The tensor group as this rank sees it."""
@@ -87,7 +90,7 @@ class _Gather(torch.autograd.Function):
             first = torch.cat([first, first.new_zeros(step - first.shape[0], *first.shape[1:])])
         first = first.contiguous()
         whole = first.new_empty(step * axis.size, *first.shape[1:])
-        dist.all_gather_into_tensor(whole, first, group=axis.group)
+        _all_gather(whole, first, group=axis.group)
         # Not a view: models change what a layer gave them in place.
         return torch.cat(
             [part[:size].movedim(0, dim) for part, size in zip(whole.split(step), sizes, strict=True)], dim

@@ -35,9 +35,11 @@ class Placement:
 
 
 def shares(size: int, ways: int, unit: int = 1) -> list[int]:
-    """How `size` rows are dealt out to `ways` ranks, `unit` of them at a time: as torch.chunk does."""
-    step = -(-size // (ways * unit)) * unit
-    return [max(min(step, size - rank * step), 0) for rank in range(ways)]
+    """How `size` rows are dealt out to `ways` ranks, `unit` of them at a time: as evenly as can be, the larger shares first."""
+    base, more = divmod(size // unit, ways)
+    dealt = [unit * (base + (rank < more)) for rank in range(ways)]
+    dealt[-1] += size % unit
+    return dealt
 
 
 def portion(value: int, rank: int, ways: int, *, width: int, unit: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -39,11 +40,23 @@ def complete(plan: Plan, job: Job) -> Plan:
 
 def cuts(job: Job, ways: int) -> Sharding:
     """How the job's model is cut over so many ranks, and what stays whole."""
-    torch.manual_seed(job.seed)
-    made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
-    model = lift(made, torch.float64).eval()
-    batch = _lifted(Example(job).batch(2))
-    return shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), ways)
+    for dtype in (torch.float64, None):
+        torch.manual_seed(job.seed)
+        made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+        model = (made if dtype is None else lift(made, dtype)).eval()
+        batch = Example(job).batch(2) if dtype is None else _lifted(Example(job).batch(2))
+        step = partial(_loss, job, model, batch)
+        try:
+            step()
+            break
+        except Exception:
+            if dtype is None:
+                raise
+    return shard(model, step, ways)
+
+
+def _loss(job: Job, model: nn.Module, batch: Any) -> Any:
+    return call_loss(job, call_model(job, model, batch), batch, model)
 
 
 def _lifted(batch: Any) -> Any:
@@ -56,9 +69,7 @@ def _stages(job: Job, count: int) -> tuple[int, ...]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = built(job).train()
     ghost = Ghost(model, torch.device("cpu"))
-    visits = ghost.visits(
-        lambda model, batch: call_loss(job, call_model(job, model, batch), batch, model), Example(job).batch(2)
-    )
+    visits = ghost.visits(partial(_loss, job), Example(job).batch(2))
     if len(visits) - 1 < count:
         raise PlanError(
             f"{count} stages: the model has {max(len(visits) - 1, 0)} units that forward calls one after another, and each stage needs one; use "

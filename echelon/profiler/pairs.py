@@ -100,7 +100,7 @@ class Found:
 
 def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate] = ()) -> Found:
     """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
-    leaves = [path for path, module in model.named_modules() if path and not list(module.children()) and _holds(module)]
+    leaves = [path for path, module in model.named_modules() if not list(module.children()) and _holds(module)]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
     try:
@@ -350,8 +350,7 @@ def _right(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout, 
     row = model.get_submodule(candidate.row)
     with _divided(model, layout, seen.width, rank), _cut(model, candidate, layout, rank), calling(row, answer):
         try:
-            with torch.no_grad():
-                out = holder(*args, **kwargs)
+            out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
             return False
     # What else comes out (a bias per head that later layers take over) must be as it was, too.

@@ -26,6 +26,7 @@ class Sharding:
 
     placements: tuple[Placement, ...]
     whole: dict[str, str]  #: module that stays whole on every rank -> why
+    resting: dict[str, str]  #: module that is cut at rest only -> why
     share: float  #: of the parameters' bytes that are cut
     paired: float  #: of the parameters' bytes that are cut in pairs or by heads, which talk once
     stored: float  #: of the parameters' bytes that are cut at rest only
@@ -37,7 +38,8 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
     pairs = list(_fitting(found.pairs))
     placements = {placement.path: placement for pair in pairs for placement in _placed(pair)}
     whole: dict[str, str] = {}
-    inside = {f"{path}.out_proj" for path, module in model.named_modules() if type(module) is nn.MultiheadAttention}
+    heads = [path for path, module in model.named_modules() if type(module) is nn.MultiheadAttention]
+    inside = {f"{path}.out_proj" if path else "out_proj" for path in heads}
     for path, module in model.named_modules():
         if path in placements or path in inside or not any(True for _ in module.parameters(recurse=False)):
             continue
@@ -47,7 +49,7 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
         else:
             whole[path] = why
     _keep_tied(model, placements, whole, pairs, found)
-    _store(model, step, ways, placements, whole, inside)
+    resting = _store(model, step, ways, placements, whole, inside)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def share(*cuts: str) -> float:
@@ -55,7 +57,9 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
 
     paired = share("column", "between", "row", "attention")
     stored = share("stored")
-    return Sharding(tuple(placements.values()), whole, paired + stored + share("gather", "vocabulary"), paired, stored)
+    return Sharding(
+        tuple(placements.values()), whole, resting, paired + stored + share("gather", "vocabulary"), paired, stored
+    )
 
 
 def _fitting(pairs: Iterable[Pair]) -> Iterable[Pair]:
@@ -128,7 +132,8 @@ def _convolution(module: _ConvNd, path: str, ways: int) -> tuple[Placement | Non
         return _sized(path, "gather", module.out_channels, ways)
     if not shares(module.groups, ways)[-1] or (module.transposed and module.groups % ways):
         return None, f"a convolution in {module.groups} groups cannot be dealt out to {ways} ranks"
-    return Placement(path=path, cut="gather", unit=module.out_channels // module.groups, source="known"), ""
+    unit = 1 if module.transposed else module.out_channels // module.groups
+    return Placement(path=path, cut="gather", unit=unit, source="known"), ""
 
 
 def _sized(path: str, cut: Any, size: int, ways: int) -> tuple[Placement | None, str]:
@@ -173,7 +178,7 @@ def _store(
     placements: dict[str, Placement],
     whole: dict[str, str],
     inside: set[str],
-) -> None:
+) -> dict[str, str]:
     """What has no cut of its own is stored cut and put together while a module runs outside of which nobody reads it.
 
     Found by trying: elsewhere it is not a number, and the loss must not notice.
@@ -198,12 +203,14 @@ def _store(
             path: next((each for each in _outward(path) if _hidden(model, step, {path: each}, ways, expected)), None)
             for path in lone
         }
+    why: dict[str, str] = {}
     for path, within in where.items():
         if within is None:
             whole.setdefault(path, "used outside of every module that holds it")
         else:
             placements[path] = Placement(path=path, cut="stored", within=within)
-            whole.pop(path, None)
+            why[path] = whole.pop(path, "it belongs to an attention that is")
+    return why
 
 
 def _outward(path: str) -> Iterator[str]:

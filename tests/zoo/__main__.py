@@ -36,7 +36,7 @@ def main(text: str, names: list[str]) -> int:
 
 
 def _judge(pool: Pool, name: str, text: str) -> tuple[str, str, list[str], list[str]]:
-    """The verdict, the plan it is about, what has to be said beside it, and what stays whole."""
+    """The verdict, the plan it is about, what has to be said beside it, and what is not cut."""
     remarks, whole, job = [], list[str](), ZOO[name]()
     try:
         traced = profile(job)
@@ -55,7 +55,8 @@ def _judge(pool: Pool, name: str, text: str) -> tuple[str, str, list[str], list[
             found = cuts(job, plan.mesh.tp)
             plan = dataclasses.replace(plan, placements=found.placements)
             remarks.append(f"cut {found.share:.0%}: in pairs {found.paired:.0%}, at rest only {found.stored:.0%}")
-            whole = [f"{why}: {', '.join(paths)}" for why, paths in _by_reason(found.whole).items()]
+            whole = [f"whole: {each}" for each in _by_reason(found.whole)]
+            whole += [f"at rest only: {each}" for each in _by_reason(found.resting)]
         document = complete(plan, job).to_json()
         certificate = Certificate.from_json(pool.run(plan.ranks, prove_plan, name, document, timeout=120)[0])
     except RankError as error:
@@ -70,11 +71,11 @@ def _judge(pool: Pool, name: str, text: str) -> tuple[str, str, list[str], list[
     return "verified", text, [*remarks, *kept], whole
 
 
-def _by_reason(whole: dict[str, str]) -> dict[str, list[str]]:
+def _by_reason(modules: dict[str, str]) -> list[str]:
     found: dict[str, list[str]] = {}
-    for path, why in whole.items():
+    for path, why in modules.items():
         found.setdefault(why, []).append(path or "(the model itself)")
-    return found
+    return [f"{why}: {', '.join(paths)}" for why, paths in found.items()]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,24 @@
+"""What is cut over the tensor axis computes what one device computes, in float64, and keeps a part only."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.testing.ranks import Pool
+from tests.engine.parts import CASES, Compared, compare
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def compared(ranks: Pool, request: pytest.FixtureRequest) -> list[dict[str, Compared]]:
+    """By rank, every case."""
+    return ranks.run(request.param, compare, list(CASES), timeout=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_device(compared: list[dict[str, Compared]], name: str) -> None:
+    found = [each[name] for each in compared]
+    for each in found:
+        assert all(difference < 1e-11 for difference in each.worst.values()), each
+        assert CASES[name].cuts.items() <= each.cuts.items()
+        assert each.share < 0.9
+    assert sum(each.share for each in found) >= 1
