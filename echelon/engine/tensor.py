@@ -25,6 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 from echelon.engine.attention import attention
 from echelon.engine.axis import Axis
 from echelon.engine.layout import Piece
+from echelon.engine.logits import Logits
 from echelon.errors import PlanError
 from echelon.plan.placement import Placement, portion, shares, stored_dim
 
@@ -197,6 +198,16 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
     return forward
 
 
+def _logits(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    product, sizes = _product(module), shares(_outputs(module), axis.size)
+
+    def forward(x: Tensor) -> Tensor:
+        out = product(axis.copied(x), module.bias)
+        return Logits(out, out.dim() - 1, sizes, axis)
+
+    return forward
+
+
 def _grouped(module: Any, axis: Axis) -> Callable[..., Tensor]:
     """Of a convolution in groups each rank has some groups, with their inputs."""
     groups, wide = shares(module.groups, axis.size), len(module.kernel_size)
@@ -248,6 +259,7 @@ _FORWARDS: dict[str, Callable[[Any, Axis], Callable[..., Any]]] = {
     "row": _row,
     "attention": attention,
     "gather": _gather,
+    "logits": _logits,
     "vocabulary": _vocabulary,
 }
 

@@ -11,9 +11,10 @@ from typing import Literal
 #: row         takes such outputs, and the ranks add up
 #: attention   nn.MultiheadAttention: heads are cut inside the module, and the ranks add up
 #: gather      outputs are cut and put together again at once
+#: logits      the same, but the outputs stay cut as long as only a cross entropy reads them
 #: vocabulary  a table cut by rows, the ranks add up
 #: stored      parameters are cut only at rest: put together while the module `within` runs, which then computes all of it
-Cut = Literal["column", "between", "row", "attention", "gather", "vocabulary", "stored"]
+Cut = Literal["column", "between", "row", "attention", "gather", "logits", "vocabulary", "stored"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

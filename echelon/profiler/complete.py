@@ -31,7 +31,13 @@ _SEVERAL = ("interleaved", "zero-bubble")
 def complete(plan: Plan, job: Job) -> Plan:
     """`plan` with the placements and stages that it lacks."""
     if plan.mesh.tp > 1 and not plan.placements:
-        plan = dataclasses.replace(plan, placements=cuts(job, plan.mesh.tp).placements)
+        found = cuts(job, plan.mesh.tp)
+        if not found.placements:
+            why = next(iter(found.whole.values()), "it has no parameters")
+            raise PlanError(
+                f"tp={plan.mesh.tp}: nothing of the model can be cut ({why}); use dp with zero=3, which shares the memory of any model"
+            )
+        plan = dataclasses.replace(plan, placements=found.placements)
     if plan.mesh.pp > 1 and not plan.stages:
         count = plan.mesh.pp * (VIRTUAL if plan.schedule in _SEVERAL else 1)
         plan = dataclasses.replace(plan, stages=_stages(job, count))

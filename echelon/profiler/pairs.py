@@ -96,6 +96,7 @@ class Found:
     pairs: tuple[Pair, ...]
     called: frozenset[str]  #: modules without children that forward calls
     touched: frozenset[int]  #: parameters that are also used outside the module that holds them, by identity
+    scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
 
 
 def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate] = ()) -> Found:
@@ -112,7 +113,7 @@ def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iter
 def _found(
     model: nn.Module, step: Callable[[], Any], ways: int, leaves: list[str], hints: Iterable[Candidate]
 ) -> Found:
-    follower = Follower()
+    follower = _Scores()
     with intercepted(model, leaves, follower.around), follower:
         step()  # with gradients: some forwards take them
     calls = Counter(visit.path for visit in follower.visits)
@@ -123,7 +124,23 @@ def _found(
     for each in candidates:
         if each.row not in pairs and each in seen and (pair := _tried(model, each, seen[each], ways)) is not None:
             pairs[each.row] = pair
-    return Found(tuple(pairs.values()), frozenset(calls), frozenset(follower.touched))
+    read = {source for visit in follower.visits for source, _ in visit.reads}
+    scored = frozenset(follower.visits[each].path for each in follower.scored - read)
+    return Found(tuple(pairs.values()), frozenset(calls), frozenset(follower.touched), scored)
+
+
+class _Scores(Follower):
+    """Notes as well which visits a cross entropy reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy:
+            given = args[0] if args else (kwargs or {})["input"]
+            self.scored |= {number for number, _ in self.origin([given])}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _holds(module: nn.Module) -> bool:

@@ -58,7 +58,12 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
     paired = share("column", "between", "row", "attention")
     stored = share("stored")
     return Sharding(
-        tuple(placements.values()), whole, resting, paired + stored + share("gather", "vocabulary"), paired, stored
+        tuple(placements.values()),
+        whole,
+        resting,
+        paired + stored + share("gather", "logits", "vocabulary"),
+        paired,
+        stored,
     )
 
 
@@ -90,13 +95,14 @@ def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Place
     if type(module) is nn.MultiheadAttention:
         return _heads(module, path, ways)
     if path not in found.called:
-        return None, f"{type(module).__name__} is not called as a module: its parameters are used by other code"
+        how = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
+        return None, f"{type(module).__name__} {how}"
     if found.touched & {id(value) for value in module.parameters(recurse=False)}:
         return None, "its parameters are also used outside of it"
     if type(module) in (nn.Embedding, nn.EmbeddingBag):
         return _table(module, path, ways)
     if is_linear(module):
-        return _sized(path, "gather", outputs(module), ways)
+        return _sized(path, "logits" if path in found.scored else "gather", outputs(module), ways)
     if type(module) in _CONVOLUTIONS:
         return _convolution(module, path, ways)  # type: ignore[arg-type]
     return None, f"no rule to cut {type(module).__name__}"

@@ -22,7 +22,7 @@ from echelon.world import World
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def ids(high: int, *shape: int, seed: int = 0) -> Tensor:
@@ -102,6 +102,30 @@ class Shared(nn.Module):
         return first + self.second(x) + self.third(x.mul_(2.0))
 
 
+class Scored(nn.Module):
+    """A head whose logits go to a cross entropy, on the way that `way` says."""
+
+    def __init__(self, way: Callable[[Tensor], Tensor], target: Tensor, **options: Any) -> None:
+        super().__init__()
+        self.head, self.way, self.target, self.options = nn.Linear(12, 7), way, target, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.cross_entropy(self.way(self.head(x)), self.target, **self.options)
+
+
+class Kept(nn.Module):
+    """Logits that are scored, and read otherwise too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 7)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.head(x)
+        loss = nn.CrossEntropyLoss(label_smoothing=0.1)(logits.view(-1, logits.size(-1)), ids(7, 15))
+        return loss, logits, logits.softmax(-1).square()
+
+
 def _attention(**options: Any) -> Callable[[], nn.Module]:
     return lambda: nn.MultiheadAttention(12, 3, **options)
 
@@ -177,6 +201,17 @@ CASES: dict[str, Case] = {
     "derivative": Case(Force, lambda: (numbers(5, 6),), {"pair.0": "column", "pair.2": "row", "last": "gather"}),
     "codebook": Case(Codebook, lambda: (numbers(5, 6),), {"table": "stored", "out": "gather"}),
     "weight norm": Case(lambda: nn.Sequential(weight_norm(nn.Conv1d(6, 8, 3)), nn.ReLU()), lambda: (numbers(3, 6, 9),), {"0.parametrizations.weight": "stored"}),
+    "logits": Case(lambda: Scored(lambda x: x.flatten(0, 1), ids(7, 15)), _x, {"head": "logits"}),
+    "logits with ignored rows": Case(lambda: Scored(lambda x: x.float().double().reshape(15, 7), ids(7, 15).where(torch.arange(15) > 4, -1), ignore_index=-1, reduction="sum"), _x, {"head": "logits"}),
+    "logits in the middle": Case(lambda: Scored(lambda x: x.transpose(1, 2), ids(7, 3, 5), label_smoothing=0.2), _x, {"head": "logits"}),
+    "logits permuted": Case(lambda: Scored(lambda x: x.permute(0, 2, 1), ids(7, 3, 5), reduction="none"), _x, {"head": "logits"}),
+    "logits shifted": Case(lambda: Scored(lambda x: x[:, :-1].contiguous().view(-1, 7), ids(7, 12)), _x, {"head": "logits"}),
+    "logits shifted from the end": Case(lambda: Scored(lambda x: x[..., 1:, :].flatten(end_dim=1), ids(7, 12)), _x, {"head": "logits"}),
+    "logits with weights": Case(lambda: Scored(lambda x: x.flatten(0, 1), ids(7, 15), weight=numbers(7).abs()), _x, {"head": "logits"}),
+    "logits in part": Case(lambda: Scored(lambda x: x[..., :5].flatten(0, 1), ids(5, 15)), _x, {"head": "logits"}),
+    "logits turned": Case(lambda: Scored(lambda x: x.transpose(1, 2).reshape(15, 7), ids(7, 15)), _x, {"head": "logits"}),
+    "logits scaled": Case(lambda: Scored(lambda x: (x / 0.7).flatten(0, 1), ids(7, 15)), _x, {"head": "logits"}),
+    "logits kept": Case(Kept, _x, {"head": "logits"}),
     "changed input": Case(Shared, lambda: (numbers(5, 6),), {"first": "gather", "third": "gather"}),
 }  # fmt: skip
 
@@ -188,19 +223,30 @@ class Compared:
     cuts: dict[str, str]
     worst: dict[str, float]
     share: float
+    gathers: int  #: tensors that were put together in one forward
+
+
+class Counting(Axis):
+    """Counts what is put together."""
+
+    gathers = 0
+
+    def gathered(self, x: Tensor, dim: int, sizes: Any) -> Tensor:
+        self.gathers += 1
+        return super().gathered(x, dim, sizes)
 
 
 def compare(world: World, names: list[str]) -> dict[str, Compared]:
     """Each case cut over all ranks beside itself."""
     ranks = Ranks(world, torch.device("cpu"))
     try:
-        axis = Axis(ranks.axes(Mesh(tp=world.size))["tp"])
-        return {name: _compare(axis, CASES[name]) for name in names}
+        tensor = ranks.axes(Mesh(tp=world.size))["tp"]
+        return {name: _compare(Counting(tensor), CASES[name]) for name in names}
     finally:
         ranks.close()
 
 
-def _compare(axis: Axis, case: Case) -> Compared:
+def _compare(axis: Counting, case: Case) -> Compared:
     torch.manual_seed(1)
     whole = case.make().double()
     for norm in whole.modules():  # torch begins with zeros and ones, which hide a part that is in the wrong place
@@ -219,6 +265,8 @@ def _compare(axis: Axis, case: Case) -> Compared:
         with torch.set_grad_enabled(kind == "train"):
             given = [[_leaf(each) for each in case.inputs()] for _ in range(2)]
             outs = [model(*inputs) for model, inputs in zip((whole, parted), given, strict=True)]
+        if kind == "train":
+            gathers = axis.gathers
         worst[kind] = _apart(*(tree_leaves(out) for out in outs))
         if kind == "train":
             for out in outs:
@@ -231,7 +279,7 @@ def _compare(axis: Axis, case: Case) -> Compared:
     ):
         worst[group] = max((_parts_apart(*pair, kept.get(n)) for n, pair in values.items()), default=0.0)
     share = sum(p.numel() for p in mine.values()) / sum(p.numel() for p in whole.parameters())
-    return Compared({each.path: each.cut for each in found.placements}, worst, share)
+    return Compared({each.path: each.cut for each in found.placements}, worst, share, gathers)
 
 
 def _leaf(value: Any) -> Any:

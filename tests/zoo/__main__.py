@@ -53,7 +53,7 @@ def _judge(pool: Pool, name: str, text: str) -> tuple[str, str, list[str], list[
     try:
         if plan.mesh.tp > 1:
             found = cuts(job, plan.mesh.tp)
-            plan = dataclasses.replace(plan, placements=found.placements)
+            plan = dataclasses.replace(plan, placements=found.placements)  # else `complete` would look again
             remarks.append(f"cut {found.share:.0%}: in pairs {found.paired:.0%}, at rest only {found.stored:.0%}")
             whole = [f"whole: {each}" for each in _by_reason(found.whole)]
             whole += [f"at rest only: {each}" for each in _by_reason(found.resting)]
