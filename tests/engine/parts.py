@@ -15,10 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.engine.layout import Piece, regions
 from echelon.engine.ranks import Ranks
+from echelon.engine.run import Run
 from echelon.engine.tensor import Axis, cut, install, pieces
 from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
 from echelon.profiler.sharding import shard
 from echelon.world import World
+from tests.zoo import ZOO
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -312,3 +315,24 @@ def _parts_apart(full: Tensor | None, mine: Tensor | None, piece: Piece | None) 
         ),
         default=0.0,
     )
+
+
+def save(world: World, name: str, plan: str, folder: str) -> dict[str, Tensor] | None:
+    """Two steps of a zoo model, saved; what rank 0 then has of everybody's state."""
+    with Run(ZOO[name](), Plan.from_json(plan), world) as run:
+        for batch in run.batches(2):
+            run.step(batch)
+        run.save(folder)
+        return _state(run)
+
+
+def load(world: World, name: str, plan: str, folder: str) -> dict[str, Tensor] | None:
+    """The same state, read under any plan."""
+    with Run(ZOO[name](), Plan.from_json(plan), world) as run:
+        run.load(folder)
+        return _state(run)
+
+
+def _state(run: Run) -> dict[str, Tensor] | None:
+    state = run.gather()
+    return None if state is None else {**state.parameters, **state.buffers, **state.optimizer}
