@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Set
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,8 @@ def _require_same(model: nn.Module, ranks: Ranks) -> None:
 def to_device(model: nn.Module, device: torch.device) -> None:
     """Move what has numbers; tensors of other stages stay without."""
     for module in model.modules():
-        for slots in (module._parameters, module._buffers):
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in held:
             for name, value in slots.items():
                 if value is None or value.is_meta:
                     continue
@@ -152,7 +154,8 @@ def realise(
     """Put the parameters and buffers of the module at `path` on the device with rank 0's values. Shared tensors stay shared
     (`done`), of those that the tensor axis cuts only this rank's piece stays, and of `foreign` ones nothing but the shape."""
     for inner, module in model.get_submodule(path).named_modules(prefix=path):
-        for slots in (module._parameters, module._buffers):
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in held:
             for key, old in slots.items():
                 name = f"{inner}.{key}" if inner else key
                 if old is None or isinstance(old, DTensor):
@@ -168,7 +171,7 @@ def realise(
                     elif name in foreign:
                         value = torch.empty_like(value, device="meta")
                     done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-                slots[key] = done[id(old)]  # type: ignore[assignment]
+                slots[key] = done[id(old)]
 
 
 @torch.no_grad()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import PlanError
 from echelon.job import Job, call_loss, call_model, lift
+from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan
 from echelon.profiler.build import built
 from echelon.profiler.example import Example
@@ -38,10 +40,17 @@ def complete(plan: Plan, job: Job) -> Plan:
                 f"tp={plan.mesh.tp}: nothing of the model can be cut ({why}); use dp with zero=3, which shares the memory of any model"
             )
         plan = dataclasses.replace(plan, placements=found.placements)
+    if plan.mesh.pp > 1:
+        # What passes between stages is whole.
+        plan = dataclasses.replace(plan, placements=tuple(map(_gathered, plan.placements)))
     if plan.mesh.pp > 1 and not plan.stages:
         count = plan.mesh.pp * (VIRTUAL if plan.schedule in _SEVERAL else 1)
-        plan = dataclasses.replace(plan, stages=_stages(job, count))
+        plan = dataclasses.replace(plan, stages=_stages(job, count, _pairs(plan.placements)))
     return plan
+
+
+def _gathered(placement: Placement) -> Placement:
+    return dataclasses.replace(placement, cut="gather") if placement.cut == "logits" else placement
 
 
 def cuts(job: Job, ways: int) -> Sharding:
@@ -71,7 +80,18 @@ def _lifted(batch: Any) -> Any:
     )
 
 
-def _stages(job: Job, count: int) -> tuple[int, ...]:
+def _pairs(placements: Iterable[Placement]) -> Iterator[set[str]]:
+    """Columns with their row: what is cut between them must not pass from one stage to another."""
+    together: set[str] = set()
+    for placement in placements:
+        if placement.cut in ("column", "between"):
+            together.add(placement.path)
+        elif placement.cut == "row":
+            yield {*together, placement.path}
+            together = set()
+
+
+def _stages(job: Job, count: int, pairs: Iterable[set[str]]) -> tuple[int, ...]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = built(job).train()
     ghost = Ghost(model, torch.device("cpu"))
@@ -81,7 +101,16 @@ def _stages(job: Job, count: int) -> tuple[int, ...]:
             f"{count} stages: the model has {max(len(visits) - 1, 0)} units that forward calls one after another, and each stage needs one; use "
             "fewer stages (dp with zero=3 also shares the memory)"
         )
-    return divide([_weight(model, visit) for visit in visits[:-1]], count)
+    bound: set[int] = set()  # places in the middle of a pair
+    for pair in pairs:
+        places = [n for n, visit in enumerate(visits) if visit.path in pair]
+        bound |= set(range(min(places) + 1, max(places) + 1)) if places else set()
+    found = divide([_weight(model, visit) for visit in visits[:-1]], count, bound)
+    if found is None:
+        raise PlanError(
+            f"{count} stages: too few places between the pairs of modules that tp cuts; use fewer stages, or tp=1"
+        )
+    return found
 
 
 def _weight(model: nn.Module, visit: Visit) -> float:
@@ -89,17 +118,21 @@ def _weight(model: nn.Module, visit: Visit) -> float:
     return visit.flops + 2.0 * sum(value.numel() for value in model.get_submodule(visit.path).parameters())
 
 
-def divide(weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """Where `count` stages of consecutive units begin, but the first, such that the heaviest is as light as can be."""
+def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) -> tuple[int, ...] | None:
+    """Where `count` stages of consecutive units begin, but the first, such that the heaviest is as light as can be; none begins at a
+    place in `bound`. None: that cannot be."""
     sums = [0.0, *accumulate(weights)]
     size = len(weights)
-    #: best[n]: (heaviest stage, where the last one begins) for the first n units
+    #: For each number of stages: (heaviest stage, where the last one begins) over the first n units.
     best: list[list[tuple[float, int]]] = [[(sums[n], 0) for n in range(size + 1)]]
     for stage in range(1, count):
-        row = [(float("inf"), 0)] * (size + 1)
+        row = [(inf, 0)] * (size + 1)
         for end in range(stage + 1, size + 1):
-            row[end] = min((max(best[-1][begin][0], sums[end] - sums[begin]), begin) for begin in range(stage, end))
+            places = [begin for begin in range(stage, end) if begin not in bound]
+            row[end] = min(((max(best[-1][b][0], sums[end] - sums[b]), b) for b in places), default=(inf, 0))
         best.append(row)
+    if best[-1][size][0] == inf:
+        return None
     bounds, end = [], size
     for stage in range(count - 1, 0, -1):
         end = best[stage][end][1]
