@@ -37,7 +37,7 @@ def complete(plan: Plan, job: Job) -> Plan:
         if not found.placements:
             why = next(iter(found.whole.values()), "it has no parameters")
             raise PlanError(
-                f"tp={plan.mesh.tp}: nothing of the model can be cut ({why}); use dp with zero=3, which shares the memory of any model"
+                f"tp={plan.mesh.tp}: nothing of the model can be cut ({why}); use dp, with zero=3 where memory is short"
             )
         plan = dataclasses.replace(plan, placements=found.placements)
     if plan.mesh.pp > 1:

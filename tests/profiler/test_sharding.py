@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from echelon.errors import PlanError
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.profiler.complete import cuts as cuts_of
 from echelon.profiler.sharding import Sharding, shard
 from tests.zoo import ZOO
+from tests.zoo.data import train
 
 
 def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> Sharding:
@@ -107,7 +113,18 @@ def test_what_the_loss_reads_stays_whole() -> None:
 
 
 def test_most_of_every_zoo_model_is_cut() -> None:
-    from echelon.profiler.complete import cuts as of
-
     names = [name for name, entry in ZOO.items() if not entry.needs and name != "dlrm-sparse"]
-    assert {name for name in names if of(ZOO[name](), 2).share <= 0.9} == set()
+    assert {name for name in names if cuts_of(ZOO[name](), 2).share <= 0.9} == set()
+
+
+def test_a_model_of_which_nothing_can_be_cut_is_refused_with_the_remedy() -> None:
+    job = train(
+        model=lambda: nn.Sequential(nn.LayerNorm(8)),
+        data=TensorDataset(torch.randn(16, 8)),
+        inputs=lambda batch: (batch, {}),
+        loss=lambda output, batch: output.square().mean(),
+    )
+    with pytest.raises(
+        PlanError, match=r"tp=2: nothing of the model can be cut \(LayerNorm has vectors only\); use dp"
+    ):
+        complete(from_text("tp=2"), job)

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import time
 
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, PlanError
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
 from echelon.plan.text import from_text
@@ -61,6 +61,8 @@ def _judge(pool: Pool, name: str, text: str) -> tuple[str, str, list[str], list[
         certificate = Certificate.from_json(pool.run(plan.ranks, prove_plan, name, document, timeout=120)[0])
     except RankError as error:
         return "failed", text, [*remarks, str(error).strip()], whole
+    except PlanError as error:
+        return "refused", text, [*remarks, str(error)], whole
     except EchelonError as error:
         return "failed", text, [*remarks, f"{type(error).__name__}: {error}"], whole
     worst = max(certificate.findings, key=lambda each: each.worst)
