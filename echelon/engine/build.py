@@ -157,13 +157,15 @@ def realise(
         held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for slots in held:
             for key, old in slots.items():
+                name = f"{inner}.{key}" if inner else key
                 if old is None or isinstance(old, DTensor):
                     continue
+                if name in pieces and old.shape == pieces[name].shape:
+                    continue  # a buffer that was cut with the unit that it belongs to
                 if id(old) not in done:
                     value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
                     value = value.contiguous()  # all that fully_shard takes
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
-                    name = f"{inner}.{key}" if inner else key
                     if name in pieces:
                         value = pieces[name].take(value)
                     elif name in foreign:

@@ -17,11 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
-
-def shares(size: int, ways: int) -> list[int]:
-    """How `size` rows are dealt out to `ways` ranks: as torch.chunk does."""
-    step = -(-size // ways)
-    return [max(min(step, size - rank * step), 0) for rank in range(ways)]
+from echelon.plan.placement import shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +29,7 @@ class Piece:
     parts: tuple[int, ...]  #: sizes along `dim` that are dealt out one by one; empty: all of it at once
     rank: int
     ways: int
+    unit: int = 1  #: rows that stay together
 
     @property
     def shape(self) -> torch.Size:
@@ -44,7 +41,7 @@ class Piece:
         """(start in the piece, start in the whole, length) along `dim`."""
         here = there = 0
         for size in self.parts or (self.whole[self.dim],):
-            dealt = shares(size, self.ways)
+            dealt = shares(size, self.ways, self.unit)
             length = dealt[self.rank]
             if length:
                 yield here, there + sum(dealt[: self.rank]), length

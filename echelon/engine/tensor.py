@@ -3,6 +3,7 @@
     column   y = x W        each rank has some of the outputs; backward adds up the gradients of x
     row      z = y V + b    each rank has some of the inputs; forward adds up z
     gather   column, and the outputs are put together again: right wherever a column stands alone
+    stored   the weight itself is put together whenever it is needed: right wherever nothing else is
 
 Parameters are plain tensors, this rank's pieces: optimizers run at full speed on them and fully_shard takes them as any others. Between
 the cut modules the model's own code runs as it is. Where a piece lies in the whole is layout.py's to know.
@@ -10,143 +11,145 @@ the cut modules the model's own code runs as it is. Where a piece lies in the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
-from echelon.engine.layout import Piece, shares
-from echelon.engine.ranks import Group
-from echelon.plan.placement import Placement
+from echelon.engine.attention import attention
+from echelon.engine.axis import Axis
+from echelon.engine.layout import Piece
+from echelon.engine.logits import Logits
+from echelon.errors import PlanError
+from echelon.plan.placement import Placement, portion, shares, stored_dim
 
+__all__ = ["Axis", "cut", "install", "pieces"]
 
-class Axis:
-    """The tensor group as this rank sees it."""
-
-    def __init__(self, ranks: Group) -> None:
-        self.group = ranks.group
-        self.rank, self.size = ranks.rank, ranks.size
-        self._copied: tuple[Any, Tensor] | None = None
-
-    def copied(self, x: Tensor) -> Tensor:
-        """`x` into the cut region. Modules that read the same `x` share one sum in backward."""
-        if self._copied is not None and self._copied[0]() is x:
-            return self._copied[1]
-        copy: Tensor = _Copy.apply(x, self.group)
-        self._copied = ref(x), copy
-        return copy
-
-    def forget(self) -> None:
-        """Let go of the last input."""
-        self._copied = None
-
-
-class _Copy(torch.autograd.Function):
-    """Into the region: the same `x` on every rank; each rank's gradient is a share of the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0].contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Sum(torch.autograd.Function):
-    """Out of the region: the ranks' shares add up; the gradient is the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.contiguous()
-        if total is x:
-            ctx.mark_dirty(x)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    """Out of the region: the ranks' parts along `dim`, side by side; each rank keeps its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        ctx.dim, ctx.start, ctx.length = dim, sum(sizes[: axis.rank]), sizes[axis.rank]
-        first = x.movedim(dim, 0)
-        step = max(sizes)
-        if first.shape[0] < step:
-            first = torch.cat([first, first.new_zeros(step - first.shape[0], *first.shape[1:])])
-        first = first.contiguous()
-        whole = first.new_empty(step * axis.size, *first.shape[1:])
-        dist.all_gather_into_tensor(whole, first, group=axis.group)
-        # Not a view: models change what a layer gave them in place.
-        return torch.cat(
-            [part[:size].movedim(0, dim) for part, size in zip(whole.split(step), sizes, strict=True)], dim
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].narrow(ctx.dim, ctx.start, ctx.length).contiguous(), None, None, None
+# What is kept
 
 
 def pieces(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> dict[str, Piece]:
-    """Parameter, by each of its names -> the part of it that this rank keeps."""
+    """Parameter or buffer, by each of its names -> the part of it that this rank keeps."""
     found: dict[int, Piece] = {}
     for placement in placements:
         module = model.get_submodule(placement.path)
-        for name, dim, parts in _cuts(module, placement):
-            value = getattr(module, name, None)
+        for name, dim, parts in _cuts(module, placement, axis.size):
+            value = attrgetter(name)(module)
             if value is not None:
-                found[id(value)] = Piece(value.shape, dim, tuple(parts), axis.rank, axis.size)
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: found[id(value)] for name, value in named if id(value) in found}
+                found[id(value)] = Piece(value.shape, dim, tuple(parts), axis.rank, axis.size, placement.unit)
+    return {name: found[id(value)] for name, value in _tensors(model) if id(value) in found}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 @torch.no_grad()
 def cut(model: nn.Module, found: Mapping[str, Piece]) -> None:
-    """Keep only this rank's parts of the parameters; those that are shared stay shared."""
-    parts = {id(value): found[name] for name, value in model.named_parameters() if name in found}
-    done: dict[int, nn.Parameter] = {}
+    """Keep only this rank's parts of the parameters and buffers; those that are shared stay shared."""
+    parts = {id(value): found[name] for name, value in _tensors(model) if name in found}
+    done: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, value in module._parameters.items():
-            if value is not None and id(value) in parts:
-                if id(value) not in done:
-                    done[id(value)] = nn.Parameter(parts[id(value)].take(value), value.requires_grad)
-                module._parameters[name] = done[id(value)]
+        for slots in (module._parameters, module._buffers):
+            for name, value in slots.items():
+                if value is not None and id(value) in parts:
+                    if id(value) not in done:
+                        part = parts[id(value)].take(value)
+                        whole = isinstance(value, nn.Parameter)
+                        done[id(value)] = nn.Parameter(part, value.requires_grad) if whole else part
+                    slots[name] = done[id(value)]  # type: ignore[assignment]
+        _flatten(module)
 
 
-def _cuts(module: nn.Module, placement: Placement) -> Iterable[tuple[str, int, Sequence[int]]]:
-    """(parameter, dim, parts) that are cut in a module."""
+def _flatten(module: nn.Module) -> None:
+    """Recurrent layers keep a second list of their weights."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _cuts(module: Any, placement: Placement, ways: int) -> Iterator[tuple[str, int, Sequence[int]]]:
+    """(parameter or buffer, dim, parts) that are cut in a module."""
     flipped = type(module).__name__ == "Conv1D"  # transformers' linear layer, whose weight lies transposed
-    if placement.cut == "row":
-        yield "weight", 0 if flipped else 1, ()
-    elif placement.cut == "vocabulary":
-        yield "weight", 0, ()
-    else:
-        yield "weight", 1 if flipped else 0, placement.parts
-        yield "bias", 0, placement.parts
+    match placement.cut:
+        case "row":
+            yield "weight", 0 if flipped else 1, ()
+        case "vocabulary":
+            yield "weight", 0, ()
+        case "between":
+            for name, value in (*module._parameters.items(), *module._buffers.items()):
+                if value is not None and value.dim():
+                    yield name, 0, ()
+        case "attention":
+            parts = (module.embed_dim,) * 3
+            yield "in_proj_weight", 0, parts
+            yield "in_proj_bias", 0, parts
+            for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                yield name, 0, ()
+            yield "out_proj.weight", 1, ()
+        case "stored":
+            for name, dim in _stored_dims(module, ways):
+                yield name, dim, ()
+        case _:
+            transposed = isinstance(module, _ConvNd) and module.transposed and module.groups == 1
+            yield "weight", 1 if flipped or transposed else 0, placement.parts
+            yield "bias", 0, placement.parts
+
+
+def _stored_dims(module: nn.Module, ways: int) -> Iterator[tuple[str, int]]:
+    """A module's own parameters that are cut at rest, and along which dim."""
+    for name, value in module._parameters.items():
+        if value is not None and (dim := stored_dim(value.shape, ways)) is not None:
+            yield name, dim
+
+
+# What is computed
 
 
 def install(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> None:
-    """Make the modules compute with their parts. Their parameters are cut already, or will be before the first call."""
+    """Make the modules compute with their parts. Their parameters are whole still, and cut before the first call."""
+    stored: dict[str, list[tuple[nn.Module, dict[str, tuple[int, list[int]]]]]] = {}
     for placement in placements:
         module = model.get_submodule(placement.path)
         for name in placement.divide:
             path, _, attribute = name.rpartition(".")
-            holder = model.get_submodule(path)
-            setattr(holder, attribute, getattr(holder, attribute) // axis.size)
-        if placement.cut in _FORWARDS:
+            holder, width = model.get_submodule(path), _inputs(module)
+            value = getattr(holder, attribute)
+            setattr(holder, attribute, portion(value, axis.rank, axis.size, width=width, unit=placement.unit))
+        if placement.cut == "stored":
+            found = _stored_dims(module, axis.size)
+            sizes = {n: (dim, shares(getattr(module, n).shape[dim], axis.size)) for n, dim in found}
+            stored.setdefault(placement.within, []).append((module, sizes))
+        elif placement.cut in _FORWARDS:
             module.forward = _FORWARDS[placement.cut](module, axis)
+    for path, modules in stored.items():
+        _put_together(model.get_submodule(path), path, modules, axis)
+    for layer in model.modules():
+        # Fused kernels for evaluation read weights without calling the modules that hold them.
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
+
+
+def _inputs(module: Any) -> int:
+    for name in ("in_features", "in_channels", "nx"):
+        if hasattr(module, name):
+            return int(getattr(module, name))
+    return 0
+
+
+def _outputs(module: Any) -> int:
+    for name in ("out_features", "out_channels", "nf"):
+        if hasattr(module, name):
+            return int(getattr(module, name))
+    raise AssertionError(f"{type(module).__name__} has no outputs")
 
 
 def _product(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -169,19 +172,53 @@ def _column(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
 def _row(module: Any, axis: Axis) -> Callable[..., Tensor]:
     product = _product(module)
-    return lambda x: _plus(_Sum.apply(product(x, None), axis.group), module.bias)
+
+    def forward(x: Tensor) -> Tensor:
+        total = axis.summed(product(x, None))
+        bias = module.bias
+        if bias is not None and isinstance(module, _ConvNd):
+            bias = bias.view(-1, *(1,) * len(module.kernel_size))
+        return _plus(total, bias)
+
+    return forward
 
 
 def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    wide = len(module.kernel_size) if isinstance(module, _ConvNd) else 0
+    sizes = shares(_outputs(module), axis.size)
+    if wide and module.groups > 1:
+        return _grouped(module, axis)
     product = _product(module)
-    wide = isinstance(module, nn.modules.conv._ConvNd)
-    size = module.out_channels if wide else module.weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
-    sizes = shares(size, axis.size)
+
+    def forward(x: Tensor, *args: Any) -> Tensor:
+        x = axis.copied(x)
+        out = type(module).forward(module, x, *args) if wide else product(x, module.bias)
+        return axis.gathered(out, out.dim() - 1 - wide, sizes)
+
+    return forward
+
+
+def _logits(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    product, sizes = _product(module), shares(_outputs(module), axis.size)
 
     def forward(x: Tensor) -> Tensor:
         out = product(axis.copied(x), module.bias)
-        dim = out.dim() - 1 - (len(module.kernel_size) if wide else 0)
-        return _Gather.apply(out, dim, sizes, axis)
+        return Logits(out, out.dim() - 1, sizes, axis)
+
+    return forward
+
+
+def _grouped(module: Any, axis: Axis) -> Callable[..., Tensor]:
+    """Of a convolution in groups each rank has some groups, with their inputs."""
+    groups, wide = shares(module.groups, axis.size), len(module.kernel_size)
+    inputs = [each * module.in_channels // module.groups for each in groups]
+    outputs = [each * module.out_channels // module.groups for each in groups]
+    module.groups = groups[axis.rank]
+
+    def forward(x: Tensor, *args: Any) -> Tensor:
+        dim = x.dim() - 1 - wide
+        out = type(module).forward(module, axis.sliced(x, dim, inputs), *args)
+        return axis.gathered(out, dim, outputs)
 
     return forward
 
@@ -189,19 +226,75 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
 def _vocabulary(module: Any, axis: Axis) -> Callable[..., Tensor]:
     sizes = shares(module.num_embeddings, axis.size)
     start, length = sum(sizes[: axis.rank]), sizes[axis.rank]
+    padding = None if module.padding_idx is None else module.padding_idx - start
+    padding = padding if padding is not None and 0 <= padding < length else None
 
-    def forward(ids: Tensor) -> Tensor:
+    def here(ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of this rank's part, and which of them are its own."""
         mine = ids - start
-        outside = (mine < 0) | (mine >= length)
-        rows = F.embedding(mine.masked_fill(outside, 0), module.weight)
-        return _Sum.apply(rows.masked_fill(outside.unsqueeze(-1), 0.0), axis.group)
+        inside = (mine >= 0) & (mine < length)
+        return mine.where(inside, 0), inside
 
-    return forward
+    def table(ids: Tensor) -> Tensor:
+        rows, inside = here(ids)
+        found = F.embedding(rows, module.weight, padding)
+        return axis.summed(found.masked_fill(~inside.unsqueeze(-1), 0.0))
+
+    def bag(ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        rows, inside = here(ids)
+        weights = inside.to(module.weight.dtype)
+        if per_sample_weights is not None:
+            weights = axis.copied(per_sample_weights) * weights
+        last = module.include_last_offset
+        found = F.embedding_bag(
+            rows, module.weight, offsets, mode="sum", per_sample_weights=weights, include_last_offset=last
+        )
+        return axis.summed(found)
+
+    return bag if isinstance(module, nn.EmbeddingBag) else table
 
 
-_FORWARDS: dict[str, Callable[[Any, Axis], Callable[..., Tensor]]] = {
+_FORWARDS: dict[str, Callable[[Any, Axis], Callable[..., Any]]] = {
     "column": _column,
     "row": _row,
+    "attention": attention,
     "gather": _gather,
+    "logits": _logits,
     "vocabulary": _vocabulary,
 }
+
+
+def _put_together(
+    holder: nn.Module, path: str, modules: Sequence[tuple[nn.Module, dict[str, tuple[int, list[int]]]]], axis: Axis
+) -> None:
+    """While `holder` runs, the modules' own parameters are whole."""
+    inner = holder.forward
+
+    @contextmanager
+    def whole() -> Iterator[None]:
+        kept: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for module, sizes in modules:
+                for name, (dim, dealt) in sizes.items():
+                    value = module._parameters[name]
+                    if not isinstance(value, nn.Parameter) or value.is_meta:
+                        continue  # whole already, within an outer call; or another stage's
+                    if isinstance(value, DTensor):
+                        raise PlanError(
+                            f"{name} of {type(module).__name__} is used all over {path or 'the model'} and zero shards a part of that by "
+                            "itself; use zero=0 with tp"
+                        )
+                    kept.append((module, name, value))
+                    module._parameters[name] = axis.gathered(value, dim, dealt)  # type: ignore[assignment]
+                _flatten(module)
+            yield
+        finally:
+            for module, name, value in kept:
+                module._parameters[name] = value
+                _flatten(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with whole():
+            return inner(*args, **kwargs)
+
+    holder.forward = forward

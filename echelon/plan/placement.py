@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: column: outputs are cut and stay cut; row: takes such outputs, and the ranks add up; gather: outputs are cut and put together
-#: again at once; vocabulary: a table cut by rows, the ranks add up; attention: heads are cut inside the module.
-Cut = Literal["column", "row", "gather", "vocabulary", "attention"]
+#: column      outputs are cut and stay cut
+#: between     works channel by channel on what a column gave: its parameters and buffers are cut along with that
+#: row         takes such outputs, and the ranks add up
+#: attention   nn.MultiheadAttention: heads are cut inside the module, and the ranks add up
+#: gather      outputs are cut and put together again at once
+#: logits      the same, but the outputs stay cut as long as only a cross entropy reads them
+#: vocabulary  a table cut by rows, the ranks add up
+#: stored      parameters are cut only at rest: put together while the module `within` runs, which then computes all of it
+Cut = Literal["column", "between", "row", "attention", "gather", "logits", "vocabulary", "stored"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One module, or all that `blocks.*.up` stands for."""
+    """One module."""
 
     path: str
     cut: Cut
     #: Parts of the outputs that are cut one by one (the q, k and v of a fused projection); empty: the outputs are one part.
     parts: tuple[int, ...] = ()
+    #: Columns that stay together (a head): a rank has a whole number of them.
+    unit: int = 1
     #: Attributes of modules that are divided by the axis: counts of heads, widths. By path.
     divide: tuple[str, ...] = ()
+    #: Of `stored`: the module while which runs the parameters are whole; the model itself: "".
+    within: str = ""
     #: Where it comes from: the model's own hint, a known module, a pair that was found, or the universal cut.
     source: Literal["hint", "known", "pair", "universal"] = "universal"
+
+
+def shares(size: int, ways: int, unit: int = 1) -> list[int]:
+    """How `size` rows are dealt out to `ways` ranks, `unit` of them at a time: as evenly as can be, the larger shares first."""
+    base, more = divmod(size // unit, ways)
+    dealt = [unit * (base + (rank < more)) for rank in range(ways)]
+    dealt[-1] += size % unit
+    return dealt
+
+
+def portion(value: int, rank: int, ways: int, *, width: int, unit: int) -> int:
+    """What one rank has of an attribute that is divided: of a width whole units, of a count its share."""
+    return shares(value, ways, unit if value >= width else 1)[rank]
+
+
+def stored_dim(shape: Sequence[int], ways: int) -> int | None:
+    """Along which dim a parameter is cut that is only stored so: the longest. None: not at all; vectors are not worth a message."""
+    if len(shape) < 2 or not shares(max(shape), ways)[-1]:
+        return None
+    return list(shape).index(max(shape))

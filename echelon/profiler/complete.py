@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import partial
 from itertools import accumulate
 from math import inf
 from typing import Any
@@ -21,7 +22,7 @@ from echelon.plan.plan import Plan
 from echelon.profiler.build import built
 from echelon.profiler.example import Example
 from echelon.profiler.ghost import Ghost
-from echelon.profiler.sharding import shard
+from echelon.profiler.sharding import Sharding, shard
 from echelon.profiler.visits import Visit
 
 #: Stages per rank of schedules that interleave them.
@@ -32,19 +33,45 @@ _SEVERAL = ("interleaved", "zero-bubble")
 def complete(plan: Plan, job: Job) -> Plan:
     """`plan` with the placements and stages that it lacks."""
     if plan.mesh.tp > 1 and not plan.placements:
-        plan = dataclasses.replace(plan, placements=_placements(job, plan.mesh.tp))
+        found = cuts(job, plan.mesh.tp)
+        if not found.placements:
+            why = next(iter(found.whole.values()), "it has no parameters")
+            raise PlanError(
+                f"tp={plan.mesh.tp}: nothing of the model can be cut ({why}); use dp, with zero=3 where memory is short"
+            )
+        plan = dataclasses.replace(plan, placements=found.placements)
+    if plan.mesh.pp > 1:
+        # What passes between stages is whole.
+        plan = dataclasses.replace(plan, placements=tuple(map(_gathered, plan.placements)))
     if plan.mesh.pp > 1 and not plan.stages:
         count = plan.mesh.pp * (VIRTUAL if plan.schedule in _SEVERAL else 1)
         plan = dataclasses.replace(plan, stages=_stages(job, count, _pairs(plan.placements)))
     return plan
 
 
-def _placements(job: Job, ways: int) -> Any:
-    torch.manual_seed(job.seed)
-    made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
-    model = lift(made, torch.float64).eval()
-    batch = _lifted(Example(job).batch(2))
-    return shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), ways).placements
+def _gathered(placement: Placement) -> Placement:
+    return dataclasses.replace(placement, cut="gather") if placement.cut == "logits" else placement
+
+
+def cuts(job: Job, ways: int) -> Sharding:
+    """How the job's model is cut over so many ranks, and what stays whole."""
+    for dtype in (torch.float64, None):
+        torch.manual_seed(job.seed)
+        made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+        model = (made if dtype is None else lift(made, dtype)).eval()
+        batch = Example(job).batch(2) if dtype is None else _lifted(Example(job).batch(2))
+        step = partial(_loss, job, model, batch)
+        try:
+            step()
+            break
+        except Exception:
+            if dtype is None:
+                raise
+    return shard(model, step, ways)
+
+
+def _loss(job: Job, model: nn.Module, batch: Any) -> Any:
+    return call_loss(job, call_model(job, model, batch), batch, model)
 
 
 def _lifted(batch: Any) -> Any:
@@ -57,7 +84,7 @@ def _pairs(placements: Iterable[Placement]) -> Iterator[set[str]]:
     """Columns with their row: what is cut between them must not pass from one stage to another."""
     together: set[str] = set()
     for placement in placements:
-        if placement.cut == "column":
+        if placement.cut in ("column", "between"):
             together.add(placement.path)
         elif placement.cut == "row":
             yield {*together, placement.path}
@@ -68,9 +95,7 @@ def _stages(job: Job, count: int, pairs: Iterable[set[str]]) -> tuple[int, ...]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = built(job).train()
     ghost = Ghost(model, torch.device("cpu"))
-    visits = ghost.visits(
-        lambda model, batch: call_loss(job, call_model(job, model, batch), batch, model), Example(job).batch(2)
-    )
+    visits = ghost.visits(partial(_loss, job), Example(job).batch(2))
     if len(visits) - 1 < count:
         raise PlanError(
             f"{count} stages: the model has {max(len(visits) - 1, 0)} units that forward calls one after another, and each stage needs one; use "

@@ -1,46 +1,92 @@
-"""Linear layers that can be cut over ranks without talking in between: columns into a row, found by trying.
+"""Layers that can be cut over ranks without talking in between: columns into a row, found by trying.
 
-    up ──> activation ──> down          q, k, v ──> heads ──> out
+    up ──> activation ──> down          q, k, v ──> heads ──> out          convolution ──> batch norm ──> convolution
 
 Whether the code between them works on a part of the columns is not guessed from operators: it is run on one. The model runs once as
 it is; then the module that holds the pair runs with only one rank's columns, and what reaches the row must be exactly that rank's
 part of what reached it before. Counts of heads that the code holds in attributes are divided for that, and the plan notes which.
+Modules in between that learn something channel by channel (batch norm, a depthwise convolution) are cut along.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
+from echelon.plan.placement import portion, shares
 from echelon.profiler.visits import Follower, Visit, intercepted
 
-#: Numbers of ranks that a pair is tried for.
-WAYS = (2, 3, 4, 6, 8, 16, 32, 64)
 _EQUAL = 1e-9
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What may be a pair: the row reads the columns alone, through the modules between, and nothing else reads those."""
+
+    columns: tuple[str, ...]
+    row: str
+    between: tuple[str, ...] = ()
+    hinted: bool = False  #: the model's authors say so
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of its modules."""
+        return (*self.columns, *self.between, self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the columns of a pair are dealt out."""
+
+    parts: tuple[int, ...]  #: of the columns' outputs, where there is one column and it is fused
+    divide: tuple[tuple[str, str], ...]  #: (module path, attribute)
+    unit: int  #: columns that stay together
+    ways: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Columns whose outputs, and nothing else that is learnt, make up the input of `row`."""
+    """A candidate that works."""
 
-    columns: tuple[str, ...]
-    row: str
-    parts: tuple[int, ...]  #: of the columns' outputs, where there is one column and it is fused
-    divide: tuple[tuple[str, str], ...]  #: (module path, attribute)
-    ways: tuple[int, ...]  #: numbers of ranks that it works for
+    candidate: Candidate
+    layout: Layout
 
 
 def is_linear(module: nn.Module) -> bool:
     """A layer that multiplies the last dimension: torch's own, or transformers' Conv1D (the weight lies transposed)."""
     return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def is_product(module: nn.Module) -> bool:
+    """A linear layer, or a convolution in which every output sees every input."""
+    return is_linear(module) or (isinstance(module, _CONVOLUTIONS) and module.groups == 1)
+
+
+def channelwise(module: Any) -> tuple[str, ...] | None:
+    """The attributes that count the channels of a module that works channel by channel; None: it does not, or is not known to."""
+    if isinstance(module, _NormBase):
+        return ("num_features",)
+    if type(module) is nn.GroupNorm:
+        return "num_groups", "num_channels"
+    if type(module) in _CONVOLUTIONS and module.groups == module.in_channels == module.out_channels:
+        return "groups", "in_channels", "out_channels"
+    return () if type(module) is nn.PReLU and module.num_parameters > 1 else None
+
+
+def outputs(module: Any) -> int:
+    """How many outputs a product has."""
+    return int(next(getattr(module, name) for name in ("out_features", "out_channels", "nf") if hasattr(module, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,55 +96,89 @@ class Found:
     pairs: tuple[Pair, ...]
     called: frozenset[str]  #: modules without children that forward calls
     touched: frozenset[int]  #: parameters that are also used outside the module that holds them, by identity
+    scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
 
 
-def find_pairs(model: nn.Module, step: Callable[[], Any]) -> Found:
-    """Every pair of `model`, whose loss `step()` computes on real numbers (float64 best)."""
-    leaves = [path for path, module in model.named_modules() if path and not list(module.children()) and _holds(module)]
+def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate] = ()) -> Found:
+    """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
+    leaves = [path for path, module in model.named_modules() if not list(module.children()) and _holds(module)]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
     try:
-        return _found(model, step, leaves)
+        return _found(model, step, ways, leaves, hints)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _found(model: nn.Module, step: Callable[[], Any], leaves: list[str]) -> Found:
-    follower = Follower()
+def _found(
+    model: nn.Module, step: Callable[[], Any], ways: int, leaves: list[str], hints: Iterable[Candidate]
+) -> Found:
+    follower = _Scores()
     with intercepted(model, leaves, follower.around), follower:
         step()  # with gradients: some forwards take them
-    candidates = list(_candidates(model, follower.visits))
+    calls = Counter(visit.path for visit in follower.visits)
+    hinted = [each for each in hints if all(calls[path] == 1 for path in each.paths)]
+    candidates = [*hinted, *_candidates(model, follower.visits, calls)]
     seen = _watched(model, candidates, step)
-    tried = (_tried(model, columns, row, seen.get(row)) for columns, row in candidates)
-    return Found(
-        tuple(pair for pair in tried if pair is not None),
-        frozenset(visit.path for visit in follower.visits),
-        frozenset(follower.touched),
-    )
+    pairs: dict[str, Pair] = {}
+    for each in candidates:
+        if each.row not in pairs and each in seen and (pair := _tried(model, each, seen[each], ways)) is not None:
+            pairs[each.row] = pair
+    read = {source for visit in follower.visits for source, _ in visit.reads}
+    scored = frozenset(follower.visits[each].path for each in follower.scored - read)
+    return Found(tuple(pairs.values()), frozenset(calls), frozenset(follower.touched), scored)
+
+
+class _Scores(Follower):
+    """Notes as well which visits a cross entropy reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy:
+            given = args[0] if args else (kwargs or {})["input"]
+            self.scored |= {number for number, _ in self.origin([given])}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _holds(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return next(module.parameters(), None) is not None or channelwise(module) is not None
 
 
-def _candidates(model: nn.Module, visits: Sequence[Visit]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(columns, row) where the row reads the columns alone, and nothing else reads them."""
+def _candidates(model: nn.Module, visits: Sequence[Visit], calls: Mapping[str, int]) -> Iterator[Candidate]:
     readers: dict[int, set[int]] = {}
     for number, visit in enumerate(visits):
         for source, _ in visit.reads:
             readers.setdefault(source, set()).add(number)
-    calls: dict[str, int] = {}
-    for visit in visits:
-        calls[visit.path] = calls.get(visit.path, 0) + 1
     for number, visit in enumerate(visits):
-        if not visit.reads or not is_linear(model.get_submodule(visit.path)):
+        if not visit.reads or not is_product(model.get_submodule(visit.path)):
             continue
-        sources = sorted({source for source, _ in visit.reads})
-        paths = tuple(visits[source].path for source in sources)
-        linear = all(is_linear(model.get_submodule(path)) for path in paths)
-        once = all(calls[path] == 1 for path in (*paths, visit.path))
-        if linear and once and all(readers[source] == {number} for source in sources):
-            yield paths, visit.path
+        columns, between = _sources(model, visits, number)
+        inner = {number, *between}
+        once = all(calls[visits[each].path] == 1 for each in (*columns, *inner))
+        products = all(is_product(model.get_submodule(visits[each].path)) for each in columns)
+        if columns and products and once and all(readers[each] <= inner for each in (*columns, *between)):
+            yield Candidate(
+                tuple(visits[each].path for each in columns), visit.path, tuple(visits[each].path for each in between)
+            )
+
+
+def _sources(model: nn.Module, visits: Sequence[Visit], row: int) -> tuple[list[int], list[int]]:
+    """The visits that a row reads, (columns, between), seen through modules that work channel by channel."""
+    columns: set[int] = set()
+    between: set[int] = set()
+    ahead = {source for source, _ in visits[row].reads}
+    while ahead:
+        number = ahead.pop()
+        visit = visits[number]
+        if visit.reads and channelwise(model.get_submodule(visit.path)) is not None:
+            between.add(number)
+            ahead |= {source for source, _ in visit.reads} - columns - between
+        else:
+            columns.add(number)
+    return sorted(columns), sorted(between)
 
 
 @dataclass(slots=True)
@@ -111,12 +191,15 @@ class _Seen:
     out: Any
     reached: Tensor
     gave: Tensor
+    dim: int  #: of `reached` that is cut
+
+    @property
+    def width(self) -> int:
+        return self.reached.shape[self.dim]
 
 
-def _watched(
-    model: nn.Module, candidates: Sequence[tuple[tuple[str, ...], str]], step: Callable[[], Any]
-) -> dict[str, _Seen]:
-    above = {row: list(_above((*columns, row))) for columns, row in candidates}
+def _watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[], Any]) -> dict[Candidate, _Seen]:
+    above = {each: list(_above(each.paths)) for each in candidates}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     outs: dict[str, Any] = {}
     rows: dict[str, tuple[Tensor, Tensor]] = {}
@@ -131,7 +214,7 @@ def _watched(
 
         hooks.append(model.get_submodule(path).register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(model.get_submodule(path).register_forward_hook(after))
-    for row in above:
+    for row in {each.row for each in above}:
 
         def note(_: nn.Module, args: Any, out: Any, row: str = row) -> None:
             rows[row] = args[0].detach().clone(), out.detach().clone()
@@ -143,10 +226,12 @@ def _watched(
         for hook in hooks:
             hook.remove()
     found = {}
-    for row, paths in above.items():
+    for candidate, paths in above.items():
         holder = next((path for path in paths if path in calls), None)
-        if holder is not None and row in rows:
-            found[row] = _Seen(holder, *calls[holder], outs[holder], *rows[row])
+        if holder is not None and candidate.row in rows:
+            module: Any = model.get_submodule(candidate.row)
+            dim = -1 if is_linear(module) else -1 - len(module.kernel_size)
+            found[candidate] = _Seen(holder, *calls[holder], outs[holder], *rows[candidate.row], dim)
     return found
 
 
@@ -176,14 +261,13 @@ def _above(paths: Sequence[str]) -> Iterator[str]:
         yield ".".join(shared[:length])
 
 
-def _tried(model: nn.Module, columns: tuple[str, ...], row: str, seen: _Seen | None) -> Pair | None:
-    if seen is None:
-        return None
-    for parts in _parts(model, columns, seen.reached.shape[-1]):
-        for divide in _attributes(model, columns, row, seen):
-            ways = tuple(way for way in WAYS if _works(model, columns, row, seen, parts, divide, way))
-            if ways:
-                return Pair(columns, row, parts, divide, ways)
+def _tried(model: nn.Module, candidate: Candidate, seen: _Seen, ways: int) -> Pair | None:
+    for parts in _parts(model, candidate.columns, seen.width):
+        for divide in _attributes(model, candidate, seen):
+            for unit in _units(model, divide, seen.width, ways):
+                layout = Layout(parts, divide, unit, ways)
+                if _works(model, candidate, seen, layout):
+                    return Pair(candidate, layout)
     return None
 
 
@@ -192,25 +276,20 @@ def _parts(model: nn.Module, columns: tuple[str, ...], width: int) -> Iterator[t
     yield ()
     if len(columns) > 1:
         return
-    outputs = _outputs(model.get_submodule(columns[0]))
-    if outputs > width and (outputs - width) % 2 == 0:
-        yield width, (outputs - width) // 2, (outputs - width) // 2
-    if outputs == 2 * width:
+    total = outputs(model.get_submodule(columns[0]))
+    if total > width and (total - width) % 2 == 0:
+        yield width, (total - width) // 2, (total - width) // 2
+    if total == 2 * width:
         yield width, width
 
 
-def _outputs(module: Any) -> int:
-    return int(module.out_features if isinstance(module, nn.Linear) else module.nf)
-
-
-def _attributes(
-    model: nn.Module, columns: tuple[str, ...], row: str, seen: _Seen
-) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Sets of attributes to divide: none, counts of heads, those and widths."""
-    yield ()
-    holder, width = seen.holder, seen.reached.shape[-1]
+def _attributes(model: nn.Module, candidate: Candidate, seen: _Seen) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Sets of attributes to divide: none but those of the modules between, counts of heads, those and widths."""
+    own = tuple((path, name) for path in candidate.between for name in channelwise(model.get_submodule(path)) or ())
+    yield own
+    holder = seen.holder
     places = {holder}
-    for path in (*columns, row):
+    for path in candidate.paths:
         parent = path.rpartition(".")[0]
         while len(parent) >= len(holder) and parent not in places:
             places.add(parent)
@@ -226,43 +305,56 @@ def _attributes(
         for place, name, _ in numbers
         if "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
     ]
-    widths = {_outputs(model.get_submodule(path)) for path in columns} | {width}
+    widths = {outputs(model.get_submodule(path)) for path in candidate.columns} | {seen.width}
     wide = [(place, name) for place, name, value in numbers if value in widths or 3 * value in widths]
     if heads:
-        yield tuple(heads)
+        yield (*own, *heads)
     if wide:
-        yield tuple(dict.fromkeys((*heads, *wide)))
+        yield (*own, *dict.fromkeys((*heads, *wide)))
 
 
-def _works(
-    model: nn.Module,
-    columns: tuple[str, ...],
-    row: str,
-    seen: _Seen,
-    parts: tuple[int, ...],
-    divide: tuple[tuple[str, str], ...],
-    ways: int,
-) -> bool:
+def _units(model: nn.Module, divide: Sequence[tuple[str, str]], width: int, ways: int) -> list[int]:
+    """How many columns may have to stay together: one, or a head's where the heads cannot be dealt out evenly."""
+    counts = {getattr(model.get_submodule(path), name) for path, name in divide}
+    return [1, *sorted(width // count for count in counts if count % ways and count < width and width % count == 0)]
+
+
+def _works(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout) -> bool:
     """Whether each rank's columns lead to exactly its part of the row's input."""
-    sizes = parts or tuple(_outputs(model.get_submodule(path)) for path in columns)
-    if any(size % ways for size in (*sizes, seen.reached.shape[-1])):
+    sizes = layout.parts or tuple(outputs(model.get_submodule(path)) for path in candidate.columns)
+    ways = layout.ways
+    if any(not shares(size, ways, layout.unit)[-1] for size in (*sizes, seen.width)):
         return False
-    if any(getattr(model.get_submodule(path), name) % ways for path, name in divide):
-        return False
-    return all(_right(model, columns, row, seen, parts, divide, ways, rank) for rank in {0, ways - 1})
+    if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
+        return all(_right(model, candidate, seen, layout, rank) for rank in {0, ways - 1})
+    # Ranks with unequal shares draw unequal amounts of random numbers (dropout), and would then draw others for what they share.
+    even = seen.width == sizes[0] and len(set(sizes)) == 1
+    return (
+        even
+        and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
+        and _draws_nothing(model, seen)
+    )
 
 
-def _right(
-    model: nn.Module,
-    columns: tuple[str, ...],
-    row: str,
-    seen: _Seen,
-    parts: tuple[int, ...],
-    divide: tuple[tuple[str, str], ...],
-    ways: int,
-    rank: int,
-) -> bool:
-    wanted = seen.reached.chunk(ways, -1)[rank]
+def _draws_nothing(model: nn.Module, seen: _Seen) -> bool:
+    holder = model.get_submodule(seen.holder)
+    if any(isinstance(each, _NormBase) for each in holder.modules()):
+        return False  # running it would change its statistics
+    args, kwargs = copied((seen.args, seen.kwargs))
+    before = torch.random.get_rng_state()
+    try:
+        holder.train()
+        with torch.no_grad():
+            holder(*args, **kwargs)
+        return torch.equal(before, torch.random.get_rng_state())
+    finally:
+        holder.eval()
+        torch.random.set_rng_state(before)
+
+
+def _right(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout, rank: int) -> bool:
+    dealt = shares(seen.width, layout.ways, layout.unit)
+    wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
     holder = model.get_submodule(seen.holder)
     args, kwargs = copied((seen.args, seen.kwargs))
 
@@ -272,15 +364,12 @@ def _right(
         reached.append(x)
         return seen.gave.clone()
 
-    with _divided(model, divide, ways), _cut(model, columns, parts, ways, rank), torch.no_grad():
-        last: Any = model.get_submodule(row)
-        last.forward = answer
+    row = model.get_submodule(candidate.row)
+    with _divided(model, layout, seen.width, rank), _cut(model, candidate, layout, rank), calling(row, answer):
         try:
             out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
             return False
-        finally:
-            del last.__dict__["forward"]
     # What else comes out (a bias per head that later layers take over) must be as it was, too.
     return len(reached) == 1 and _equal(reached[0], wanted) and _alike(out, seen.out)
 
@@ -303,37 +392,68 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 @contextmanager
-def _divided(model: nn.Module, divide: Iterable[tuple[str, str]], ways: int) -> Iterator[None]:
-    before = [(model.get_submodule(path), name) for path, name in divide]
-    values = [getattr(module, name) for module, name in before]
+def _divided(model: nn.Module, layout: Layout, width: int, rank: int) -> Iterator[None]:
+    places = [(model.get_submodule(path), name) for path, name in layout.divide]
+    values = [getattr(module, name) for module, name in places]
     try:
-        for (module, name), value in zip(before, values, strict=True):
-            setattr(module, name, value // ways)
+        for (module, name), value in zip(places, values, strict=True):
+            setattr(module, name, portion(value, rank, layout.ways, width=width, unit=layout.unit))
         yield
     finally:
-        for (module, name), value in zip(before, values, strict=True):
+        for (module, name), value in zip(places, values, strict=True):
             setattr(module, name, value)
 
 
 @contextmanager
-def _cut(model: nn.Module, columns: Sequence[str], parts: Sequence[int], ways: int, rank: int) -> Iterator[None]:
-    modules: list[Any] = [model.get_submodule(path) for path in columns]
+def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """`module` computes something else for a while."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
     try:
-        for module in modules:
-            module.forward = _with_part(module, parts, ways, rank)
         yield
     finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before
 
 
-def _with_part(module: Any, parts: Sequence[int], ways: int, rank: int) -> Callable[[Tensor], Tensor]:
-    weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+@contextmanager
+def _cut(model: nn.Module, candidate: Candidate, layout: Layout, rank: int) -> Iterator[None]:
+    """The columns and the modules between compute with one rank's part."""
+    slots: list[dict[str, Any]] = [
+        each
+        for path in candidate.between
+        for each in (model.get_submodule(path)._parameters, model.get_submodule(path)._buffers)
+    ]
+    before: list[Mapping[str, Any]] = [dict(each) for each in slots]
+    with ExitStack() as stack:
+        for path in candidate.columns:
+            module = model.get_submodule(path)
+            stack.enter_context(calling(module, _with_part(module, layout, rank)))
+        try:
+            for slot in slots:
+                for name, value in slot.items():
+                    if value is not None and value.dim():
+                        slot[name] = _part(value.detach(), (), layout, rank)
+            yield
+        finally:
+            for slot, values in zip(slots, before, strict=True):
+                slot.update(values)
 
-    def part(value: Tensor) -> Tensor:
-        split = value.split(list(parts or (value.shape[0],)))
-        return torch.cat([each.chunk(ways)[rank] for each in split])
 
-    bias = None if module.bias is None else part(module.bias)
-    cut = part(weight)
-    return lambda x: F.linear(x, cut, bias)
+def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Tensor:
+    found = []
+    for each in value.split(list(parts or (value.shape[0],))):
+        dealt = shares(each.shape[0], layout.ways, layout.unit)
+        found.append(each.narrow(0, sum(dealt[:rank]), dealt[rank]))
+    return torch.cat(found)
+
+
+def _with_part(module: Any, layout: Layout, rank: int) -> Callable[[Tensor], Tensor]:
+    flipped = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    weight = _part(module.weight.t() if flipped else module.weight, layout.parts, layout, rank)
+    bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
+    if is_linear(module):
+        return lambda x: F.linear(x, weight, bias)
+    return lambda x: module._conv_forward(x, weight, bias)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
 
-from echelon.plan.placement import Placement
-from echelon.profiler.pairs import Found, Pair, find_pairs, is_linear
+from echelon.plan.placement import Placement, shares, stored_dim
+from echelon.profiler.hints import hinted
+from echelon.profiler.pairs import Found, Pair, calling, find_pairs, is_linear, outputs
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +26,22 @@ class Sharding:
 
     placements: tuple[Placement, ...]
     whole: dict[str, str]  #: module that stays whole on every rank -> why
+    resting: dict[str, str]  #: module that is cut at rest only -> why
     share: float  #: of the parameters' bytes that are cut
-    paired: float  #: of the parameters' bytes that are cut in pairs, which talk once
+    paired: float  #: of the parameters' bytes that are cut in pairs or by heads, which talk once
+    stored: float  #: of the parameters' bytes that are cut at rest only
 
 
 def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
     """The cuts of `model` (real numbers, in eval mode) over `ways` ranks; `step()` computes its loss."""
-    found = find_pairs(model, step)
-    pairs = list(_fitting(found.pairs, ways))
+    found = find_pairs(model, step, ways, hinted(model))
+    pairs = list(_fitting(found.pairs))
     placements = {placement.path: placement for pair in pairs for placement in _placed(pair)}
     whole: dict[str, str] = {}
+    heads = [path for path, module in model.named_modules() if type(module) is nn.MultiheadAttention]
+    inside = {f"{path}.out_proj" if path else "out_proj" for path in heads}
     for path, module in model.named_modules():
-        if path in placements or not any(True for _ in module.parameters(recurse=False)):
+        if path in placements or path in inside or not any(True for _ in module.parameters(recurse=False)):
             continue
         cut, why = _alone(module, path, found, ways)
         if cut is not None:
@@ -38,57 +49,102 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
         else:
             whole[path] = why
     _keep_tied(model, placements, whole, pairs, found)
+    resting = _store(model, step, ways, placements, whole, inside)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def share(*cuts: str) -> float:
+        return _bytes(model, (each for each in placements.values() if each.cut in cuts), ways) / total
+
+    paired = share("column", "between", "row", "attention")
+    stored = share("stored")
     return Sharding(
         tuple(placements.values()),
         whole,
-        _bytes(model, placements.values()) / total,
-        _bytes(model, (p for p in placements.values() if p.source != "universal")) / total,
+        resting,
+        paired + stored + share("gather", "logits", "vocabulary"),
+        paired,
+        stored,
     )
 
 
-def _fitting(pairs: Iterable[Pair], ways: int) -> Iterable[Pair]:
-    """Pairs that work for so many ranks and do not overlap; the first come first."""
+def _fitting(pairs: Iterable[Pair]) -> Iterable[Pair]:
+    """Pairs that do not overlap; the first come first."""
     taken: set[str] = set()
     divided: set[tuple[str, str]] = set()
     for pair in pairs:
-        if ways in pair.ways and not taken & {*pair.columns, pair.row} and not divided & set(pair.divide):
-            taken |= {*pair.columns, pair.row}
-            divided |= set(pair.divide)
+        paths, divide = set(pair.candidate.paths), set(pair.layout.divide)
+        if not taken & paths and not divided & divide:
+            taken |= paths
+            divided |= divide
             yield pair
 
 
 def _placed(pair: Pair) -> Iterable[Placement]:
-    for path in pair.columns:
-        yield Placement(path=path, cut="column", parts=pair.parts, source="pair")
-    divide = tuple(f"{path}.{name}" if path else name for path, name in pair.divide)
-    yield Placement(path=pair.row, cut="row", divide=divide, source="pair")
+    candidate, layout = pair.candidate, pair.layout
+    rest: dict[str, Any] = {"unit": layout.unit, "source": "hint" if candidate.hinted else "pair"}
+    for path in candidate.columns:
+        yield Placement(path=path, cut="column", parts=layout.parts, **rest)
+    for path in candidate.between:
+        yield Placement(path=path, cut="between", **rest)
+    divide = tuple(f"{path}.{name}" if path else name for path, name in layout.divide)
+    yield Placement(path=candidate.row, cut="row", divide=divide, **rest)
 
 
 def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Placement | None, str]:
     """The cut that needs no partner, or why there is none."""
-    own = [id(value) for value in module.parameters(recurse=False)]
+    if type(module) is nn.MultiheadAttention:
+        return _heads(module, path, ways)
     if path not in found.called:
-        return None, f"{type(module).__name__} is not called as a module: its parameters are used by other code"
-    if found.touched & set(own):
+        how = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
+        return None, f"{type(module).__name__} {how}"
+    if found.touched & {id(value) for value in module.parameters(recurse=False)}:
         return None, "its parameters are also used outside of it"
-    if type(module) is nn.Embedding:
-        if module.max_norm is not None or module.sparse:
-            return None, "an embedding with max_norm or sparse gradients is not cut"
-        return _sized(path, "vocabulary", module.num_embeddings, ways)
+    if type(module) in (nn.Embedding, nn.EmbeddingBag):
+        return _table(module, path, ways)
     if is_linear(module):
-        return _sized(path, "gather", int(module.out_features if isinstance(module, nn.Linear) else module.nf), ways)  # type: ignore[arg-type]
-    if isinstance(module, _ConvNd) and not module.transposed:
-        if module.groups > 1:
-            return None, "a convolution in groups is not cut"
-        return _sized(path, "gather", module.out_channels, ways)
+        return _sized(path, "logits" if path in found.scored else "gather", outputs(module), ways)
+    if type(module) in _CONVOLUTIONS:
+        return _convolution(module, path, ways)  # type: ignore[arg-type]
     return None, f"no rule to cut {type(module).__name__}"
 
 
+def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placement | None, str]:
+    heads = module.num_heads
+    if module.bias_k is not None or module.add_zero_attn:
+        return None, "attention with bias_k, bias_v or add_zero_attn is not cut by heads"
+    if not shares(heads, ways)[-1]:
+        return None, f"{heads} heads are too few for {ways} ranks; use tp={heads} or less"
+    if heads % ways and module.dropout:
+        # Unequal shares draw unequal amounts of random numbers, and the ranks would go on with unlike generators.
+        return (
+            None,
+            f"{heads} heads cannot be dealt out evenly to {ways} ranks under dropout; use a tp that divides {heads}",
+        )
+    return Placement(path=path, cut="attention", unit=module.embed_dim // heads, source="known"), ""
+
+
+def _table(module: Any, path: str, ways: int) -> tuple[Placement | None, str]:
+    if module.sparse:
+        return None, "an embedding with sparse gradients is not cut"
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        return None, "an embedding with max_norm or scale_grad_by_freq is not cut by rows"
+    if type(module) is nn.EmbeddingBag and (module.mode != "sum" or module.padding_idx is not None):
+        return None, "embedding bags are cut by rows where mode='sum' and there is no padding_idx"
+    return _sized(path, "vocabulary", module.num_embeddings, ways)
+
+
+def _convolution(module: _ConvNd, path: str, ways: int) -> tuple[Placement | None, str]:
+    if module.groups == 1:
+        return _sized(path, "gather", module.out_channels, ways)
+    if not shares(module.groups, ways)[-1] or (module.transposed and module.groups % ways):
+        return None, f"a convolution in {module.groups} groups cannot be dealt out to {ways} ranks"
+    unit = 1 if module.transposed else module.out_channels // module.groups
+    return Placement(path=path, cut="gather", unit=unit, source="known"), ""
+
+
 def _sized(path: str, cut: Any, size: int, ways: int) -> tuple[Placement | None, str]:
-    # As torch.chunk deals: the last rank must get something.
-    if -(-size // ways) * (ways - 1) >= size:
-        return None, f"{size} outputs are too few for {ways} ranks"
+    if not shares(size, ways)[-1]:
+        return None, f"{size} outputs are too few for {ways} ranks; use tp={size} or less"
     return Placement(path=path, cut=cut), ""
 
 
@@ -105,9 +161,7 @@ def _keep_tied(
     shared = [paths for paths in users.values() if len(paths) > 1]
     # Giving one up may leave another without its partner: until nothing changes.
     while torn := next((each for each in shared if len({_signature(placements.get(path)) for path in each}) > 1), None):
-        partners = {
-            path for pair in pairs if {*pair.columns, pair.row} & set(torn) for path in (*pair.columns, pair.row)
-        }
+        partners = {path for pair in pairs if set(pair.candidate.paths) & set(torn) for path in pair.candidate.paths}
         for path in (*torn, *sorted(partners)):
             if placements.pop(path, None) is not None:
                 whole[path] = f"{' and '.join(torn)} share a parameter and cannot be cut alike"
@@ -117,14 +171,147 @@ def _signature(placement: Placement | None) -> object:
     """Dim and parts of the weight."""
     if placement is None:
         return None
-    return (1 if placement.cut == "row" else 0), placement.parts
+    return (1 if placement.cut == "row" else 0), placement.parts, placement.unit
 
 
-def _bytes(model: nn.Module, placements: Iterable[Placement]) -> float:
+# What is cut at rest only
+
+
+def _store(
+    model: nn.Module,
+    step: Callable[[], Any],
+    ways: int,
+    placements: dict[str, Placement],
+    whole: dict[str, str],
+    inside: set[str],
+) -> dict[str, str]:
+    """What has no cut of its own is stored cut and put together while a module runs outside of which nobody reads it.
+
+    Found by trying: elsewhere it is not a number, and the loss must not notice.
+    """
+    shared, lone = _shared(model), []
+    for path in [*whole, *sorted(inside)]:
+        if path.rpartition(".")[0] in placements and path in inside:
+            continue  # an out_proj goes with its attention
+        module = model.get_submodule(path)
+        own = [value for value in module._parameters.values() if value is not None]
+        if all(value.dim() < 2 for value in own):
+            whole[path] = f"{type(module).__name__} has vectors only"
+        elif any(id(value) in shared for value in own) or getattr(module, "sparse", False):
+            whole.setdefault(path, "it shares a parameter")
+        elif any(stored_dim(value.shape, ways) is not None for value in own):
+            lone.append(path)
+    expected = _total(step)
+    if lone and _hidden(model, step, {path: path for path in lone}, ways, expected):
+        where: dict[str, str | None] = {path: path for path in lone}
+    else:
+        where = {
+            path: next((each for each in _outward(path) if _hidden(model, step, {path: each}, ways, expected)), None)
+            for path in lone
+        }
+    why: dict[str, str] = {}
+    for path, within in where.items():
+        if within is None:
+            whole.setdefault(path, "used outside of every module that holds it")
+        else:
+            placements[path] = Placement(path=path, cut="stored", within=within)
+            why[path] = whole.pop(path, "it belongs to an attention that is")
+    return why
+
+
+def _outward(path: str) -> Iterator[str]:
+    """A module and those around it."""
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _shared(model: nn.Module) -> set[int]:
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for _, value in model.named_parameters(remove_duplicate=False):
+        (twice if id(value) in seen else seen).add(id(value))
+    return twice
+
+
+def _total(step: Callable[[], Any]) -> float:
+    torch.manual_seed(0)
+    (value, *_) = (leaf for leaf in tree_leaves(step()) if isinstance(leaf, Tensor))
+    return float(value.detach().double())
+
+
+def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: float) -> bool:
+    """Whether modules' own matrices (path -> the module around it) are read only while that module around it runs."""
+    called: set[str] = set()
+
+    def around(path: str, within: str) -> Callable[..., Any]:
+        module, inner = model.get_submodule(path), model.get_submodule(within).forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            called.add(path)
+            with _replaced(module, true[path]):
+                return inner(*args, **kwargs)
+
+        return forward
+
+    values = {
+        path: {
+            name: value
+            for name, value in model.get_submodule(path)._parameters.items()
+            if value is not None and stored_dim(value.shape, ways) is not None
+        }
+        for path in places
+    }
+    true = {
+        path: {name: nn.Parameter(value.detach().clone(), value.requires_grad) for name, value in own.items()}
+        for path, own in values.items()
+    }
+    with ExitStack() as stack, torch.no_grad():
+        for path, within in places.items():
+            stack.enter_context(calling(model.get_submodule(within), around(path, within)))
+        try:
+            for own in values.values():
+                for value in own.values():
+                    value.fill_(math.nan)
+            with torch.enable_grad():
+                return math.isclose(_total(step), expected, rel_tol=1e-9) and called == set(places)
+        except Exception:  # code that looks at values may refuse those
+            return False
+        finally:
+            for path, own in values.items():
+                for name, value in own.items():
+                    value.copy_(true[path][name])
+
+
+@contextmanager
+def _replaced(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[None]:
+    before = dict(module._parameters)
+    try:
+        module._parameters.update(values)
+        _flatten(module)
+        yield
+    finally:
+        module._parameters.update(before)
+        _flatten(module)
+
+
+def _flatten(module: nn.Module) -> None:
+    """Recurrent layers keep a second list of their weights."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _bytes(model: nn.Module, placements: Iterable[Placement], ways: int) -> float:
     seen: dict[int, int] = {}
     for placement in placements:
         module = model.get_submodule(placement.path)
-        for name, value in module._parameters.items():
-            if value is not None and not (placement.cut == "row" and name == "bias"):
-                seen[id(value)] = value.numel() * value.element_size()
+        values: Sequence[Tensor | None] = list(module._parameters.values())
+        if placement.cut == "row":
+            values = [module.weight]  # type: ignore[list-item]
+        elif placement.cut == "attention":
+            values = [*values, module.out_proj.weight]  # type: ignore[union-attr, list-item]
+        elif placement.cut == "stored":
+            values = [value for value in values if value is not None and stored_dim(value.shape, ways) is not None]
+        seen |= {id(value): value.numel() * value.element_size() for value in values if value is not None}
     return float(sum(seen.values()))

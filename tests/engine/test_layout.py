@@ -6,28 +6,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.engine.layout import Piece, Spread, regions, shares
+from echelon.engine.layout import Piece, Spread, regions
+from echelon.plan.placement import shares
 
 sizes = st.integers(1, 9)
 
 
-@given(st.integers(0, 40), st.integers(1, 6))
-def test_rows_are_dealt_out_as_chunk_does(size: int, ways: int) -> None:
-    dealt = shares(size, ways)
-    chunks = [len(part) for part in torch.arange(size).chunk(ways)] if size else []
-    assert dealt == chunks + [0] * (ways - len(chunks))
-    assert sum(dealt) == size
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 3))
+def test_rows_are_dealt_out_evenly_in_units(count: int, ways: int, unit: int) -> None:
+    dealt = shares(count * unit, ways, unit)
+    assert sum(dealt) == count * unit
+    assert all(each % unit == 0 for each in dealt)
+    assert dealt[0] - dealt[-1] in (0, unit)
+    assert dealt == sorted(dealt, reverse=True)
 
 
-@given(sizes, sizes, st.lists(sizes, max_size=3), st.integers(0, 1), st.integers(1, 4))
-def test_the_pieces_of_all_ranks_are_the_whole(rows: int, columns: int, parts: list[int], dim: int, ways: int) -> None:
+@given(sizes, sizes, st.lists(sizes, max_size=3), st.integers(0, 1), st.integers(1, 4), st.integers(1, 3))
+def test_the_pieces_of_all_ranks_are_the_whole(
+    rows: int, columns: int, parts: list[int], dim: int, ways: int, unit: int
+) -> None:
     shape = [rows, columns]
-    if parts:
-        shape[dim] = sum(parts)
+    parts = [size * unit for size in parts]
+    shape[dim] = sum(parts) or shape[dim] * unit
     full = torch.arange(shape[0] * shape[1]).view(shape)
     found, seen = torch.full_like(full, -1), torch.zeros_like(full)
     for rank in range(ways):
-        piece = Piece(full.shape, dim, tuple(parts), rank, ways)
+        piece = Piece(full.shape, dim, tuple(parts), rank, ways, unit)
         mine = piece.take(full)
         assert mine.shape == piece.shape
         for region in regions(mine, piece):
