@@ -22,3 +22,11 @@ class Placement:
     divide: tuple[str, ...] = ()
     #: Where it comes from: the model's own hint, a known module, a pair that was found, or the universal cut.
     source: Literal["hint", "known", "pair", "universal"] = "universal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncut:
+    """A module that stays whole on every rank of the tensor axis, and why."""
+
+    path: str
+    why: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from echelon.errors import PlanError
@@ -30,7 +30,13 @@ class Candidate:
     forecast: Forecast
 
 
-def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | None = None) -> tuple[Candidate, ...]:
+#: Fills in how a plan cuts the model; it looks into the model, which the planner cannot.
+Complete = Callable[[Plan], Plan]
+
+
+def search(
+    profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | None = None, complete: Complete | None = None
+) -> tuple[Candidate, ...]:
     """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks."""
     everything = candidates(profile, cluster, ranks=ranks)
     if not everything:

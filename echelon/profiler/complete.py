@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,36 +11,80 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from echelon.errors import PlanError
+from echelon.errors import EchelonError, PlanError
 from echelon.job import Job, call_loss, call_model, lift
+from echelon.plan.check import require
+from echelon.plan.mesh import Mesh
+from echelon.plan.placement import Uncut
 from echelon.plan.plan import Plan
-from echelon.profiler.build import built
+from echelon.plan.profile import Profile, fingerprint
+from echelon.plan.stages import divide, stage_count
+from echelon.profiler.build import built, made
+from echelon.profiler.chain import chain
+from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
-from echelon.profiler.ghost import Ghost
 from echelon.profiler.sharding import shard
-from echelon.profiler.visits import Visit
-
-#: Stages per rank of schedules that interleave them.
-VIRTUAL = 2
-_SEVERAL = ("interleaved", "zero-bubble")
 
 
-def complete(plan: Plan, job: Job) -> Plan:
-    """`plan` with the placements and stages that it lacks."""
+def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
+    """`plan` with the placements and stages that it lacks, for this model. `profile`: where it is known already.
+
+    A plan that cannot be completed is refused with what to use instead.
+    """
+    if not plan.open:
+        return plan
     if plan.mesh.tp > 1 and not plan.placements:
-        plan = dataclasses.replace(plan, placements=_placements(job, plan.mesh.tp))
+        plan = _cut(plan, job)
     if plan.mesh.pp > 1 and not plan.stages:
-        count = plan.mesh.pp * (VIRTUAL if plan.schedule in _SEVERAL else 1)
-        plan = dataclasses.replace(plan, stages=_stages(job, count))
-    return plan
+        plan = _staged(plan, job, profile)
+    require(plan)
+    return dataclasses.replace(plan, model=plan.model or (profile.model if profile else _fingerprint(job)))
 
 
-def _placements(job: Job, ways: int) -> Any:
-    torch.manual_seed(job.seed)
-    made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
-    model = lift(made, torch.float64).eval()
-    batch = _lifted(Example(job).batch(2))
-    return shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), ways).placements
+def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
+    """For a plan that nobody insists on: completed, or else zero=3 over as many data ranks, and why."""
+    try:
+        return complete(plan, job), ""
+    except PlanError as error:
+        shared = dataclasses.replace(
+            plan,
+            mesh=Mesh(dp=plan.ranks),
+            zero=3,
+            micro=None,
+            placements=(),
+            uncut=(),
+            stages=(),
+            schedule=Plan().schedule,
+        )
+        return shared, str(error)
+
+
+def _fingerprint(job: Job) -> str:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        named = list(built(job).named_parameters())
+    return fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
+
+
+def _cut(plan: Plan, job: Job) -> Plan:
+    """Found by running the model on real numbers, in float64 and on the CPU."""
+    with random_states():
+        torch.manual_seed(job.seed)
+        own = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
+        model, batch = lift(own, torch.float64).eval(), _lifted(Example(job).batch(2))
+        try:
+            cuts = shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), plan.mesh.tp)
+        except EchelonError:
+            raise
+        except Exception as error:  # a user's forward that does not run so
+            raise PlanError(
+                f"tp={plan.mesh.tp}: the cuts are found by running the model in float64 on the CPU, and there it fails "
+                f"({type(error).__name__}: {first_line(error)}); use dp={plan.ranks} zero=3, which also shares the memory"
+            ) from error
+    return dataclasses.replace(
+        plan,
+        placements=cuts.placements,
+        uncut=tuple(Uncut(path=path, why=why) for path, why in cuts.whole.items()),
+    )
 
 
 def _lifted(batch: Any) -> Any:
@@ -51,39 +93,29 @@ def _lifted(batch: Any) -> Any:
     )
 
 
-def _stages(job: Job, count: int) -> tuple[int, ...]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = built(job).train()
-    ghost = Ghost(model, torch.device("cpu"))
-    visits = ghost.visits(
-        lambda model, batch: call_loss(job, call_model(job, model, batch), batch, model), Example(job).batch(2)
-    )
-    if len(visits) - 1 < count:
+def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
+    count, pp = stage_count(plan), plan.mesh.pp
+    instead = f"use dp={plan.ranks} zero=3, which also shares the memory"
+    visits = profile.visits if profile is not None else ()
+    if not visits:
+        try:
+            visits = chain(job)
+        except EchelonError:
+            raise
+        except Exception as error:  # whatever a user's forward does with values it does not have
+            raise PlanError(
+                f"pp={pp}: stages are found by running the model without numbers, and there it fails ({type(error).__name__}: "
+                f"{first_line(error)}); {instead}"
+            ) from error
+    if not visits:
         raise PlanError(
-            f"{count} stages: the model has {max(len(visits) - 1, 0)} units that forward calls one after another, and each stage needs one; use "
-            "fewer stages (dp with zero=3 also shares the memory)"
+            f"pp={pp}: the model cannot be cut into stages: it uses a module's parameters without calling that module, or its calls "
+            f"depend on the data; {instead}"
         )
-    return divide([_weight(model, visit) for visit in visits[:-1]], count)
-
-
-def _weight(model: nn.Module, visit: Visit) -> float:
-    """About what a unit costs: its products, and a little for each parameter where there are none."""
-    return visit.flops + 2.0 * sum(value.numel() for value in model.get_submodule(visit.path).parameters())
-
-
-def divide(weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """Where `count` stages of consecutive units begin, but the first, such that the heaviest is as light as can be."""
-    sums = [0.0, *accumulate(weights)]
-    size = len(weights)
-    #: best[n]: (heaviest stage, where the last one begins) for the first n units
-    best: list[list[tuple[float, int]]] = [[(sums[n], 0) for n in range(size + 1)]]
-    for stage in range(1, count):
-        row = [(float("inf"), 0)] * (size + 1)
-        for end in range(stage + 1, size + 1):
-            row[end] = min((max(best[-1][begin][0], sums[end] - sums[begin]), begin) for begin in range(stage, end))
-        best.append(row)
-    bounds, end = [], size
-    for stage in range(count - 1, 0, -1):
-        end = best[stage][end][1]
-        bounds.append(end)
-    return tuple(reversed(bounds))
+    if len(visits) < count:
+        fewer = f"use pp={len(visits)} or less" if count == pp else "use schedule=1f1b, which has one stage per rank"
+        raise PlanError(
+            f"pp={pp}: {count} stages, and the model has {len(visits)} units that forward calls one after another; {fewer}, or "
+            f"{instead.removeprefix('use ')}"
+        )
+    return dataclasses.replace(plan, stages=divide([visit.work for visit in visits], count))
