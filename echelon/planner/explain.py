@@ -52,7 +52,7 @@ def _against(best: Forecast, other: Forecast) -> str:
     slower = other.time.step - best.time.step
     causes = {
         name: getattr(other.time, name) - getattr(best.time, name)
-        for name in ("forward", "backward", "exchange", "optimizer", "input", "overhead")
+        for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
     }
     cause = max(causes, key=lambda name: causes[name] * (1 if slower > 0 else -1))
     more = other.memory.peak - best.memory.peak
@@ -64,7 +64,7 @@ def _against(best: Forecast, other: Forecast) -> str:
 
 def _time(forecast: Forecast) -> str:
     time = forecast.time
-    parts = ("forward", "backward", "exchange", "optimizer", "input", "overhead")
+    parts = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
     told = ", ".join(
         f"{name} {_seconds(getattr(time, name))}" for name in parts if getattr(time, name) > time.step / 200
     )
