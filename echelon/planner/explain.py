@@ -29,6 +29,10 @@ def explain(candidates: Sequence[Candidate]) -> str:
             )
         else:
             lines.append("  one process: nothing is exchanged")
+    if best.plan.ranks > best.plan.mesh.dp or best.plan.recompute != "none":
+        lines.append(
+            "  no plan of the data axis alone fits or can be executed: this one takes more time and less memory"
+        )
     lines += [f"  note: {note}" for note in best.notes]
     for candidate in candidates[1:]:
         lines.append(f'"{candidate.plan}": {_against(best, candidate.forecast)}')
