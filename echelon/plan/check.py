@@ -75,6 +75,11 @@ def _alone(plan: Plan) -> Iterator[Problem]:
             path="zero", value=plan.zero, rule="one data rank has nothing to shard over", remedy="it runs as zero=0",
             severity="warning",
         )  # fmt: skip
+    if plan.recompute != "none" and plan.compile:
+        yield Problem(
+            path="recompute", value=plan.recompute, rule="torch.compile decides by itself what to keep for backward",
+            remedy="leave one of `recompute` and `compile` out",
+        )  # fmt: skip
     yield from _tensor(plan)
     yield from _pipeline(plan)
 
@@ -176,6 +181,11 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="zero", value=plan.zero,
             rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
             remedy="add `whole`, or use zero=0",
+        )  # fmt: skip
+    if plan.recompute == "block" and not profile.units:
+        yield Problem(
+            path="recompute", value="block", rule="the model has no repeated blocks, so that everything is kept all the same",
+            remedy="leave `recompute` out", severity="warning",
         )  # fmt: skip
     if plan.precision not in (None, profile.precision):
         yield Problem(

@@ -20,9 +20,7 @@ def test_rows_are_dealt_out_as_chunk_does(size: int, ways: int) -> None:
 
 
 @given(sizes, sizes, st.lists(sizes, max_size=3), st.integers(0, 1), st.integers(1, 4))
-def test_the_pieces_of_all_ranks_are_the_whole(
-    rows: int, columns: int, parts: list[int], dim: int, ways: int
-) -> None:
+def test_the_pieces_of_all_ranks_are_the_whole(rows: int, columns: int, parts: list[int], dim: int, ways: int) -> None:
     shape = [rows, columns]
     if parts:
         shape[dim] = sum(parts)
