@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from echelon.testing.ranks import Pool
 
 # Small tensors on several threads are slower, and ranks inherit it: read by torch when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Started by nohup, or behind an `&` in a script, these would be ignored here and in every process that a test starts and interrupts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

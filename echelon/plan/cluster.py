@@ -162,7 +162,9 @@ class Device:
     fault: float = 0.0  #: seconds per byte of memory that the system hands out anew (a CPU's page faults)
     framework: int = 0  #: bytes that a process holds before it has a model
     grain: float = 0.0  #: bytes that the allocator adds to a large block (huge pages); see `rounded`
-    retained: float = 0.0  #: bytes that the allocator has not given back yet at the peak
+    retained: float = (
+        0.0  #: bytes that the allocator has not given back at the peak, per byte that comes and goes by then
+    )
     workspace: float = 0.0  #: bytes that libraries take once and keep
 
     def curve(self, operation: str, dtype: str, *, ranks: int = 1, threads: int = 1) -> Curve | None:
@@ -202,7 +204,7 @@ class Cluster(Document):
     """The machines that a plan is for."""
 
     KIND: ClassVar[str] = "cluster"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     name: str
     nodes: tuple[Node, ...]

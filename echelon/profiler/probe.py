@@ -160,14 +160,15 @@ class Probe:
         if self.device == "cuda":
             # The allocator's own count is exact; the libraries take a workspace from it for good.
             torch.cuda.reset_peak_memory_stats()
-            alive, peak = reference_step(self.device, 1024, 128)
-            return {"grain": 0.0, "retained": 0.0, "workspace": max(peak - alive, 0.0)}
+            fixed, moving, peak = reference_step(self.device, 1024, 128)
+            return {"grain": 0.0, "retained": 0.0, "workspace": max(peak - fixed - moving, 0.0)}
         size, start = 16 * 2**20, _status("VmRSS")
         blocks = [torch.ones(size // 4) for _ in range(8)]
         grain = max((_status("VmRSS") - start) / len(blocks) - size, 0.0)
         del blocks
-        alive, peak = reference_step(self.device, 1024, 128)
-        return {"grain": grain, "retained": max(peak - start - rounded(alive, 10**9, grain), 0.0), "workspace": 0.0}
+        fixed, moving, peak = reference_step(self.device, 1024, 128)
+        unreturned = max(peak - start - rounded(fixed + moving, 10**9, grain), 0.0)
+        return {"grain": grain, "retained": unreturned / moving, "workspace": 0.0}
 
     def _overhead(self) -> float:
         """Seconds per operator of a model so small that nothing else counts."""
@@ -252,8 +253,9 @@ def _reduce_scatter(part: Tensor, whole: Tensor) -> object:
     return call(part, whole)
 
 
-def reference_step(device: str, width: int, samples: int) -> tuple[float, float]:
-    """Train a small network of our own; (bytes that are alive at its peak by the recorder, bytes that the process grew)."""
+def reference_step(device: str, width: int, samples: int) -> tuple[float, float, float]:
+    """Train a small network of our own; (bytes that stay from step to step, those that come and go, as many as are alive at the
+    peak by the recorder, and bytes that the process has at its own peak)."""
     model = nn.Sequential(
         *[
             part
@@ -276,7 +278,7 @@ def reference_step(device: str, width: int, samples: int) -> tuple[float, float]
         recorder.hold(x)
         model(x).square().mean().backward()
     calls = recorder.trace.calls
-    return 3 * size + max(*(call.alive + call.gradients for call in calls), size), grown
+    return 3 * size, max(*(call.alive + call.gradients for call in calls), size), grown
 
 
 def _fault(threads: int) -> float:

@@ -12,8 +12,6 @@ from echelon.simulator.load import Load
 
 #: How far a peak may lie from the forecast: replicated plans, and sharded ones whose gathered copies come and go.
 _SPREAD = {False: 0.08, True: 0.12}
-#: The allocator has not yet given back at most this share of what comes and goes.
-_UNRETURNED = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,9 @@ def memory(profile: Profile, plan: Plan, load: Load, waiting: float = 0.0) -> tu
     gradients = taken(gradients, large)
     activations = taken(kept, moment.blocks)
     loose = taken(alive - kept, moment.blocks) + taken(held.passing, large)
-    unreturned = min(device.retained, _UNRETURNED * (activations + loose + gradients))
+    # Activations are taken in one order and given back in the other; what comes and goes otherwise leaves gaps between blocks.
+    gathered = parameters - profile.bytes / plan.mesh.dp if plan.sharded else 0.0
+    unreturned = device.retained * (loose + gradients + max(gathered, 0.0))
     temporary = loose + unreturned + device.workspace
     buckets = taken(held.buckets, large)
     peak = parameters + gradients + optimizer + activations + temporary + buckets
@@ -101,7 +101,9 @@ def _held(profile: Profile, plan: Plan, load: Load) -> Held:
 
 def _peak(profile: Profile, load: Load, held: Held) -> Moment:
     def size(moment: Moment) -> float:
-        return moment.alive.at(load.largest) + held.growing * moment.gradients + _workspace(moment, load)
+        alive = moment.alive.at(load.largest) + _workspace(moment, load)
+        kept = min(moment.kept.at(load.largest), alive)
+        return kept + (1 + load.device.retained) * (alive - kept + held.growing * moment.gradients)
 
     return max(profile.moments, key=size)
 

@@ -151,7 +151,7 @@ def make_cluster(
     )  # fmt: skip
     device = Device(
         kind="cpu", name="test", memory=int(memory), cores=cores, curves=tuple(curves), overhead=1e-5, framework=int(3e8),
-        grain=2.0**21, retained=3e7,
+        grain=2.0**21, retained=0.3,
     )  # fmt: skip
     node = Node(name="here", cores=cores, memory=int(memory), devices=(device,), links=links)
     return Cluster(name="test", nodes=(node,), versions={})
