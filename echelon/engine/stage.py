@@ -101,6 +101,8 @@ class _Walk:
                 f"pp: the model called {path} where {planned or 'the loss'} was planned: its calls depend on the data, so it cannot be cut "
                 "into stages; use pp=1 (dp with zero=3 also shares the memory)"
             )
+        if number == stage.last and not stage.final:
+            raise _Done  # not in the unit before: hooks on it (fully_shard's) run after its forward
         if not stage.first <= number < stage.last:
             return self._elsewhere(number)
         absent = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FakeTensor)]
@@ -112,9 +114,7 @@ class _Walk:
         leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         for place, leaf in enumerate(leaves):
             if (number, place) in self._wanted:
-                self._values[number, place] = leaf if number == stage.last - 1 else leaf.clone()
-        if number == stage.last - 1 and not stage.final:
-            raise _Done
+                self._values[number, place] = leaf.clone()
         return out
 
     def _elsewhere(self, number: int) -> Any:
