@@ -131,6 +131,8 @@ def test_a_plan_that_is_still_to_be_completed_may_pass() -> None:
         ("pp=6", "pp=6: 6 stages, and the model has 5 units that forward calls one after another; use pp=5 or less, or dp=6 zero=3"),
         ("pp=3 schedule=interleaved", "6 stages, and the model has 5 units that forward calls one after another; use schedule=1f1b"),
         ("dp=2 pp=2 zero=1 schedule=zero-bubble", "use schedule=interleaved, or zero=0"),
+        ("pp=2 schedule=zero-bubble recompute=block", "use schedule=interleaved, or leave `recompute` out"),
+        ("dp=2 pp=2 batchnorm=sync", "use batchnorm=local, or pp=1"),
         ("pp=2 compile", "leave `compile` out, or use pp=1"),
     ],
 )  # fmt: skip
@@ -190,3 +192,10 @@ def test_ranks_of_other_axes_count_as_devices() -> None:
         str(each) for each in check(from_text("dp=2 tp=2"), STAGED, machine("cuda", 2)) if each.severity == "error"
     ]
     assert found == ["ranks=4: the plan needs 4 devices and there are 2; use axes whose product is 2 or less"]
+
+
+def test_recomputation_needs_blocks_and_no_compiler() -> None:
+    assert "leave one of `recompute` and `compile` out" in refused(from_text("recompute=block compile"))[0]
+    (problem,) = check(from_text("recompute=block"), STAGED)
+    assert (problem.severity, problem.path) == ("warning", "recompute")
+    assert "no repeated blocks" in str(problem)
