@@ -99,18 +99,26 @@ def regions(value: Tensor, piece: Piece | None) -> list[Region]:
     return found
 
 
-class Spread:
+class Spread(Tensor):
     """A tensor as torch's distributed checkpoint takes it: by the regions that this rank holds, under the whole's coordinates.
 
-    torch asks any object that has these methods (DTensor has); their names are its own.
+    torch asks any tensor that has these methods (DTensor has); their names are its own. It has no numbers of its own to compute with.
     """
 
-    def __init__(self, value: Tensor, piece: Piece | None) -> None:
-        self._shape, self._regions = whole_shape(value, piece), regions(value, piece)
+    _regions: list[Region]
 
-    def size(self) -> torch.Size:
-        """Of the whole."""
-        return self._shape
+    @staticmethod
+    def __new__(cls, value: Tensor, piece: Piece | None) -> Spread:
+        here = local(value)
+        made: Spread = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, whole_shape(value, piece), dtype=here.dtype, device=here.device
+        )
+        made._regions = regions(value, piece)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func}: what is spread over ranks is stored and loaded, not computed with")
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
@@ -118,7 +126,7 @@ class Spread:
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties.create_from_tensor(region.values), size=self._shape
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(region.values), size=self.size()
                 ),
             )
             for chunk, region in zip(self.__create_chunk_list__(), self._regions, strict=True)

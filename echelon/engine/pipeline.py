@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -67,15 +67,20 @@ class Pipeline:
         """Parameters (by first name) that several ranks hold: tied over stages, or used between units."""
         return [name for name, _ in self._model.named_parameters() if len(self.owners[name]) > 1]
 
-    def run(self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor]) -> None:
+    def run(self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor], others: Group | None = None) -> None:
         """Forward and backward of every micro-batch; `loss(output, index)` gives what backward starts from, on the last stage.
 
-        torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together.
+        torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together. `others`: ranks
+        with whom parameters are exchanged meanwhile, which must therefore go through in the same order.
         """
-        for _, group in groupby(range(len(batches)), key=lambda index: shape_key(batches[index])):
-            indices = list(group)
-            self._batches = [batches[index] for index in indices]
-            self._loss = lambda output, index, indices=indices: loss(output, indices[index])  # type: ignore[misc]
+        keys = [shape_key(batch) for batch in batches]
+        turns = torch.tensor([after != before for before, after in pairwise(keys)], dtype=torch.int32)
+        if others is not None:
+            others.sum(turns)
+        bounds = [0, *(index + 1 for index, turn in enumerate(turns.tolist()) if turn), len(batches)]
+        for first, last in pairwise(bounds):
+            self._batches = batches[first:last]
+            self._loss = lambda output, index, first=first: loss(output, first + index)  # type: ignore[misc]
             self._run()
         self._batches, self._loss = (), None
 
@@ -138,14 +143,17 @@ class _Fed(nn.Module):
 
     def __init__(self, stage: Stage, pipeline: Pipeline) -> None:
         super().__init__()
-        self.stage = stage
-        self._pipeline = [pipeline]  # in a list: not a submodule
+        # Not as a submodule: torch would give up its gathered parameters whenever a schedule for another shape is made, on the
+        # ranks that happen to make one.
+        self._held = (stage, pipeline)
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
-        pipeline = self._pipeline[0]
-        return self.stage(
-            *(received if self.stage.first else ()), batch=pipeline._batches[int(index)], forward=pipeline._forward
-        )
+        stage, pipeline = self._held
+        return stage(*(received if stage.first else ()), batch=pipeline._batches[int(index)], forward=pipeline._forward)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """What a split backward computes gradients for."""
+        return (value for value in self._held[0].parameters(recurse) if not value.is_meta)
 
 
 def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:

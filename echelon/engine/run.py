@@ -318,6 +318,7 @@ class Run:
         pipeline.run(
             [self.move(micro.batch) for micro in micros],
             lambda output, index: self._weighed(output, micros[index], batch, sums),
+            self.data if self.plan.zero > 1 and self.data.size > 1 else None,
         )
         if self._sharding is not None:
             self._sharding.flush()

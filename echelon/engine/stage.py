@@ -9,7 +9,9 @@ of outputs need no care.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class Stage(nn.Module):
         # A value that was received is given away as a copy, and one that will be sent is kept as a copy: what stands between units may
         # change values in place, and does so on every stage that needs them.
         walk = _Walk(self, values, self._returned(batch, forward))
-        with intercepted(self.model, self._paths, walk.around):
+        with walk.watched(), intercepted(self.model, self._paths, walk.around):
             try:
                 result = forward(self.model, batch)
             except _Done:
@@ -91,6 +93,20 @@ class _Walk:
         self._stage, self._values, self._returned = stage, values, returned
         self._wanted = set(stage.outgoing)
         self._next = 0
+        #: The visit that was just computed, until its hooks have run.
+        self._computed: int | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at what this stage's units return after every other hook on them (fully_shard has some)."""
+        stage = self._stage
+        paths = {visit.path for visit in stage._visits[stage.first : stage.last] if visit.path}
+        hooks = [stage.model.get_submodule(path).register_forward_hook(partial(self._after, path)) for path in paths]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def around(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         number, stage = self._next, self._stage
@@ -101,8 +117,6 @@ class _Walk:
                 f"pp: the model called {path} where {planned or 'the loss'} was planned: its calls depend on the data, so it cannot be cut "
                 "into stages; use pp=1 (dp with zero=3 also shares the memory)"
             )
-        if number == stage.last and not stage.final:
-            raise _Done  # not in the unit before: hooks on it (fully_shard's) run after its forward
         if not stage.first <= number < stage.last:
             return self._elsewhere(number)
         absent = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FakeTensor)]
@@ -111,11 +125,20 @@ class _Walk:
                 f"pp: {path} reads a value that no stage sends ({tuple(absent[0].shape)}): a bug in echelon, please report"
             )
         out = forward(*args, **kwargs)
+        self._computed = number
+        return out
+
+    def _after(self, path: str, _: nn.Module, __: Any, out: Any) -> None:
+        number, stage = self._computed, self._stage
+        if number is None or stage._visits[number].path != path:
+            return  # part of another unit
+        self._computed = None
         leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         for place, leaf in enumerate(leaves):
             if (number, place) in self._wanted:
-                self._values[number, place] = leaf.clone()
-        return out
+                self._values[number, place] = leaf if number == stage.last - 1 else leaf.clone()
+        if number == stage.last - 1 and not stage.final:
+            raise _Done
 
     def _elsewhere(self, number: int) -> Any:
         """What a visit of another stage returned: received, or absent."""
@@ -123,6 +146,6 @@ class _Walk:
         leaves = list(what.leaves)
         for place, leaf in enumerate(what.tensors):
             received = self._values.get((number, place))
-            if received is not None:
-                leaves[leaf] = received.clone()
+            # An absent one takes no part in backward: models may change it in place, which a leaf of a graph does not allow.
+            leaves[leaf] = leaves[leaf].detach() if received is None else received.clone()
         return tree_unflatten(leaves, what.spec)

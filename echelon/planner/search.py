@@ -18,7 +18,7 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.profile import Profile
-from echelon.plan.stages import divide
+from echelon.plan.stages import find_stages
 from echelon.simulator.load import require_one_kind
 from echelon.simulator.step import price
 
@@ -127,7 +127,10 @@ def _variants(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Plan]:
     share = -(-profile.batch // plan.mesh.dp)
     threads = max(cluster.cores // plan.ranks, 1) if cluster.kind == "cpu" else None
     if plan.mesh.pp > 1:
-        plan = replace(plan, stages=divide([visit.work for visit in profile.visits], plan.mesh.pp))
+        stages = find_stages(plan, profile.visits)
+        if stages is None:
+            return
+        plan = replace(plan, stages=stages)
         micros = list(dict.fromkeys(max(share // (turns * plan.mesh.pp), 1) for turns in (1, 2, 4, 8)))
     else:
         micros = [micro or share for micro in _micros(share)]

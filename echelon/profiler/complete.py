@@ -18,7 +18,7 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Uncut
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, fingerprint
-from echelon.plan.stages import divide, stage_count
+from echelon.plan.stages import find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
@@ -118,4 +118,10 @@ def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
             f"pp={pp}: {count} stages, and the model has {len(visits)} units that forward calls one after another; {fewer}, or "
             f"{instead.removeprefix('use ')}"
         )
-    return dataclasses.replace(plan, stages=divide([visit.work for visit in visits], count))
+    stages = find_stages(plan, visits)
+    if stages is None:
+        raise PlanError(
+            f"pp={pp}: {count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts; use fewer "
+            f"stages, or tp=1, or {instead.removeprefix('use ')}"
+        )
+    return dataclasses.replace(plan, stages=stages)

@@ -48,7 +48,8 @@ def _units_below(module: nn.Module, path: str, blocks: set[str]) -> Iterator[str
     # One that has both parameters of its own and children may use its children's without calling them (MultiheadAttention).
     whole = not children or path in blocks or (path and next(module.parameters(recurse=False), None) is not None)
     if whole and not (inside and path not in blocks):
-        if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+        called = type(module).forward is not nn.Module.forward  # a ParameterDict is not: what it holds is the glue's
+        if called and (next(module.parameters(), None) is not None or next(module.buffers(), None) is not None):
             yield path
         return
     for name, child in children:
@@ -168,11 +169,10 @@ def _used(paths: list[str], model: nn.Module, loss: Any, known: set[int]) -> lis
     for path in paths:
         held = model.get_submodule(path).parameters()
         parameters = [value for value in held if value.requires_grad and id(value) not in known]
-        if any(
-            grad is not None
-            for grad in torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
-            if parameters and total.requires_grad
-        ):
+        if not parameters or not total.requires_grad:
+            continue
+        grads = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+        if any(grad is not None for grad in grads):
             found.append(path)
     return found
 

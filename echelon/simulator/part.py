@@ -14,7 +14,7 @@ from echelon.plan.cuts import cut_names
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Moment, Operator, Parameter, Profile, fold_path
-from echelon.plan.stages import stage_ranges
+from echelon.plan.stages import pairs, stage_ranges
 from echelon.simulator.schedule import in_flight
 
 
@@ -73,17 +73,6 @@ class Shares:
 def inside(path: str, outer: str) -> bool:
     """Whether a module is `outer` or lies in it."""
     return path == outer or path.startswith(outer + ".")
-
-
-def pairs(plan: Plan) -> Iterator[tuple[list[Placement], Placement]]:
-    """(columns, row) as they were placed: columns first, their row next."""
-    columns: list[Placement] = []
-    for each in plan.placements:
-        if each.cut == "column":
-            columns.append(each)
-        elif each.cut == "row":
-            yield columns, each
-            columns = []
 
 
 def _between(profile: Profile, plan: Plan) -> Iterator[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from echelon.plan.cuts import cuttings, stage_shares
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.profile import Visit
-from echelon.plan.stages import divide, stage_count, stage_ranges
+from echelon.plan.stages import divide, find_stages, stage_count, stage_ranges
 from echelon.plan.text import from_text
 
 
@@ -54,6 +54,7 @@ def test_no_other_division_has_a_lighter_heaviest_stage(weights: list[float], da
         return max(sum(weights[a:b]) for a, b in pairwise((0, *bounds, len(weights))))
 
     found = divide(weights, count)
+    assert found is not None
     assert len(found) == count - 1
     assert all(a < b for a, b in pairwise((0, *found, len(weights))))
     best = min(heaviest(each) for each in combinations(range(1, len(weights)), count - 1))
@@ -66,3 +67,12 @@ def test_every_visit_is_in_one_stage() -> None:
     assert stage_count(plan) == 4
     assert stage_count(from_text("pp=3")) == 3
     assert stage_count(from_text("pp=3 schedule=zero-bubble")) == 6
+
+
+def test_no_stage_begins_within_a_pair() -> None:
+    visits = [Visit(path=path, work=1.0) for path in ("up", "act", "down", "head")]
+    columns = (Placement(path="up", cut="column"), Placement(path="down", cut="row"))
+    plan = from_text("tp=2 pp=2")
+    assert find_stages(plan, visits) == (2,)
+    assert find_stages(replace(plan, placements=columns), visits) == (3,)
+    assert find_stages(replace(plan, placements=columns), visits[:3]) is None

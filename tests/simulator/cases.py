@@ -12,7 +12,7 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Module, Moment, Operator, Parameter, Profile, Rule, Visit
-from echelon.plan.stages import divide, stage_count
+from echelon.plan.stages import find_stages
 
 
 def make_profile(
@@ -114,7 +114,7 @@ def cut(plan: Plan, profile: Profile) -> Plan:
     if plan.mesh.tp > 1:
         plan = replace(plan, placements=tuple(chain.from_iterable(pairs)))
     if plan.mesh.pp > 1:
-        plan = replace(plan, stages=divide([visit.work for visit in profile.visits], stage_count(plan)))
+        plan = replace(plan, stages=find_stages(plan, profile.visits) or ())
     return plan
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Module, Parameter, Profile, Rule
-from echelon.plan.stages import divide, stage_count
+from echelon.plan.stages import stage_count
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
 from echelon.simulator.part import parts
@@ -138,4 +138,3 @@ def test_a_plan_that_leaves_its_cuts_open_is_refused() -> None:
     for text in ("tp=2", "pp=2"):
         with pytest.raises(PlanError, match="leaves open how the model is cut"):
             simulate(make_profile(), make_cluster(), from_text(text))
-    assert divide([1.0] * 4, 2) == (2,)
