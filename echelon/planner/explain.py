@@ -31,7 +31,7 @@ def explain(candidates: Sequence[Candidate]) -> str:
             lines.append("  one process: nothing is exchanged")
     if best.plan.ranks > best.plan.mesh.dp or best.plan.recompute != "none":
         lines.append(
-            "  no plan of the data axis alone fits or can be executed: this one takes more time and less memory"
+            "  no plan of the data axis alone fits or can be executed: this one cuts the model, or computes blocks again"
         )
     lines += [f"  note: {note}" for note in best.notes]
     for candidate in candidates[1:]:
