@@ -278,7 +278,7 @@ def main() -> int:
         rows.append(_row(name, text, "memory", "MB", memory.peak / 1e6, grown[name, text] / 1e6, MEMORY, parts))
         causes = {
             part: getattr(forecast.time, part)
-            for part in ("forward", "backward", "exchange", "hidden", "optimizer", "input", "overhead")
+            for part in ("forward", "backward", "bubble", "exchange", "hidden", "optimizer", "input", "overhead")
         }
         rows.append(
             _row(

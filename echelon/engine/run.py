@@ -38,6 +38,7 @@ from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
 from echelon.engine.ranks import Ranks
+from echelon.engine.recompute import recompute
 from echelon.engine.shard import Sharding, forget_meshes, unit_modules
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
@@ -212,6 +213,8 @@ class Run:
             example = self.move(Example(self.job).batch(2))
             self._pipeline = Pipeline(model.train(), self._loss_of, example, plan, self.axes["pp"])
         self.pieces = self._pieces(model)
+        if plan.recompute == "block":
+            recompute(unit_modules(model))
         if sharded:
             self._compile(model, unit_modules(model))
             self._sharding = Sharding(model, plan, ranks, self.data, self.pieces, self._pipeline)

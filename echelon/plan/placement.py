@@ -53,3 +53,11 @@ def stored_dim(shape: Sequence[int], ways: int) -> int | None:
     if len(shape) < 2 or not shares(max(shape), ways)[-1]:
         return None
     return list(shape).index(max(shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncut:
+    """A module that stays whole on every rank of the tensor axis, and why."""
+
+    path: str
+    why: str

@@ -28,13 +28,13 @@ class Held:
     passing: float
 
 
-def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
-    """(memory, where it peaks)."""
+def memory(profile: Profile, plan: Plan, load: Load, waiting: float = 0.0) -> tuple[Memory, str]:
+    """(memory, where it peaks). `waiting`: bytes that are kept beside the micro-batch at work."""
     device = load.device
     held = _held(profile, plan, load)
     moment, samples = _peak(profile, load, held), load.largest
-    alive = moment.alive.at(samples) + _workspace(moment, load)
-    kept = min(moment.kept.at(samples), alive)
+    alive = moment.alive.at(samples) + waiting + _workspace(moment, load)
+    kept = min(moment.kept.at(samples) + waiting, alive)
     gradients = held.gradients + held.growing * moment.gradients
     where = f"{moment.where} ({moment.phase})"
     end = held.gradients + held.growing * profile.gradient_bytes

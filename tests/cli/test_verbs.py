@@ -132,6 +132,29 @@ def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 schedule=1f1b micro=2"])
+def test_a_plan_that_cuts_the_model_is_written_in_short_form_everywhere(echelon: Shell, plan: str) -> None:
+    folder = plan[:2]
+    assert echelon.json("simulate", JOB, "--plan", plan)["fits"]
+    certificate = echelon.json("verify", JOB, "--plan", plan, "-o", f"{folder}.json")
+    assert certificate["verified"] is True
+    answer = echelon.json("train", JOB, "--plan", plan, "--out", folder, "--require-certificate", f"{folder}.json")
+    assert (answer["reason"], answer["step"]) == ("finished", 12)
+    kept = Plan.load(echelon.folder / folder / "plan.json")
+    assert bool(kept.placements) is (kept.mesh.tp > 1)
+    assert bool(kept.stages) is (kept.mesh.pp > 1)
+    assert kept == Certificate.load(echelon.folder / f"{folder}.json").plan
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_started_share_the_cuts_that_one_found(echelon: Shell) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = echelon("verify", JOB, "--plan", "tp=2", "-o", "cut.json", "--json", by=torchrun)
+    assert json.loads(done.stdout)["verified"] is True
+    assert Certificate.load(echelon.folder / "cut.json").plan.placements
+
+
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do_and_a_fresh_one_starts_beside_it(echelon: Shell) -> None:
     first = echelon.json("train", JOB, "--plan", "dp=1", "--out", "again")
     assert echelon.json("train", JOB, "--plan", "dp=1", "--out", "again")["step"] == first["step"]

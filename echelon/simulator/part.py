@@ -1,0 +1,233 @@
+"""The model as one rank of the tensor and pipeline axes has it: a smaller profile, priced like any other.
+
+What a rank holds is exact: parameters by their names, as placements and stages divide them. What it computes and keeps goes by the
+modules: those of its stages, and a share of what tp cuts and of what lies between a column and its row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from echelon.plan.cuts import cut_names
+from echelon.plan.placement import Placement
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Amount, Moment, Operator, Parameter, Profile, fold_path
+from echelon.plan.stages import pairs, stage_ranges
+from echelon.simulator.schedule import in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of the model, and what it keeps beside the micro-batch at work."""
+
+    profile: Profile
+    #: Bytes of micro-batches that wait for their backward, and of a block that is computed again.
+    waiting: float = 0.0
+
+
+def parts(profile: Profile, plan: Plan, micros: tuple[int, ...]) -> tuple[Part, ...]:
+    """What each rank of pp has, of tp the rank that holds most. `micros`: samples of each micro-batch."""
+    if plan.mesh.tp == plan.mesh.pp == 1 and plan.recompute == "none":
+        return (Part(profile),)
+    shares = Shares(profile, plan)
+    return tuple(_part(profile, plan, shares, rank, micros) for rank in range(plan.mesh.pp))
+
+
+class Shares:
+    """Which share of a module's work and of its activations falls to a rank."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._tp, self._pp = plan.mesh.tp, plan.mesh.pp
+        ranges = stage_ranges(plan, len(profile.visits)) if plan.mesh.pp > 1 else []
+        #: The rank of pp that computes each visit.
+        self.ranks = [number % plan.mesh.pp for number, places in enumerate(ranges) for _ in places]
+        self.last = (len(ranges) - 1) % plan.mesh.pp if ranges else 0
+        self._visits: dict[str, list[int]] = {}
+        for visit, rank in zip(profile.visits, self.ranks, strict=False):
+            self._visits.setdefault(fold_path(visit.path), []).append(rank)
+        self._cut = {fold_path(each.path): each.cut for each in plan.placements}
+        self._between = set(_between(profile, plan))
+
+    def work(self, path: str, rank: int) -> float:
+        """Of what a module computes, by its folded path."""
+        cut = path in self._between or self._cut.get(path, "vocabulary") != "vocabulary"
+        return self.staged(path, rank) / (self._tp if cut else 1)
+
+    def kept(self, path: str, rank: int) -> float:
+        """Of what a module keeps for backward: a column keeps its input, which is whole, a row one that is cut."""
+        cut = path in self._between or self._cut.get(path) == "row"
+        return self.staged(path, rank) / (self._tp if cut else 1)
+
+    def staged(self, path: str, rank: int) -> float:
+        """Of its calls, those that are in the stages of `rank`. What is outside all units is done where the loss is."""
+        if self._pp == 1:
+            return 1.0
+        for unit, ranks in self._visits.items():
+            if inside(path, unit):
+                return ranks.count(rank) / len(ranks)
+        return 1.0 if rank == self.last else 0.0
+
+
+def inside(path: str, outer: str) -> bool:
+    """Whether a module is `outer` or lies in it."""
+    return path == outer or path.startswith(outer + ".")
+
+
+def _between(profile: Profile, plan: Plan) -> Iterator[str]:
+    """Folded paths of what computes on columns: the module that holds a pair, and what in it has no parameters of its own."""
+    modules = {module.path: module for module in profile.modules}
+    for columns, row in pairs(plan):
+        names = [each.path.split(".") for each in (*columns, row)]
+        shared = [same[0] for same in zip(*names, strict=False) if len(set(same)) == 1]
+        holder = fold_path(".".join(shared))
+        if columns and holder in modules:
+            yield holder
+            yield from (path for path, each in modules.items() if inside(path, holder) and not each.parameters)
+
+
+def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple[int, ...]) -> Part:
+    held = tuple(_held(profile, plan, shares, rank))
+    trained = sum(each.elements for each in held if each.trainable)
+    share = trained / max(sum(each.elements for each in profile.parameters if each.trainable), 1)
+    units = [(path, _bytes_in(held, path)) for path in profile.units]
+    here = [(path, size) for path, size in units if size]
+    gradients = sum(each.bytes for each in held if each.trainable) / max(profile.gradient_bytes, 1)
+    kept = _kept(profile, plan, shares, rank, max(micros))
+    made = replace(
+        profile,
+        parameters=held,
+        operators=tuple(_operators(profile, shares, rank)),
+        moments=_moments(profile, shares, rank, max(micros), kept, gradients),
+        optimizers=tuple(
+            replace(
+                rule,
+                state=int(rule.state * share),
+                temporary=int(rule.temporary * share),
+                elements=int(rule.elements * share),
+            )
+            for rule in profile.optimizers
+        ),
+        units=tuple(path for path, _ in here),
+        unit_bytes=tuple(size for _, size in here),
+    )
+    return Part(made, (in_flight(plan, len(micros), rank) - 1) * kept.bytes + kept.again)
+
+
+def _held(profile: Profile, plan: Plan, shares: Shares, rank: int) -> Iterator[Parameter]:
+    kinds = {module.path: module.kind for module in profile.modules}
+    cuts = {f"{each.path}.{name}": each for each in plan.placements for name in cut_names(each.cut)}
+    for each in profile.parameters:
+        names = (each.name, *each.aliases)
+        owners = {
+            owner
+            for visit, owner in zip(profile.visits, shares.ranks, strict=False)
+            if any(inside(name, visit.path) for name in names)
+        }
+        if shares.ranks and owners and rank not in owners:
+            continue
+        cut = next((cuts[name] for name in names if name in cuts), None)
+        if cut is None:
+            yield each
+            continue
+        kind = kinds.get(cut.path) or kinds.get(fold_path(cut.path), "")
+        yield replace(each, shape=_cut_shape(each.shape, cut, plan.mesh.tp, flipped=kind == "Conv1D"))
+
+
+def _cut_shape(shape: tuple[int, ...], cut: Placement, ways: int, *, flipped: bool) -> tuple[int, ...]:
+    """Of the piece that the first rank has, which is the largest. `flipped`: the weight lies transposed."""
+    dim = int(len(shape) > 1 and (cut.cut == "row") != flipped)
+    mine = sum(math.ceil(size / ways) for size in (cut.parts if cut.cut == "column" else ()) or (shape[dim],))
+    return (*shape[:dim], mine, *shape[dim + 1 :])
+
+
+def _bytes_in(parameters: tuple[Parameter, ...], path: str) -> int:
+    return sum(each.bytes for each in parameters if inside(each.name, path))
+
+
+def _operators(profile: Profile, shares: Shares, rank: int) -> Iterator[Operator]:
+    for operator in profile.operators:
+        calls = operator.count * shares.staged(operator.module, rank)
+        if not calls:
+            continue
+        count = max(round(calls), 1)
+        factor = shares.work(operator.module, rank) * operator.count / count
+        yield replace(operator, count=count, flops=operator.flops * factor, moved=operator.moved * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a rank keeps for the backward of one micro-batch."""
+
+    bytes: float
+    share: float  #: of what the whole model keeps
+    again: float  #: bytes of the largest block that is computed again, while it is (not cut by tp: an upper end)
+
+
+def _kept(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int) -> Kept:
+    again = {fold_path(path) for path in profile.units} if plan.recompute == "block" else set()
+    total = mine = largest = 0.0
+    for path, own in _own_kept(profile, samples).items():
+        total += own
+        if not any(inside(path, block) for block in again):
+            mine += own * shares.kept(path, rank)
+    for module in profile.modules:
+        here = shares.staged(fold_path(module.path), rank)
+        if here and fold_path(module.path) in again:
+            mine += module.count * here * module.output.at(samples)  # its input is as large as its output
+            largest = max(largest, module.kept.at(samples))
+    whole = profile.kept(samples)
+    rest = max(whole - total, 0.0)  # kept outside of all modules: at the loss
+    mine += rest * shares.staged("", rank)
+    scale = whole / (total + rest) if total + rest else 0.0
+    share = min(mine / (total + rest), 1.0) if total + rest else 0.0
+    return Kept(whole * share, share, largest * scale)
+
+
+def _own_kept(profile: Profile, samples: int) -> dict[str, float]:
+    """Bytes that all modules of a folded path keep, those of the modules in them left out."""
+    totals: dict[str, float] = {}
+    for module in profile.modules:
+        path = fold_path(module.path)
+        totals[path] = totals.get(path, 0.0) + module.count * module.kept.at(samples)
+    own = dict(totals)
+    for path, size in totals.items():
+        outer = path
+        while outer:
+            outer = outer.rpartition(".")[0]
+            if outer in totals:
+                own[outer] -= size
+                break
+    return {path: max(size, 0.0) for path, size in own.items()}
+
+
+def _moments(
+    profile: Profile, shares: Shares, rank: int, samples: int, kept: Kept, gradients: float
+) -> tuple[Moment, ...]:
+    """The moments that fall to a rank; `gradients`: its share of them."""
+    found = [
+        replace(
+            moment,
+            alive=moment.alive + moment.kept * (kept.share - 1),
+            kept=moment.kept * kept.share,
+            gradients=moment.gradients * gradients,
+        )
+        for moment in profile.moments
+        if shares.staged(moment.where.partition(" ")[0].replace("loss", ""), rank)
+    ]
+    if found:
+        return tuple(found)
+    # The step's peak is on another rank: here all is kept, and a unit at work has its output and a gradient of it.
+    here = [module for module in profile.modules if shares.staged(module.path, rank) and module.path]
+    largest = max((module.output.at(samples) for module in here), default=0.0)
+    first = next((visit.path for visit, at in zip(profile.visits, shares.ranks, strict=False) if at == rank), "stage")
+    return (
+        Moment(
+            where=first,
+            phase="backward",
+            alive=Amount(kept.bytes + 2 * largest),
+            kept=Amount(kept.bytes),
+            gradients=0.0,
+        ),
+    )

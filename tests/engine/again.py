@@ -1,0 +1,67 @@
+"""Jobs whose blocks are computed again, and what ranks are asked to do with them. Everything here runs inside rank processes too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from echelon.engine.run import Run
+from echelon.job import Job
+from echelon.plan.plan import Plan
+from echelon.profiler.trace import recording
+from echelon.testing.models import GPT, ResNet
+from echelon.world import World
+from tests.engine.jobs import classes, numbers
+
+
+def gpt(*, dropout: float = 0.0, layers: int = 4, width: int = 16, context: int = 9, batch: int = 8) -> Job:
+    text = torch.randint(1, 32, (3 * batch, context), generator=torch.Generator().manual_seed(2))
+    return Job(
+        model=lambda: GPT(vocab=32, context=context, width=width, layers=layers, heads=2, dropout=dropout),
+        loss=lambda output, batch: F.cross_entropy(output[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten()),
+        inputs=lambda batch: ((batch[0],), {}),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        data=TensorDataset(text),
+        batch=batch,
+        epochs=1,
+    )
+
+
+def resnet() -> Job:
+    return Job(
+        model=lambda: ResNet(width=4, classes=4),
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=TensorDataset(numbers(24, 3, 8, 8), classes(24)),
+        batch=8,
+        epochs=1,
+    )
+
+
+JOBS = {"gpt": gpt, "resnet": resnet, "dropout": lambda: gpt(dropout=0.5)}
+
+
+def trained(world: World, name: str, plan: str) -> dict[str, Any]:
+    """Losses, and on rank 0 parameters and buffers, after an epoch in float64."""
+    with Run(JOBS[name](), Plan.from_json(plan), world, dtype=torch.float64) as run:
+        losses = [float(run.step(batch).loss) for batch in run.batches()]
+        state = run.gather()
+    return {"losses": losses} | ({} if state is None else {"parameters": state.parameters, "buffers": state.buffers})
+
+
+def peak(world: World, job: Job, plan: Plan) -> float:
+    """Bytes that are alive at the peak of a step beside parameters and their gradients."""
+    with Run(job, plan, world) as run:
+        (batch,) = run.batches(1)
+        loss = run.backward(batch)  # gradients are there from now on
+        run.update(loss, batch.samples)
+        for parameter in run.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with recording(run.model, batch.samples) as recorder:
+            for value in (*run.model.parameters(), *run.model.buffers()):
+                recorder.ignore(value)
+            run.backward(batch)
+    return max(call.alive for call in recorder.trace.calls)

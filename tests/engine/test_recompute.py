@@ -1,0 +1,84 @@
+"""Blocks that are computed again give the same numbers under every plan, and hold as much less as the forecast says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.profiler import profile
+from echelon.profiler.complete import complete
+from echelon.simulator import simulate
+from echelon.testing.ranks import Pool
+from echelon.world import World
+from tests.engine.again import JOBS, gpt, peak, trained
+from tests.simulator.cases import make_cluster
+
+ALONE = World()
+
+
+@cache
+def alone(name: str) -> dict[str, Any]:
+    return trained(ALONE, name, Plan().to_json())
+
+
+def again(ranks: Pool, name: str, text: str) -> dict[str, Any]:
+    plan = complete(from_text(f"{text} recompute=block"), JOBS[name]())
+    found: dict[str, Any] = ranks.run(plan.ranks, trained, name, plan.to_json())[0]
+    return found
+
+
+def apart(found: dict[str, Any], true: dict[str, Any]) -> float:
+    """The largest relative difference."""
+    worst = max(abs(a - b) / abs(b) for a, b in zip(found["losses"], true["losses"], strict=True))
+    for kind in ("parameters", "buffers"):
+        assert found[kind].keys() == true[kind].keys()
+        for name, value in true[kind].items():
+            worst = max(worst, float((found[kind][name] - value).abs().max() / value.abs().max().clamp(min=1e-6)))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=2 micro=2", "dp=2 zero=3", "dp=2 zero=3 micro=2", "tp=2", "pp=2 micro=2",
+        "pp=2 micro=2 schedule=gpipe", "pp=2 micro=2 schedule=interleaved",
+    ],
+)  # fmt: skip
+def test_the_numbers_are_the_same(ranks: Pool, text: str) -> None:
+    assert apart(again(ranks, "gpt", text), alone("gpt")) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["dp=2 tp=2 zero=3", "dp=2 pp=2 zero=3 micro=2", "tp=2 pp=2 micro=2"])
+def test_the_numbers_are_the_same_in_combinations(ranks: Pool, text: str) -> None:
+    assert apart(again(ranks, "gpt", text), alone("gpt")) < 1e-9
+
+
+def test_batch_norms_count_a_batch_once(ranks: Pool) -> None:
+    assert apart(again(ranks, "resnet", "dp=1"), alone("resnet")) < 1e-9
+    assert apart(again(ranks, "resnet", "tp=2"), alone("resnet")) < 1e-9
+
+
+def test_the_same_units_are_dropped_again() -> None:
+    found = trained(ALONE, "dropout", Plan(recompute="block").to_json())
+    assert apart(found, alone("dropout")) < 1e-9
+
+
+def test_memory_falls_as_forecast() -> None:
+    job = gpt(layers=8, width=64, context=64, batch=16)
+    cluster = make_cluster(cores=1)
+    node = cluster.nodes[0]
+    # Bytes as they are, without what an allocator adds.
+    bare = replace(node.devices[0], grain=0.0, retained=0.0)
+    cluster = replace(cluster, nodes=(replace(node, devices=(bare,)),))
+    known = profile(job)
+    for plan in (Plan(), Plan(recompute="block")):
+        memory = simulate(known, cluster, plan).memory
+        assert peak(ALONE, job, plan) == pytest.approx(memory.activations + memory.temporary, rel=0.2), str(plan)
+    kept, fewer = (peak(ALONE, job, Plan(recompute=each)) for each in ("none", "block"))
+    assert fewer < 0.4 * kept
