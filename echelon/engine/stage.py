@@ -69,7 +69,7 @@ class Stage(nn.Module):
         return result
 
     def _returned(self, batch: Any, forward: Forward) -> list[Returned]:
-        return self._ghost.returned(forward, batch, self._paths, training=self.model.training)
+        return self._ghost.returned(forward, batch, self._paths, training=self.model.training, visits=self._visits)
 
     def shapes(self, batch: Any, forward: Forward) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """What comes in and goes out for a batch of this shape, as tensors on the meta device."""

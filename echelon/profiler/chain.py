@@ -33,7 +33,7 @@ def chain(job: Job, example: Example | None = None) -> tuple[Planned, ...]:
     ghost = Ghost(model, torch.device("cpu"))
     visits = ghost.visits(loss, example.batch(_SIZES[0]))
     paths = list(dict.fromkeys(visit.path for visit in visits if visit.path))
-    small, large = (ghost.returned(loss, example.batch(size), paths, training=True) for size in _SIZES)
+    small, large = (ghost.returned(loss, example.batch(size), paths, training=True, visits=visits) for size in _SIZES)
     if not len(visits) == len(small) == len(large):
         return ()  # which units are called depends on the batch
     return tuple(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
+from echelon.errors import EchelonError
 from echelon.profiler.build import unquestioned
-from echelon.profiler.visits import Visit, follow, intercepted
+from echelon.profiler.coupling import random_states
+from echelon.profiler.visits import Visit, follow, intercepted, unit_paths
 
 #: Computes the loss, or what else is wanted, with a model on a batch.
 Forward = Callable[[nn.Module, Any], Any]
@@ -30,7 +33,11 @@ class Returned:
 
 
 class Ghost:
-    """A copy of the whole model without numbers: it tells what every unit returns for a batch of any shape."""
+    """A copy of the whole model without numbers: it tells what every unit returns for a batch of any shape.
+
+    Code that looks at values (a router that skips an expert nobody chose) does not run so. Then units are computed one at a time on
+    invented weights: the shapes are what matters, and no more than one unit is held.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         # Operators whose output's size follows from values (nonzero, as in routers) get a size that is not known.
@@ -41,6 +48,7 @@ class Ghost:
             memo[id(value)] = self._fake(value, device)
         self.model = copy.deepcopy(model, memo)
         self._known: dict[Any, list[Returned]] = {}
+        self._invents = False
 
     def _fake(self, value: Tensor, device: torch.device) -> Tensor:
         with self.mode:
@@ -51,36 +59,111 @@ class Ghost:
 
     def visits(self, forward: Forward, batch: Any) -> list[Visit]:
         """The calls of the model's units and whose values they read; empty: it cannot be cut."""
-        with self.mode, unquestioned():
-            fakes = self._faked(batch)
-            return follow(self.model, lambda: forward(self.model, fakes))
+        if not self._invents:
+            try:
+                with self.mode, unquestioned():
+                    fakes = self._faked(batch)
+                    return follow(self.model, lambda: forward(self.model, fakes))
+            except EchelonError:
+                raise
+            except Exception:  # whatever a user's forward does with values it does not have
+                self._invents = True
+        with random_states(), torch.no_grad(), invented(self.model, around=unit_paths(self.model)):
+            return follow(self.model, lambda: forward(self.model, batch), self._compute)
 
-    def returned(self, forward: Forward, batch: Any, paths: Sequence[str], *, training: bool) -> list[Returned]:
-        """What each visit returns for a batch of this shape; the last entry is what `forward` itself does."""
+    def returned(
+        self, forward: Forward, batch: Any, paths: Sequence[str], *, training: bool, visits: Sequence[Visit] = ()
+    ) -> list[Returned]:
+        """What each visit returns for a batch of this shape; the last entry is what `forward` itself does. `visits` tell whose values
+        depend on what is trained, where numbers are invented."""
         key = forward, shape_key(batch), training
         self.model.train(training)
         if key not in self._known:
-            found: list[Returned] = []
-
-            def around(path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-                out = call(*args, **kwargs)
-                leaves, spec = tree_flatten(out)
-                places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-                kept = tuple(
-                    leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-                    for leaf in leaves
-                )
-                found.append(Returned(kept, spec, places))
-                return out
-
-            with self.mode, unquestioned(), intercepted(self.model, list(paths), around):
-                end = _as_tuple(forward(self.model, self._faked(batch)))
-            found.append(Returned(end, tree_flatten(end)[1], tuple(range(len(end)))))
-            self._known[key] = found
+            self._known[key] = (
+                self._invented(forward, batch, paths, visits) if self._invents else self._traced(forward, batch, paths)
+            )
         return self._known[key]
+
+    def _traced(self, forward: Forward, batch: Any, paths: Sequence[str]) -> list[Returned]:
+        found: list[Returned] = []
+
+        def around(path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            out = call(*args, **kwargs)
+            leaves, spec = tree_flatten(out)
+            places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+            kept = tuple(
+                leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            )
+            found.append(Returned(kept, spec, places))
+            return out
+
+        with self.mode, unquestioned(), intercepted(self.model, list(paths), around):
+            end = _as_tuple(forward(self.model, self._faked(batch)))
+        return [*found, Returned(end, tree_flatten(end)[1], tuple(range(len(end))))]
+
+    def _invented(self, forward: Forward, batch: Any, paths: Sequence[str], visits: Sequence[Visit]) -> list[Returned]:
+        found: list[Returned] = []
+        trained: list[bool] = []
+
+        def around(path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            module = self.model.get_submodule(path)
+            reads = visits[len(found)].reads if len(found) < len(visits) else set()
+            own = any(value.requires_grad for value in module.parameters())
+            trained.append(own or any(trained[source] for source, _ in reads if source < len(trained)))
+            out = self._compute(path, call, args, kwargs)
+            found.append(self._emptied(out, trained[-1]))
+            return out
+
+        with random_states(), torch.no_grad(), invented(self.model, around=paths):
+            with intercepted(self.model, list(paths), around):
+                end = _as_tuple(forward(self.model, batch))
+        return [*found, self._emptied(end, True)]
+
+    def _compute(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with invented(self.model.get_submodule(path)):
+            return call(*args, **kwargs)
+
+    def _emptied(self, out: Any, trained: bool) -> Returned:
+        leaves, spec = tree_flatten(out)
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+
+        def empty(leaf: Tensor) -> Tensor:
+            with self.mode:
+                fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            return fake.requires_grad_(trained and (leaf.is_floating_point() or leaf.is_complex()))
+
+        return Returned(tuple(empty(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec, places)
 
     def _faked(self, batch: Any) -> Any:
         return tree_map(lambda leaf: self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+@contextmanager
+def invented(module: nn.Module, around: Sequence[str] = ()) -> Iterator[None]:
+    """Inside, the tensors of `module` have numbers, small ones above zero; not those of the modules `around` (paths) which it stands."""
+    foreign = {id(inner) for path in around for inner in module.get_submodule(path).modules()}
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    made: dict[int, Tensor] = {}
+    for inner in module.modules():
+        if id(inner) in foreign:
+            continue
+        held: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        for slots in held:
+            for name, value in slots.items():
+                if isinstance(value, FakeTensor) or isinstance(getattr(value, "data", None), FakeTensor):
+                    before.append((slots, name, value))
+                    slots[name] = made.setdefault(id(value), _numbers(value))
+    try:
+        yield
+    finally:
+        for slots, name, value in before:
+            slots[name] = value
+
+
+def _numbers(value: Tensor) -> Tensor:
+    numbers = torch.rand(value.shape, device=value.device).mul_(0.1).to(value.dtype)
+    return nn.Parameter(numbers, value.requires_grad) if isinstance(value, nn.Parameter) else numbers
 
 
 def shape_key(batch: Any) -> Any:

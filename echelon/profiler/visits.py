@@ -96,8 +96,10 @@ def intercepted(model: nn.Module, paths: list[str], around: Around) -> Iterator[
 class Follower(TorchFunctionMode):
     """Notes every visit of a unit and, through the glue, what it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute: Around | None = None) -> None:
+        """`compute(path, forward, args, kwargs)` calls a unit (default: as it is)."""
         super().__init__()
+        self._compute = compute or (lambda path, forward, args, kwargs: forward(*args, **kwargs))
         self.visits: list[Visit] = []
         #: Parameters that the glue itself computes with, by identity.
         self.touched: set[int] = set()
@@ -127,7 +129,7 @@ class Follower(TorchFunctionMode):
         self.__exit__(None, None, None)  # what happens inside a unit is its own business
         try:
             with FlopCounterMode(display=False) as counter:
-                out = forward(*args, **kwargs)
+                out = self._compute(path, forward, args, kwargs)
         finally:
             self.__enter__()
         visit.flops = float(counter.get_total_flops())
@@ -142,7 +144,7 @@ class Follower(TorchFunctionMode):
         return frozenset().union(*(self._origin.get(tensor, frozenset()) for tensor in tensors))
 
 
-def follow(model: nn.Module, step: Callable[[], Any]) -> list[Visit]:
+def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = None) -> list[Visit]:
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
     Empty where the model cannot be cut: one of its units is used without being called. A unit whose parameters do not reach the
@@ -150,7 +152,7 @@ def follow(model: nn.Module, step: Callable[[], Any]) -> list[Visit]:
     """
     paths = unit_paths(model)
     while "" not in paths:
-        follower = Follower()
+        follower = Follower(compute)
         with intercepted(model, paths, follower.around), follower:
             loss = step()
         called = {visit.path for visit in follower.visits}
