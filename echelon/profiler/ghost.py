@@ -115,9 +115,13 @@ class Ghost:
             found.append(self._emptied(out, trained[-1]))
             return out
 
-        with random_states(), torch.no_grad(), invented(self.model, around=paths):
-            with intercepted(self.model, list(paths), around):
-                end = _as_tuple(forward(self.model, batch))
+        with (
+            random_states(),
+            torch.no_grad(),
+            invented(self.model, around=paths),
+            intercepted(self.model, list(paths), around),
+        ):
+            end = _as_tuple(forward(self.model, batch))
         return [*found, self._emptied(end, True)]
 
     def _compute(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
