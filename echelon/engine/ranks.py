@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,8 @@ from echelon.world import World
 #: Longer than any step or checkpoint should take; the launcher ends ranks that wait for a dead one much sooner.
 TIMEOUT = timedelta(minutes=30)
 _CPU = "cpu"
+#: How often this process has joined ranks at an address.
+_JOINS: Counter[str] = Counter()
 
 
 class Group:
@@ -95,10 +98,13 @@ class Ranks(Group):
     def _join(self) -> None:
         rank, size = self.world.rank, self.world.size
         try:
-            store, _, _ = next(dist.rendezvous(self.world.address, rank, size, timeout=TIMEOUT))
-            store.set_timeout(TIMEOUT)
+            found, _, _ = next(dist.rendezvous(self.world.address, rank, size, timeout=TIMEOUT))
+            found.set_timeout(TIMEOUT)
+            # A second training in one script meets at the same place, where addresses of the first one's sockets may still lie.
+            store = dist.PrefixStore(f"echelon-{_JOINS[self.world.address]}", found)
+            _JOINS[self.world.address] += 1
             backend = choose_backend(_exchange(store, rank, size, _name(self.device)))
-            group = dist.PrefixStore("echelon", store)
+            group = dist.PrefixStore("group", store)
             dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise WorldError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +37,21 @@ def joined(world: World) -> tuple[str, list[int], bool]:
 def test_ranks_join_and_leave(ranks: Pool) -> None:
     found = ranks.run(3, "tests.engine.test_ranks:joined", group=False)
     assert found == [("gloo", [0, 1, 2], False)] * 3
+
+
+def joined_twice(world: World) -> list[list[int]]:
+    """Join again where the first training's addresses still lie: a store's file goes with its last reader."""
+    kept, _, _ = next(dist.rendezvous(world.address, world.rank, world.size))
+    found = []
+    for _ in range(2):
+        time.sleep(0.5 * (world.rank == 0))  # whoever comes early would read what the late one wrote last time
+        found.append(joined(world)[1])
+    del kept
+    return found
+
+
+def test_a_second_training_does_not_meet_the_first_ones_addresses(ranks: Pool) -> None:
+    assert ranks.run(2, "tests.engine.test_ranks:joined_twice", group=False) == [[[0, 1]] * 2] * 2
 
 
 def shared(world: World) -> tuple[bool, float]:

@@ -154,19 +154,25 @@ def test_a_run_with_nothing_left_to_do_says_only_that() -> None:
 
 
 class Gone(io.StringIO):
-    """A screen that has gone."""
+    """A screen that has gone, and how often somebody wrote to it."""
+
+    writes = 0
 
     def write(self, text: str) -> int:
+        self.writes += 1
         raise OSError(5, "Input/output error")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_screen_that_has_gone_is_left_alone(terminal: bool) -> None:
-    console = Console(file=Gone(), width=100, force_terminal=terminal)
-    for listener in (Progress(console=console), Warnings(Console(file=Gone()))):
+    screen = Gone()
+    for made in (Progress, Warnings):
+        listener = made(console=Console(file=screen, width=100, force_terminal=terminal))
+        before = screen.writes
         for event in training(last=60, total=60):
             listener(event)
         listener(Event(kind="warning", data={"message": "late"}))
+        assert screen.writes > before, f"{made.__name__} never met the screen"
 
 
 def test_a_pipe_that_nobody_reads_does_not_end_the_process() -> None:
