@@ -27,7 +27,7 @@ from echelon.engine.axis import Axis
 from echelon.engine.layout import Piece
 from echelon.engine.logits import Logits
 from echelon.errors import PlanError
-from echelon.plan.placement import Placement, portion, shares, stored_dim
+from echelon.plan.placement import Placement, portion, shares
 
 __all__ = ["Axis", "cut", "install", "pieces"]
 
@@ -39,10 +39,9 @@ def pieces(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> dic
     found: dict[int, Piece] = {}
     for placement in placements:
         module = model.get_submodule(placement.path)
-        for name, dim, parts in _cuts(module, placement, axis.size):
-            value = attrgetter(name)(module)
-            if value is not None:
-                found[id(value)] = Piece(value.shape, dim, tuple(parts), axis.rank, axis.size, placement.unit)
+        for part in placement.slices:
+            value = attrgetter(part.name)(module)
+            found[id(value)] = Piece(value.shape, part.dim, part.parts, axis.rank, axis.size, placement.unit)
     return {name: found[id(value)] for name, value in _tensors(model) if id(value) in found}
 
 
@@ -74,41 +73,6 @@ def _flatten(module: nn.Module) -> None:
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
-def _cuts(module: Any, placement: Placement, ways: int) -> Iterator[tuple[str, int, Sequence[int]]]:
-    """(parameter or buffer, dim, parts) that are cut in a module."""
-    flipped = type(module).__name__ == "Conv1D"  # transformers' linear layer, whose weight lies transposed
-    match placement.cut:
-        case "row":
-            yield "weight", 0 if flipped else 1, ()
-        case "vocabulary":
-            yield "weight", 0, ()
-        case "between":
-            for name, value in (*module._parameters.items(), *module._buffers.items()):
-                if value is not None and value.dim():
-                    yield name, 0, ()
-        case "attention":
-            parts = (module.embed_dim,) * 3
-            yield "in_proj_weight", 0, parts
-            yield "in_proj_bias", 0, parts
-            for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-                yield name, 0, ()
-            yield "out_proj.weight", 1, ()
-        case "stored":
-            for name, dim in _stored_dims(module, ways):
-                yield name, dim, ()
-        case _:
-            transposed = isinstance(module, _ConvNd) and module.transposed and module.groups == 1
-            yield "weight", 1 if flipped or transposed else 0, placement.parts
-            yield "bias", 0, placement.parts
-
-
-def _stored_dims(module: nn.Module, ways: int) -> Iterator[tuple[str, int]]:
-    """A module's own parameters that are cut at rest, and along which dim."""
-    for name, value in module._parameters.items():
-        if value is not None and (dim := stored_dim(value.shape, ways)) is not None:
-            yield name, dim
-
-
 # What is computed
 
 
@@ -123,8 +87,10 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> No
             value = getattr(holder, attribute)
             setattr(holder, attribute, portion(value, axis.rank, axis.size, width=width, unit=placement.unit))
         if placement.cut == "stored":
-            found = _stored_dims(module, axis.size)
-            sizes = {n: (dim, shares(getattr(module, n).shape[dim], axis.size)) for n, dim in found}
+            sizes = {
+                each.name: (each.dim, shares(getattr(module, each.name).shape[each.dim], axis.size))
+                for each in placement.slices
+            }
             stored.setdefault(placement.within, []).append((module, sizes))
         elif placement.cut in _FORWARDS:
             module.forward = _FORWARDS[placement.cut](module, axis)

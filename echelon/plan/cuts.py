@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from echelon.plan.placement import cut_parameters
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, Visit, fold_path
 from echelon.plan.stages import stage_ranges
@@ -47,7 +48,8 @@ def cuttings(plan: Plan) -> tuple[Cutting, ...]:
     """What tp does to each module that has parameters, in the model's order of first mention; cut ones first."""
     found: dict[tuple[str, str, str, tuple[int, ...], str], list[str]] = {}
     for each in plan.placements:
-        found.setdefault((fold_path(each.path), each.cut, each.source, each.parts, ""), []).append(each.path)
+        parts = max((part.parts for part in each.slices), key=len, default=())
+        found.setdefault((fold_path(each.path), each.cut, each.source, parts, ""), []).append(each.path)
     for other in plan.uncut:
         found.setdefault((fold_path(other.path), "whole", "", (), other.why), []).append(other.path)
     folded = []
@@ -88,12 +90,7 @@ def _runs(paths: Iterable[str]) -> Iterable[str]:
 
 
 def cut_bytes(plan: Plan, profile: Profile) -> float:
-    """Share of the parameters' bytes that tp cuts, those of biases of rows aside."""
-    names = {f"{each.path}.{name}" for each in plan.placements for name in cut_names(each.cut)}
+    """Share of the parameters' bytes that tp cuts."""
+    names = cut_parameters(plan.placements).keys()
     cut = sum(each.bytes for each in profile.parameters if names & {each.name, *each.aliases})
     return cut / (profile.bytes or 1)
-
-
-def cut_names(cut: str) -> tuple[str, ...]:
-    """The parameters of a module that a cut divides."""
-    return ("weight",) if cut in ("row", "vocabulary") else ("weight", "bias")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,14 +17,29 @@ from typing import Literal
 Cut = Literal["column", "between", "row", "attention", "gather", "logits", "vocabulary", "stored"]
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A parameter or buffer of which each rank keeps a part."""
+
+    name: str  #: in the module that is placed
+    dim: int
+    #: Sizes along `dim` that are dealt out one by one (the q, k and v of a fused projection); empty: all of it at once.
+    parts: tuple[int, ...] = ()
+
+    def most(self, shape: Sequence[int], ways: int, unit: int) -> tuple[int, ...]:
+        """The shape of what the first rank keeps, which is the largest."""
+        mine = sum(shares(size, ways, unit)[0] for size in self.parts or (shape[self.dim],))
+        return (*shape[: self.dim], mine, *shape[self.dim + 1 :])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """One module."""
 
     path: str
     cut: Cut
-    #: Parts of the outputs that are cut one by one (the q, k and v of a fused projection); empty: the outputs are one part.
-    parts: tuple[int, ...] = ()
+    #: What of it is cut; anything else is whole on every rank.
+    slices: tuple[Slice, ...] = ()
     #: Columns that stay together (a head): a rank has a whole number of them.
     unit: int = 1
     #: Attributes of modules that are divided by the axis: counts of heads, widths. By path.
@@ -48,11 +63,13 @@ def portion(value: int, rank: int, ways: int, *, width: int, unit: int) -> int:
     return shares(value, ways, unit if value >= width else 1)[rank]
 
 
-def stored_dim(shape: Sequence[int], ways: int) -> int | None:
-    """Along which dim a parameter is cut that is only stored so: the longest. None: not at all; vectors are not worth a message."""
-    if len(shape) < 2 or not shares(max(shape), ways)[-1]:
-        return None
-    return list(shape).index(max(shape))
+def cut_parameters(placements: Iterable[Placement]) -> dict[str, tuple[Placement, Slice]]:
+    """Parameters and buffers that are cut, by the name that the model has for them."""
+    return {
+        f"{each.path}.{part.name}" if each.path else part.name: (each, part)
+        for each in placements
+        for part in each.slices
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

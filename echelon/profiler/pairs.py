@@ -64,8 +64,13 @@ class Pair:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A layer that multiplies the last dimension: torch's own, or transformers' Conv1D (the weight lies transposed)."""
-    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    """A layer that multiplies the last dimension: torch's own, or transformers'."""
+    return type(module) is nn.Linear or is_flipped(module)
+
+
+def is_flipped(module: nn.Module) -> bool:
+    """transformers' linear layer, whose weight lies transposed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_product(module: nn.Module) -> bool:
@@ -451,8 +456,7 @@ def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Ten
 
 
 def _with_part(module: Any, layout: Layout, rank: int) -> Callable[[Tensor], Tensor]:
-    flipped = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-    weight = _part(module.weight.t() if flipped else module.weight, layout.parts, layout, rank)
+    weight = _part(module.weight.t() if is_flipped(module) else module.weight, layout.parts, layout, rank)
     bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
     if is_linear(module):
         return lambda x: F.linear(x, weight, bias)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
-from echelon.plan.placement import Placement, shares, stored_dim
+from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
 from echelon.profiler.hints import hinted
-from echelon.profiler.pairs import Found, Pair, calling, find_pairs, is_linear, outputs
+from echelon.profiler.pairs import Found, Pair, calling, find_pairs, is_flipped, is_linear, outputs
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -36,7 +37,7 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
     """The cuts of `model` (real numbers, in eval mode) over `ways` ranks; `step()` computes its loss."""
     found = find_pairs(model, step, ways, hinted(model))
     pairs = list(_fitting(found.pairs))
-    placements = {placement.path: placement for pair in pairs for placement in _placed(pair)}
+    placements = {placement.path: placement for pair in pairs for placement in _placed(model, pair)}
     whole: dict[str, str] = {}
     heads = [path for path, module in model.named_modules() if type(module) is nn.MultiheadAttention]
     inside = {f"{path}.out_proj" if path else "out_proj" for path in heads}
@@ -53,7 +54,7 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
     total = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def share(*cuts: str) -> float:
-        return _bytes(model, (each for each in placements.values() if each.cut in cuts), ways) / total
+        return _bytes(model, (each for each in placements.values() if each.cut in cuts)) / total
 
     paired = share("column", "between", "row", "attention")
     stored = share("stored")
@@ -79,15 +80,38 @@ def _fitting(pairs: Iterable[Pair]) -> Iterable[Pair]:
             yield pair
 
 
-def _placed(pair: Pair) -> Iterable[Placement]:
+def _placed(model: nn.Module, pair: Pair) -> Iterable[Placement]:
     candidate, layout = pair.candidate, pair.layout
     rest: dict[str, Any] = {"unit": layout.unit, "source": "hint" if candidate.hinted else "pair"}
     for path in candidate.columns:
-        yield Placement(path=path, cut="column", parts=layout.parts, **rest)
+        yield Placement(path=path, cut="column", slices=_outputs(model.get_submodule(path), layout.parts), **rest)
     for path in candidate.between:
-        yield Placement(path=path, cut="between", **rest)
+        yield Placement(path=path, cut="between", slices=_channels(model.get_submodule(path)), **rest)
     divide = tuple(f"{path}.{name}" if path else name for path, name in layout.divide)
-    yield Placement(path=candidate.row, cut="row", divide=divide, **rest)
+    dim = 0 if is_flipped(model.get_submodule(candidate.row)) else 1
+    yield Placement(path=candidate.row, cut="row", slices=(Slice("weight", dim),), divide=divide, **rest)
+
+
+def _outputs(module: Any, parts: tuple[int, ...] = ()) -> tuple[Slice, ...]:
+    """A layer whose outputs are cut."""
+    transposed = isinstance(module, _ConvNd) and module.transposed and module.groups == 1
+    weight = Slice("weight", 1 if is_flipped(module) or transposed else 0, parts)
+    return (weight,) if module.bias is None else (weight, Slice("bias", 0, parts))
+
+
+def _channels(module: nn.Module) -> tuple[Slice, ...]:
+    """A module that has a row for each channel."""
+    own = (*module._parameters.items(), *module._buffers.items())
+    return tuple(Slice(name, 0) for name, value in own if value is not None and value.dim())
+
+
+def _resting(module: nn.Module, ways: int) -> tuple[Slice, ...]:
+    """A module that is cut at rest: its matrices, along their longest dim; vectors are not worth a message."""
+    return tuple(
+        Slice(name, list(value.shape).index(max(value.shape)))
+        for name, value in module._parameters.items()
+        if value is not None and value.dim() > 1 and shares(max(value.shape), ways)[-1]
+    )
 
 
 def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Placement | None, str]:
@@ -102,7 +126,8 @@ def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Place
     if type(module) in (nn.Embedding, nn.EmbeddingBag):
         return _table(module, path, ways)
     if is_linear(module):
-        return _sized(path, "logits" if path in found.scored else "gather", outputs(module), ways)
+        cut: Cut = "logits" if path in found.scored else "gather"
+        return _sized(path, cut, _outputs(module), outputs(module), ways)
     if type(module) in _CONVOLUTIONS:
         return _convolution(module, path, ways)  # type: ignore[arg-type]
     return None, f"no rule to cut {type(module).__name__}"
@@ -120,7 +145,15 @@ def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placeme
             None,
             f"{heads} heads cannot be dealt out evenly to {ways} ranks under dropout; use a tp that divides {heads}",
         )
-    return Placement(path=path, cut="attention", unit=module.embed_dim // heads, source="known"), ""
+    parts = (module.embed_dim,) * 3
+    slices = (
+        Slice("in_proj_weight", 0, parts),
+        Slice("in_proj_bias", 0, parts),
+        *(Slice(name, 0) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")),
+        Slice("out_proj.weight", 1),
+    )
+    held = tuple(each for each in slices if attrgetter(each.name)(module) is not None)
+    return Placement(path=path, cut="attention", slices=held, unit=module.embed_dim // heads, source="known"), ""
 
 
 def _table(module: Any, path: str, ways: int) -> tuple[Placement | None, str]:
@@ -130,48 +163,49 @@ def _table(module: Any, path: str, ways: int) -> tuple[Placement | None, str]:
         return None, "an embedding with max_norm or scale_grad_by_freq is not cut by rows"
     if type(module) is nn.EmbeddingBag and (module.mode != "sum" or module.padding_idx is not None):
         return None, "embedding bags are cut by rows where mode='sum' and there is no padding_idx"
-    return _sized(path, "vocabulary", module.num_embeddings, ways)
+    return _sized(path, "vocabulary", (Slice("weight", 0),), module.num_embeddings, ways)
 
 
 def _convolution(module: _ConvNd, path: str, ways: int) -> tuple[Placement | None, str]:
     if module.groups == 1:
-        return _sized(path, "gather", module.out_channels, ways)
+        return _sized(path, "gather", _outputs(module), module.out_channels, ways)
     if not shares(module.groups, ways)[-1] or (module.transposed and module.groups % ways):
         return None, f"a convolution in {module.groups} groups cannot be dealt out to {ways} ranks"
     unit = 1 if module.transposed else module.out_channels // module.groups
-    return Placement(path=path, cut="gather", unit=unit, source="known"), ""
+    return Placement(path=path, cut="gather", slices=_outputs(module), unit=unit, source="known"), ""
 
 
-def _sized(path: str, cut: Any, size: int, ways: int) -> tuple[Placement | None, str]:
+def _sized(path: str, cut: Cut, slices: tuple[Slice, ...], size: int, ways: int) -> tuple[Placement | None, str]:
     if not shares(size, ways)[-1]:
         return None, f"{size} outputs are too few for {ways} ranks; use tp={size} or less"
-    return Placement(path=path, cut=cut), ""
+    return Placement(path=path, cut=cut, slices=slices), ""
 
 
 def _keep_tied(
     model: nn.Module, placements: dict[str, Placement], whole: dict[str, str], pairs: Iterable[Pair], found: Found
 ) -> None:
     """A parameter that several modules share is cut the same way in all of them, or in none."""
-    users: dict[int, list[str]] = {}
+    users: dict[int, list[tuple[str, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for value in module._parameters.values():
+        for name, value in module._parameters.items():
             # One that holds it without being called only lends it a name.
             if value is not None and (path in found.called or id(value) in found.touched):
-                users.setdefault(id(value), []).append(path)
-    shared = [paths for paths in users.values() if len(paths) > 1]
+                users.setdefault(id(value), []).append((path, name))
+    shared = [each for each in users.values() if len(each) > 1]
     # Giving one up may leave another without its partner: until nothing changes.
-    while torn := next((each for each in shared if len({_signature(placements.get(path)) for path in each}) > 1), None):
+    while uses := next((each for each in shared if len({_use(placements.get(p), n) for p, n in each}) > 1), None):
+        torn = [path for path, _ in uses]
         partners = {path for pair in pairs if set(pair.candidate.paths) & set(torn) for path in pair.candidate.paths}
         for path in (*torn, *sorted(partners)):
             if placements.pop(path, None) is not None:
                 whole[path] = f"{' and '.join(torn)} share a parameter and cannot be cut alike"
 
 
-def _signature(placement: Placement | None) -> object:
-    """Dim and parts of the weight."""
+def _use(placement: Placement | None, name: str) -> object:
+    """How a parameter is cut in one of the modules that hold it."""
     if placement is None:
         return None
-    return (1 if placement.cut == "row" else 0), placement.parts, placement.unit
+    return next(((each.dim, each.parts, placement.unit) for each in placement.slices if each.name == name), None)
 
 
 # What is cut at rest only
@@ -199,7 +233,7 @@ def _store(
             whole[path] = f"{type(module).__name__} has vectors only"
         elif any(id(value) in shared for value in own) or getattr(module, "sparse", False):
             whole.setdefault(path, "it shares a parameter")
-        elif any(stored_dim(value.shape, ways) is not None for value in own):
+        elif _resting(module, ways):
             lone.append(path)
     expected = _total(step)
     if lone and _hidden(model, step, {path: path for path in lone}, ways, expected):
@@ -214,7 +248,8 @@ def _store(
         if within is None:
             whole.setdefault(path, "used outside of every module that holds it")
         else:
-            placements[path] = Placement(path=path, cut="stored", within=within)
+            slices = _resting(model.get_submodule(path), ways)
+            placements[path] = Placement(path=path, cut="stored", slices=slices, within=within)
             why[path] = whole.pop(path, "it belongs to an attention that is")
     return why
 
@@ -257,9 +292,8 @@ def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str]
 
     values = {
         path: {
-            name: value
-            for name, value in model.get_submodule(path)._parameters.items()
-            if value is not None and stored_dim(value.shape, ways) is not None
+            each.name: model.get_submodule(path).get_parameter(each.name)
+            for each in _resting(model.get_submodule(path), ways)
         }
         for path in places
     }
@@ -302,16 +336,7 @@ def _flatten(module: nn.Module) -> None:
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
-def _bytes(model: nn.Module, placements: Iterable[Placement], ways: int) -> float:
-    seen: dict[int, int] = {}
-    for placement in placements:
-        module = model.get_submodule(placement.path)
-        values: Sequence[Tensor | None] = list(module._parameters.values())
-        if placement.cut == "row":
-            values = [module.weight]  # type: ignore[list-item]
-        elif placement.cut == "attention":
-            values = [*values, module.out_proj.weight]  # type: ignore[union-attr, list-item]
-        elif placement.cut == "stored":
-            values = [value for value in values if value is not None and stored_dim(value.shape, ways) is not None]
-        seen |= {id(value): value.numel() * value.element_size() for value in values if value is not None}
-    return float(sum(seen.values()))
+def _bytes(model: nn.Module, placements: Iterable[Placement]) -> float:
+    names = cut_parameters(placements)
+    cut = {id(value): value for name, value in model.named_parameters(remove_duplicate=False) if name in names}
+    return float(sum(value.numel() * value.element_size() for value in cut.values()))

@@ -6,12 +6,10 @@ modules: those of its stages, and a share of what tp cuts and of what lies betwe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from echelon.plan.cuts import cut_names
-from echelon.plan.placement import Placement
+from echelon.plan.placement import cut_parameters
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Moment, Operator, Parameter, Profile, fold_path
 from echelon.plan.stages import pairs, stage_ranges
@@ -116,8 +114,7 @@ def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple
 
 
 def _held(profile: Profile, plan: Plan, shares: Shares, rank: int) -> Iterator[Parameter]:
-    kinds = {module.path: module.kind for module in profile.modules}
-    cuts = {f"{each.path}.{name}": each for each in plan.placements for name in cut_names(each.cut)}
+    cuts = cut_parameters(plan.placements)
     for each in profile.parameters:
         names = (each.name, *each.aliases)
         owners = {
@@ -127,19 +124,12 @@ def _held(profile: Profile, plan: Plan, shares: Shares, rank: int) -> Iterator[P
         }
         if shares.ranks and owners and rank not in owners:
             continue
-        cut = next((cuts[name] for name in names if name in cuts), None)
-        if cut is None:
+        found = next((cuts[name] for name in names if name in cuts), None)
+        if found is None:
             yield each
             continue
-        kind = kinds.get(cut.path) or kinds.get(fold_path(cut.path), "")
-        yield replace(each, shape=_cut_shape(each.shape, cut, plan.mesh.tp, flipped=kind == "Conv1D"))
-
-
-def _cut_shape(shape: tuple[int, ...], cut: Placement, ways: int, *, flipped: bool) -> tuple[int, ...]:
-    """Of the piece that the first rank has, which is the largest. `flipped`: the weight lies transposed."""
-    dim = int(len(shape) > 1 and (cut.cut == "row") != flipped)
-    mine = sum(math.ceil(size / ways) for size in (cut.parts if cut.cut == "column" else ()) or (shape[dim],))
-    return (*shape[:dim], mine, *shape[dim + 1 :])
+        placement, part = found
+        yield replace(each, shape=part.most(each.shape, plan.mesh.tp, placement.unit))
 
 
 def _bytes_in(parameters: tuple[Parameter, ...], path: str) -> int:

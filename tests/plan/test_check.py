@@ -10,7 +10,7 @@ from hypothesis import given
 from echelon.errors import PlanError
 from echelon.plan.check import check, require
 from echelon.plan.cluster import Cluster, Curve, Device, Node, Point
-from echelon.plan.placement import Placement, Uncut
+from echelon.plan.placement import Placement, Slice, Uncut
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Moment, Parameter, Profile, Visit
 from echelon.plan.text import from_text
@@ -173,7 +173,9 @@ def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
 
 
 def test_cuts_of_another_model_name_the_module_and_the_model() -> None:
-    wanted = replace(from_text("tp=2"), placements=(Placement(path="blocks.0.up", cut="gather"),))
+    wanted = replace(
+        from_text("tp=2"), placements=(Placement(path="blocks.0.up", cut="gather", slices=(Slice("weight", 0),)),)
+    )
     (problem,) = refused(wanted, STAGED)
     assert "placements=blocks.0.up: job (model mmmmmmmmmmmm) has no such module" in problem
 
@@ -182,7 +184,9 @@ def test_a_tensor_axis_that_cuts_little_is_a_warning() -> None:
     large = replace(
         STAGED, parameters=(Parameter(name="a.weight", shape=(2, 2)), Parameter(name="b.weight", shape=(99, 9)))
     )
-    (problem,) = check(replace(from_text("tp=2"), placements=(Placement(path="a", cut="gather"),)), large)
+    (problem,) = check(
+        replace(from_text("tp=2"), placements=(Placement(path="a", cut="gather", slices=(Slice("weight", 0),)),)), large
+    )
     assert problem.severity == "warning"
     assert "only 0% of the parameters' bytes are cut" in str(problem)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.plan.cuts import cuttings, stage_shares
-from echelon.plan.placement import Placement, Uncut
+from echelon.plan.placement import Placement, Slice, Uncut
 from echelon.plan.profile import Visit
 from echelon.plan.stages import divide, find_stages, stage_count, stage_ranges
 from echelon.plan.text import from_text
@@ -19,7 +19,7 @@ from echelon.plan.text import from_text
 def test_repeated_blocks_are_folded() -> None:
     blocks = [
         (
-            Placement(path=f"blocks.{i}.qkv", cut="column", parts=(4, 4, 4), source="pair"),
+            Placement(path=f"blocks.{i}.qkv", cut="column", slices=(Slice("weight", 0, (4, 4, 4)),), source="pair"),
             Placement(path=f"blocks.{i}.out", cut="row", source="pair"),
         )
         for i in range(3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.mesh import Mesh
-from echelon.plan.placement import Placement
+from echelon.plan.placement import Placement, Slice
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Module, Moment, Operator, Parameter, Profile, Rule, Visit
 from echelon.plan.stages import find_stages
@@ -108,7 +108,10 @@ def make_stack(*, blocks: int = 4, width: int = 256, batch: int = 16, length: in
 def cut(plan: Plan, profile: Profile) -> Plan:
     """`plan` completed for a model of `make_stack`."""
     pairs = [
-        (Placement(path=f"{unit}.up", cut="column", source="pair"), Placement(path=f"{unit}.down", cut="row", source="pair"))
+        (
+            Placement(path=f"{unit}.up", cut="column", slices=(Slice("weight", 0), Slice("bias", 0)), source="pair"),
+            Placement(path=f"{unit}.down", cut="row", slices=(Slice("weight", 1),), source="pair"),
+        )
         for unit in profile.units
     ]  # fmt: skip
     if plan.mesh.tp > 1:
