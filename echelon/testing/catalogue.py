@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.engine import axis as tensor_axis
 from echelon.engine import norm, statistics, tensor
 from echelon.engine import run as engine
 from echelon.engine.layout import local
@@ -178,14 +179,14 @@ def _norms_left_out() -> Sequence[AbstractContextManager[object]]:
 
 @_fault("no sum over tp in backward", "a column-cut layer hands on its own share of the gradient", needs="tp > 1")
 def _no_sum_in_backward() -> Sequence[AbstractContextManager[object]]:
-    return [patch.object(tensor._Copy, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))]
+    return [patch.object(tensor_axis._Copy, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))]
 
 
 @_fault("bias added by every rank", "a row-cut layer adds its bias before the ranks are added up", needs="tp > 1")
 def _bias_by_all() -> Sequence[AbstractContextManager[object]]:
     def row(module: Any, axis: tensor.Axis) -> Callable[..., Tensor]:
         product = tensor._product(module)
-        return lambda x: tensor._Sum.apply(product(x, module.bias), axis.group)
+        return lambda x: axis.summed(product(x, module.bias))
 
     return [patch.dict(tensor._FORWARDS, {"row": row})]
 

@@ -78,7 +78,7 @@ def test_a_profile_knows_where_a_pipeline_can_be_cut_and_what_passes() -> None:
 
 def test_a_tensor_axis_that_divides_nothing_is_refused_with_the_remedy() -> None:
     with pytest.raises(
-        PlanError, match=r"tp=7: it divides no module .*5 outputs are too few for 7 ranks.* dp=7 zero=3"
+        PlanError, match=r"tp=7: nothing of the model can be cut .*5 outputs are too few for 7 ranks.* dp=7 zero=3"
     ):
         complete(from_text("tp=7"), small(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))))
 
