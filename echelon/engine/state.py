@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,19 +58,45 @@ def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
     mine = {name: _held(run, name, value) for name, value in values.items() if _speaks(run, name, value)}
-    parts = [mine]
-    if run.ranks.size > 1:
-        everyone: list[Any] | None = [None] * run.ranks.size if run.world.main else None
-        dist.gather_object(mine, everyone)
-        parts = everyone or []
     full: dict[str, Tensor] = {}
-    for each in parts:
-        for name, (shape, stretches) in each.items():
-            for place, numbers in stretches:
-                if name not in full:
-                    full[name] = torch.empty(shape, dtype=numbers.dtype)
-                full[name][place] = numbers
+    if run.world.main:
+        _place(full, mine)
+    if run.ranks.size > 1:
+        # Only what is to come is pickled. The numbers go as they are: pickled tensors take several times as long.
+        told = [] if run.world.main else [(name, shape, _heads(parts)) for name, (shape, parts) in mine.items()]
+        everyone: list[Any] | None = [None] * run.ranks.size if run.world.main else None
+        dist.gather_object(told, everyone)
+        way = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
+        if not run.world.main:
+            for numbers in (each for _, parts in mine.values() for _, each in parts):
+                dist.send(numbers.to(way), 0)
+        for rank, theirs in enumerate(everyone or []):
+            for name, shape, heads in theirs:
+                _place(full, {name: (shape, [(place, _receive(rank, way, *head)) for place, *head in heads])})
     return full
+
+
+def _heads(stretches: Sequence[tuple[tuple[slice, ...], Tensor]]) -> list[Any]:
+    """What the receiver must know of the numbers before they come."""
+    return [(place, numbers.shape, numbers.dtype) for place, numbers in stretches]
+
+
+def _receive(rank: int, way: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    numbers = torch.empty(shape, dtype=dtype, device=way)
+    dist.recv(numbers, rank)
+    return numbers.cpu()
+
+
+def _place(full: dict[str, Tensor], parts: Mapping[str, _Held]) -> None:
+    """Put numbers where they belong in the whole."""
+    for name, (shape, stretches) in parts.items():
+        for place, numbers in stretches:
+            if tuple(numbers.shape) == shape:
+                full[name] = numbers
+                continue
+            if name not in full:
+                full[name] = numbers.new_empty(shape)
+            full[name][place] = numbers
 
 
 def piece_of(run: Run, name: str, value: Tensor) -> Piece | None:
@@ -91,7 +117,7 @@ def _speaks(run: Run, name: str, value: Tensor) -> bool:
 
 def _held(run: Run, name: str, value: Tensor) -> _Held:
     piece = piece_of(run, name, value)
-    stretches = [(each.place, each.values.to("cpu", copy=True)) for each in regions(value, piece)]
+    stretches = [(each.place, each.values.to("cpu", copy=True).contiguous()) for each in regions(value, piece)]
     return tuple(whole_shape(value, piece)), stretches
 
 

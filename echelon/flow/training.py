@@ -397,4 +397,7 @@ class Training:
             raise TrainingError(
                 "a certificate covers a job file, and this job has none: train it with `echelon train file.py`"
             )
-        return require(self._settings.certificate, **self._identity())
+        certificate = require(self._settings.certificate, **self._identity())
+        if certificate.weakness and self._world.main:
+            self._warn(f"{self._settings.certificate} is a weaker proof: {certificate.weakness}")
+        return certificate

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -352,11 +353,11 @@ def _rate_per_micro_batch() -> Sequence[AbstractContextManager[object]]:
 @_fault("gradients not cleared", "a step's gradient still holds that of the step before", needs="two steps")
 def _not_cleared() -> Sequence[AbstractContextManager[object]]:
     backward, update = Run.backward, Run.update
-    left: list[Tensor | None] = []
+    left: weakref.WeakKeyDictionary[Run, list[Tensor | None]] = weakref.WeakKeyDictionary()
 
     def added(self: Run, batch: Any) -> Tensor:
         loss = backward(self, batch)
-        for each, old in zip(self._parameters, left, strict=False):
+        for each, old in zip(self._parameters, left.get(self, []), strict=False):
             if each.grad is not None and old is not None:
                 local(each.grad).add_(old)
         return loss
@@ -364,19 +365,10 @@ def _not_cleared() -> Sequence[AbstractContextManager[object]]:
     def keeping(self: Run, *args: Any) -> Any:
         grads = [each.grad for each in self._parameters]
         step = update(self, *args)
-        left[:] = [None if grad is None else local(grad).clone() for grad in grads]
+        left[self] = [None if grad is None else local(grad).clone() for grad in grads]
         return step
 
-    def fresh(self: Run, *args: Any, **options: Any) -> None:
-        left.clear()
-        begin(self, *args, **options)
-
-    begin = Run.__init__
-    return [
-        patch.object(Run, "__init__", fresh),
-        patch.object(Run, "backward", added),
-        patch.object(Run, "update", keeping),
-    ]
+    return [patch.object(Run, "backward", added), patch.object(Run, "update", keeping)]
 
 
 # Ways in

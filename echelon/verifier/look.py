@@ -27,7 +27,8 @@ from echelon.plan.plan import Plan
 from echelon.plan.split import rounds, split
 from echelon.profiler.coupling import first_line
 from echelon.verifier import causes, suspects
-from echelon.verifier.case import Case, Referee
+from echelon.verifier.basis import Referee
+from echelon.verifier.case import Case
 from echelon.verifier.compare import BOUND, BROKEN, Difference
 from echelon.verifier.mark import Mark, mark
 from echelon.verifier.reference import Record, Reference

@@ -9,8 +9,9 @@ What one device runs in a step:
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ from echelon.plan.split import split
 from echelon.verifier import recipe
 from echelon.verifier.feed import Feed
 from echelon.verifier.identity import model_hash
+from echelon.world import usable_cores
+
+#: Parameters from which on threads are worth their start.
+_SOME_SIZE = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +98,9 @@ class Reference:
             np.concatenate([np.arange(part.start, part.stop) for part in turn]) for turn in zip(*shares, strict=True)
         ]
 
-    def step(self, number: int) -> Record:
-        """Train on the batch of step `number`."""
-        loss = self.backward(number)
+    def step(self, number: int, loss: Tensor | None = None) -> Record:
+        """Train on the batch of step `number`; `loss`: what `backward` of it gave, where it is done already."""
+        loss = self.backward(number) if loss is None else loss
         gradients = {name: value.grad for name, value in self.model.named_parameters()}
         if self.job.clip is None:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
@@ -121,7 +126,7 @@ class Reference:
         total, count = torch.zeros((), dtype=torch.float64), 0.0
         for piece in self.pieces(self.feed.size(number)):
             batch = self.batch(number, piece)
-            with self.still():
+            with self.still(), _cores(self.model):
                 part, weight = self.loss(batch, len(piece))
                 part.backward()
             total += part.detach().double().cpu()
@@ -152,6 +157,18 @@ class Reference:
             module.register_forward_pre_hook(lambda *_, path=path: note(path))
             for path, module in self.model.named_modules()
         ]
+
+
+@contextlib.contextmanager
+def _cores(model: nn.Module) -> Iterator[None]:
+    """All cores for a model of some size: the other ranks wait, so theirs are free."""
+    before = torch.get_num_threads()
+    if sum(value.numel() for value in model.parameters()) >= _SOME_SIZE:
+        torch.set_num_threads(usable_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _shake(model: nn.Module, size: float) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
 from echelon.engine.layout import local, regions
+from echelon.engine.precision import switch
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
-from echelon.engine.state import piece_of, whole
+from echelon.engine.state import optimizer_tensors, piece_of, whole
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.profiler.still import Stillness, silence
@@ -33,7 +36,8 @@ class Trial:
             job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
         self._ranks, self._still = ranks, still
         self.run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
-        silence(self.run.model)
+        #: Paths of the modules whose dropout is off.
+        self.silenced = silence(self.run.model)
         #: Steps that a loss scale made the run skip.
         self.skipped = 0
 
@@ -50,8 +54,25 @@ class Trial:
         (batch,) = self.run.loader.steps(number, number + 1)
         return batch
 
+    def start(self) -> dict[str, Tensor]:
+        """Parameters and buffers before the first step, whole on rank 0."""
+        return whole(self.run, dict(self.run.model.named_parameters()) | dict(self.run.model.named_buffers()))
+
     def step(self, number: int) -> Record | None:
         """One step; the record is rank 0's."""
+        with self._switched():
+            return self._step(number)
+
+    @contextlib.contextmanager
+    def _switched(self) -> Iterator[None]:
+        """torch's switches for float32 are the process's, and another run lives beside this one."""
+        restore = switch(self.run.precision)
+        try:
+            yield
+        finally:
+            restore()
+
+    def _step(self, number: int) -> Record | None:
         run, batch = self.run, self.batch(number)
         with self._still():
             loss = run.backward(batch)
@@ -59,18 +80,20 @@ class Trial:
         found = whole(run, {name: value.grad for name, value in named.items() if value.grad is not None})
         norms = [torch.linalg.vector_norm(local(value.grad)) for value in named.values() if value.grad is not None]
         step = run.update(loss, batch.samples)
-        after = run.gather()
         self.skipped += step.skipped
-        if after is None:
+        parameters, buffers, optimizer = (
+            whole(run, each) for each in (named, dict(run.model.named_buffers()), optimizer_tensors(run))
+        )
+        if not run.world.main:
             return None
         return Record(
             step=number,
             loss=step.loss,
             norm=step.norm,
             gradients={name: found.get(name) for name in named},
-            parameters=after.parameters,
-            buffers=after.buffers,
-            optimizer=after.optimizer,
+            parameters=parameters,
+            buffers=buffers,
+            optimizer=optimizer,
             rates=tuple(map(float, step.rates)),
             own=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
         )

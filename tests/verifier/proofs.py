@@ -106,7 +106,7 @@ def plan_for(name: str, text: str) -> str:
     return complete(from_text(f"{text} threads=1"), any_job(name)).to_json()
 
 
-def prove_broken(world: World, name: str, plan: str, fault: str) -> str:
+def prove_broken(world: World, name: str, plan: str, fault: str, **options: Any) -> str:
     """The certificate of a job under a plan document while a fault of the catalogue is in the run (empty: none)."""
     with injected(fault) if fault else nullcontext():
-        return verify(any_job(name, fault), Plan.from_json(plan), world=world).to_json()
+        return verify(any_job(name, fault), Plan.from_json(plan), world=world, **options).to_json()

@@ -18,9 +18,11 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.testing.models import MLP
 from echelon.testing.ranks import Pool, RankError
-from echelon.verifier.case import Case, Referee
+from echelon.verifier.basis import Referee
+from echelon.verifier.case import Case
 from echelon.verifier.compare import BOUND, Difference, compare
 from echelon.verifier.feed import open_feed
+from echelon.verifier.noise import copied
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -68,7 +70,7 @@ def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
 
 def test_noise_that_adam_blows_up_is_no_difference() -> None:
     job = proofs.make_job("keys", optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-30))
-    case = Case(job, Plan(micro=1), open_feed(job), torch.device("cpu"), (0,))
+    case = Case(job, Plan(micro=1), open_feed(job), (0,))
     twin, true = case.reference(twin=True).step(0), case.reference().step(0)
     (bare,) = (
         each for each in compare("parameter", twin.parameters, true.parameters, step=0) if each.name == "key.bias"
@@ -181,8 +183,9 @@ def test_what_rounding_explains_is_granted_and_nothing_more(factor: float, left:
     """Nearly equal samples under a batch norm: the bias before it has a true gradient of zero, as a sum that cancels."""
     data = TensorDataset(proofs.X[:1] + 1e-2 * proofs.X, proofs.Y)
     job = proofs.make_job("norm", data=data, model=lambda: MLP(width=16, layers=2, inputs=8, classes=4, norm=True))
-    case = Case(job, Plan(), open_feed(job), torch.device("cpu"), (0,))
-    referee = Referee(case, exact=True)
+    case = Case(job, Plan(), open_feed(job), (0,))
+    truth = case.take()
+    referee = Referee(case, copied(truth.start), truth.reference.order, exact=True)
     other = case.reference()  # stands for a right run: it adds up the same samples in another order
     pieces = other.pieces
     other.pieces = lambda size: [piece[::-1].copy() for piece in pieces(size)]  # type: ignore[method-assign]
@@ -190,7 +193,7 @@ def test_what_rounding_explains_is_granted_and_nothing_more(factor: float, left:
     weight = run.gradients["0.weight"]
     assert weight is not None
     weight.mul_(factor)
-    referee.judge(run)
+    referee.judge(run, truth.step(0))
     (bias,) = (each for each in referee.differences if (each.kind, each.name) == ("gradient", "0.bias"))
     assert bias.value > BOUND, "the job must show what this test is about"
     case.reconsider(referee)
@@ -230,7 +233,7 @@ def test_a_choice_that_falls_the_other_way_widens_nothing() -> None:
             self.gate = torch.nn.Parameter(torch.ones(5, 16))
 
     job = proofs.make_job("keys", model=Tied)
-    case = Case(job, Plan(), open_feed(job), torch.device("cpu"), (0,))
+    case = Case(job, Plan(), open_feed(job), (0,))
     bounds = case._widened(BOUND)
     apart = compare("gradient", case.reference(twin=True).step(0).gradients, case.reference().step(0).gradients, step=0)
     gate = next(each for each in apart if each.name == "gate")
