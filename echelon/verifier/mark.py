@@ -47,13 +47,20 @@ class Place:
 Holdings = Sequence[Mapping[Place, Mark]]
 
 
-def mark(value: Tensor) -> Mark:
-    """The mark of a tensor of floating numbers."""
+def mark(value: Tensor, weights: Tensor | None = None) -> Mark:
+    """The mark of a tensor of floating numbers; `weights` where somebody has made enough of them."""
     flat = value.detach().reshape(-1)
     flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
     flat = flat.nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)  # masks hold infinities
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=torch.float64).square_().mul_(0.7).cos_()
-    return Mark(tuple(value.shape), float(torch.linalg.vector_norm(flat)), float(flat @ weights))
+    if weights is None:
+        weights = weigh(flat.numel(), flat.device)
+    product = float(flat @ weights[: flat.numel()])
+    return Mark(tuple(value.shape), float(torch.linalg.vector_norm(flat)), product)
+
+
+def weigh(count: int, device: torch.device) -> Tensor:
+    """The fixed weights of so many numbers: the first of more are the same."""
+    return torch.arange(1, count + 1, device=device, dtype=torch.float64).square_().mul_(0.7).cos_()
 
 
 def copies(holdings: Holdings, step: int) -> list[Difference]:
@@ -75,7 +82,9 @@ def starts(holdings: Holdings, reference: Mapping[str, Tensor], step: int) -> li
     for rank, marks in enumerate(holdings):
         for place, mine in marks.items():
             if place.name in reference:
-                true = expected.setdefault(place, mark(place.of(reference[place.name])))
+                if place not in expected:
+                    expected[place] = mark(place.of(reference[place.name]))
+                true = expected[place]
                 why = f"rank {rank} starts from other numbers than one device does"
                 _keep(found, Difference(kind="start", name=place.name, step=step, value=mine.apart(true), why=why))
     return list(found.values())

@@ -21,7 +21,7 @@ from echelon.engine.state import optimizer_tensors, piece_of, whole
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.profiler.still import Stillness, silence
-from echelon.verifier.mark import Holdings, Place, mark
+from echelon.verifier.mark import Holdings, Place, mark, weigh
 from echelon.verifier.reference import Record
 
 #: How many ranks hold the same part of a parameter, and the ranks of the pipeline axis that do.
@@ -101,12 +101,15 @@ class Trial:
     def holdings(self) -> Holdings:
         """What each rank holds of the parameters and the floating buffers."""
         named = [*self.run.model.named_parameters(), *self.run.model.named_buffers()]
-        mine = {
-            Place(name, region.start, tuple(region.values.shape)): mark(region.values)
+        held = [
+            (Place(name, region.start, tuple(region.values.shape)), region.values)
             for name, value in named
             if (value.is_floating_point() or value.is_complex()) and not value.is_meta
             for region in regions(value, piece_of(self.run, name, value))
-        }
+        ]
+        most = max((values.numel() * (1 + values.is_complex()) for _, values in held), default=0)
+        weights = weigh(most, self._ranks.device)
+        mine = {place: mark(values, weights.to(values.device)) for place, values in held}
         return self._ranks.gather(mine)
 
     def held(self) -> dict[str, Held]:
