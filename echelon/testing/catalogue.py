@@ -125,8 +125,8 @@ def _alike() -> Sequence[AbstractContextManager[object]]:
 def _dropped() -> Sequence[AbstractContextManager[object]]:
     run = Pipeline.run
 
-    def short(self: Pipeline, batches: Sequence[Any], loss: Any) -> None:
-        run(self, batches[:-1] if len(batches) > 1 else batches, loss)
+    def short(self: Pipeline, batches: Sequence[Any], *others: Any) -> None:
+        run(self, batches[:-1] if len(batches) > 1 else batches, *others)
 
     return [patch.object(Pipeline, "run", short)]
 
