@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import Row, publish, tell
+from echelon.testing.catalogue import CATALOGUE
 from echelon.testing.ranks import Pool, RankError
 from tests.verifier.caught import CAUGHT, QUIET, Caught, certify
 
@@ -24,23 +25,23 @@ NONE = "no fault"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Inject each; 0 when all are caught and named, and nothing else is."""
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description="the catalogue of faults, injected")
-    parser.add_argument("--sample", type=int, help="so many proofs, chosen by a seed (default: all of them)")
+    parser.add_argument(
+        "--sample", type=int, help="so many faults, and a third as many proofs without one, chosen by a seed"
+    )
     parser.add_argument("--only", help=f'one fault by its name, or "{NONE}"')
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args(arguments)
-    cases = [(case, model) for case in CAUGHT for model in case.models]
-    cases += [(Caught("", plan, (model,), ()), model) for model, plan in QUIET]
-    cases = [each for each in cases if asked.only in (None, each[0].fault or NONE)]
-    if not cases:
-        print(
-            f"{asked.only}: no such fault; the catalogue has {', '.join(dict.fromkeys(c.fault for c in CAUGHT))}",
-            file=sys.stderr,
-        )
+    faulty = [(case, model) for case in CAUGHT for model in case.models if asked.only in (None, case.fault)]
+    quiet = [(Caught("", plan, (model,), ()), model) for model, plan in QUIET if asked.only in (None, NONE)]
+    if not faulty and not quiet:
+        print(f"{asked.only}: no such fault; the catalogue has {', '.join(CATALOGUE)}", file=sys.stderr)
         return 2
     if asked.sample is not None:
-        cases = random.Random(0).sample(cases, min(asked.sample, len(cases)))
+        draw = random.Random(0)
+        faulty = draw.sample(faulty, min(asked.sample, len(faulty)))
+        quiet = draw.sample(quiet, min(asked.sample // 3, len(quiet)))
     with Pool() as pool:
-        rows = [tell(_row(pool, case, model)) for case, model in cases]
+        rows = [tell(_row(pool, case, model)) for case, model in (*faulty, *quiet)]
     notes = [
         "first: the first divergent tensor by step, kind and forward order, or the first module whose output is off"
     ]
@@ -53,14 +54,14 @@ def _row(pool: Pool, case: Caught, model: str) -> Row:
         certificate = certify(pool, model, case.plan, case.fault)
     except RankError as error:
         return Row(what=what | {"first": "", "named": str(error).splitlines()[-1]}, value=1, text="ended", limit=0)
-    head, _, rest = certificate.divergent.partition("; ")
+    parts = certificate.divergent.split("; ")
     outputs = [each for each in certificate.findings if each.kind == "output" and not each.good]
-    first = f"output of {outputs[0].where}" if outputs else head.partition(": ")[0]
+    first = f"output of {outputs[0].where}" if outputs else parts[0].partition(": ")[0]
     caught = not certificate.verified
     named = all(words in certificate.divergent for words in case.words)
     good = caught and named if case.fault else not caught
     text = ("caught" if named else "caught, not named") if caught else "verified"
-    said = "; ".join(part for part in (head.partition(": ")[2], rest) if part and not part.startswith("relative"))
+    said = "; ".join(part for part in parts if any(words in part for words in case.words)) or certificate.divergent
     return Row(what=what | {"first": first, "named": said}, value=0 if good else 1, text=text, limit=0)
 
 

@@ -85,3 +85,8 @@ class Referee:
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Names for a note, the first of them where they are many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def without_dropout(paths: Sequence[str]) -> str:
+    """The note on modules whose dropout was turned off."""
+    return f"dropout is off in both runs, so its masks are no part of the proof: {listed(paths)}"

@@ -13,7 +13,7 @@ from echelon.plan.plan import Plan
 from echelon.profiler.coupling import first_line
 from echelon.profiler.still import Stillness, silence
 from echelon.verifier import noise
-from echelon.verifier.basis import Basis, Referee, listed
+from echelon.verifier.basis import Basis, Referee, listed, without_dropout
 from echelon.verifier.compare import Bounds
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
@@ -144,7 +144,7 @@ def _held(silenced: Sequence[str], seen: Survey, left: Survey) -> list[str]:
     """What was made comparable, and what could not be."""
     notes = []
     if silenced:
-        notes.append(f"dropout is off in both runs: {listed(silenced)}")
+        notes.append(without_dropout(silenced))
     if seen.random:
         notes.append(
             f"random numbers are held at the middle of their distribution in both runs: {listed(_where(seen.random))}"

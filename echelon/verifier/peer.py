@@ -13,7 +13,7 @@ from echelon.engine.ranks import Ranks
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.profiler.still import Stillness
-from echelon.verifier.basis import Basis, listed
+from echelon.verifier.basis import Basis, without_dropout
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
 from echelon.verifier.trial import Trial
@@ -47,4 +47,4 @@ class Peer(Trial):
         """What is known of the model only when it is there."""
         basis.model = self.run.fingerprint
         if self.silenced:
-            basis.notes.append(f"dropout is off in both runs: {listed(self.silenced)}")
+            basis.notes.append(without_dropout(self.silenced))

@@ -125,6 +125,51 @@ def test_functional_dropout_and_casts_are_held_still_and_said() -> None:
     assert "all the same" not in notes
 
 
+class Chance(proofs.Attention):
+    """Draws in every way: a dropout module, dropout and noise as functions, and where asked for what cannot be held."""
+
+    def __init__(self, *, wild: bool = False) -> None:
+        super().__init__()
+        self.module, self.wild = torch.nn.Dropout(0.1), wild
+        self.masked, self.noisy, self.odd = Masked(), Noisy(), Odd()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output = self.noisy(self.masked(self.module(super().forward(tokens))))
+        return self.odd(output) if self.wild else output
+
+
+class Masked(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5)
+
+
+class Noisy(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+class Odd(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.empty_like(x).geometric_(0.5)
+
+
+def test_the_certificate_says_what_randomness_was_left_out_what_was_held_and_what_could_not_be() -> None:
+    certificate = alone(proofs.make_job("keys", model=Chance), micro=3)
+    require_verified(certificate)
+    off, held = "dropout is off in both runs, so its masks are no part of the proof: module", (
+        "random numbers are held at the middle of their distribution in both runs: "
+        "masked (aten.bernoulli_.float), noisy (aten.randn_like.default)"
+    )  # fmt: skip
+    assert {off, held} <= set(certificate.notes)
+    assert not any("could not be held" in note for note in certificate.notes)
+    wild = alone(proofs.make_job("keys", model=lambda: Chance(wild=True)), micro=3)
+    assert not wild.verified, "the two runs draw different numbers"
+    assert off in wild.notes
+    assert any(
+        note.startswith("random numbers that could not be held: odd (aten.geometric_.default)") for note in wild.notes
+    )
+
+
 class Drawn(Dataset[tuple[Tensor, Tensor]]):
     """Makes each sample when it is asked for, from a seed of its own, in float32."""
 
