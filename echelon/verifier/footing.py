@@ -83,7 +83,9 @@ def asked(words: str, plan: Plan, job: Job) -> Footing:
         return Footing(kind=words, why="as was asked for" if words == "host" else "")  # type: ignore[arg-type]
     other = complete(from_text(words), job)
     if other.ranks != plan.ranks:
-        raise VerificationError(f'reference "{other}": it needs {other.ranks} ranks, and the plan has {plan.ranks}')
+        raise VerificationError(
+            f'reference "{other}": it needs {other.ranks} ranks, and the plan has {plan.ranks}; give one for as many'
+        )
     if _differs(plan, other):
         return Footing(kind="plan", plan=other, why="as was asked for")
     raise VerificationError(f'reference "{other}": a plan that is compared with itself proves nothing; give another')
@@ -96,9 +98,12 @@ def _differs(plan: Plan, other: Plan) -> bool:
 def _other(plan: Plan, job: Job, profile: Profile) -> Plan:
     """The plan with the least machinery that cuts the model: sharded data parallelism. Beside that very plan, a tensor axis or stages."""
     refusal = f'the model does not fit one device, and there is nothing to compare "{plan}" with'
+    remedy = 'take a smaller batch or model, or try it all the same with reference="device"'
+    if plan.ranks == 1:
+        raise VerificationError(f"{refusal}: one rank has no other plan; {remedy}")
     if profile.norms or profile.coupled:
         raise VerificationError(
-            f"{refusal}: its samples see each other, so that another plan would compute another thing; verify a smaller model or batch"
+            f"{refusal}: its samples see each other, so that another plan computes another thing; {remedy}"
         )
     common = {"threads": plan.threads, "micro": plan.micro, "recompute": plan.recompute}
     reasons = []
@@ -111,4 +116,4 @@ def _other(plan: Plan, job: Job, profile: Profile) -> Plan:
             continue
         if _differs(plan, other):
             return other
-    raise VerificationError(f"{refusal}: {'; '.join(reasons)}")
+    raise VerificationError(f"{refusal}: {'; '.join(reasons)}; {remedy}")

@@ -132,6 +132,17 @@ def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
 
 
 @pytest.mark.slow
+def test_a_weaker_proof_opens_the_gate_and_the_training_says_so(echelon: Shell) -> None:
+    told = echelon("verify", JOB, "--plan", "dp=2 zero=1", "-o", "weak.json", "--memory", "0.000001").stdout
+    assert "note: reference: dp=2 zero=3, as the model needs" in " ".join(told.split())
+    assert 'verified: "dp=2 zero=1" computes what the plan "dp=2 zero=3" computes (weaker:' in " ".join(told.split())
+    gate = ["--plan", "dp=2 zero=1", "--require-certificate", "weak.json", "--out", "weak"]
+    assert echelon.json("train", JOB, *gate)["reason"] == "finished"
+    events = (echelon.folder / "weak" / "events.jsonl").read_text()
+    assert "weak.json is a weaker proof: it was compared with the plan" in events
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 schedule=1f1b micro=2"])
 def test_a_plan_that_cuts_the_model_is_written_in_short_form_everywhere(echelon: Shell, plan: str) -> None:
     folder = plan[:2]

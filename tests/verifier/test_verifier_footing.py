@@ -60,6 +60,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
     norm, gpt = proofs.make_job("norm"), proofs.make_job("gpt")
     with pytest.raises(VerificationError, match="its samples see each other"):
         choose(Plan(mesh=Mesh(dp=2)), norm, profile(norm), device=CPU, memory=1, host=1)
+    with pytest.raises(VerificationError, match="one rank has no other plan; take a smaller batch"):
+        choose(Plan(micro=2), gpt, profile(gpt), device=CPU, memory=1, host=1)
     with pytest.raises(VerificationError, match="needs 4 ranks, and the plan has 2"):
         asked("dp=4", Plan(mesh=Mesh(dp=2)), gpt)
     with pytest.raises(VerificationError, match="compared with itself proves nothing"):
