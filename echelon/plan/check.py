@@ -220,14 +220,11 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             remedy=f"use {instead}", severity="warning",
         )  # fmt: skip
     if pp > 1 and not units:
-        why = (
-            "could not be traced without running it"
-            if profile.traced == "real"
-            else "uses a module's parameters without calling that module, or its calls depend on the data"
-        )
         yield Problem(
-            path="pp", value=pp, rule=f"the model cannot be cut into stages: it {why}", remedy=f"use {instead}"
-        )
+            path="pp", value=pp, remedy=f"use {instead}",
+            rule="the model cannot be cut into stages: it uses a module's parameters without calling that module, or its calls depend on "
+            "the data",
+        )  # fmt: skip
     elif pp > 1 and count > units:
         fewer = (
             f"use pp={units} or less"

@@ -67,6 +67,13 @@ def test_every_schedule_is_one_device(ranks: Pool, alone: Any, schedule: str) ->
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.parametrize("plan", ["pp=4 micro=2", "dp=2 pp=3 zero=1 micro=2"])
+def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Pool, alone: Any, plan: str) -> None:
+    one, many = alone("tied"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "tied", plan)
+    assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
+    assert difference(one["parameters"], many[0]["parameters"]) < BOUND
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2", "tp=2 pp=2", "dp=2 pp=2 micro=2"])
 def test_evaluation_is_the_same_on_every_rank(ranks: Pool, plan: str) -> None:
     one = evaluated(World(), "tokens", "dp=1")
