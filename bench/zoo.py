@@ -116,7 +116,9 @@ def _judged(name: str, text: str) -> Cell:
         wanted, why = dataclasses.replace(wanted, whole=True), "whole, as check asks"
         problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if problems:
-        return Cell(model=name, plan=text, verdict="refused", why="; ".join(map(str, problems)))
+        shared = all(each.path in ("tp", "pp") and f"dp={wanted.ranks} zero=3" in each.remedy for each in problems)
+        why = "; ".join(map(str, problems))
+        return Cell(model=name, plan=text, verdict="falls back" if shared else "refused", why=why)
     try:
         if wanted.open:
             found = _completed(name, " ".join(each for each in text.split() if not each.startswith("zero")))
