@@ -127,7 +127,10 @@ def _judged(name: str, text: str) -> Cell:
             )
     except PlanError as error:
         return Cell(model=name, plan=text, verdict="falls back", why=str(error))
-    told = _pool().run(wanted.ranks, prove_and_count, name, wanted.to_json(), timeout=180)
+    known = _profile(name)
+    told = _pool().run(
+        wanted.ranks, prove_and_count, name, wanted.to_json(), known.to_json() if known else None, timeout=180
+    )
     certificate = Certificate.from_json(told[0].certificate)
     worst = max(certificate.findings, key=lambda each: each.worst / each.bound)
     notes = [each for each in certificate.notes if "all the same" in each or "could not" in each or "ill-cond" in each]
@@ -140,7 +143,7 @@ def _judged(name: str, text: str) -> Cell:
         bound=worst.bound,
         sent=max(each.sent for each in told),
         held=max(each.held for each in told),
-        **_shares(wanted, _profile(name)),
+        **_shares(wanted, known),
     )
 
 

@@ -207,11 +207,11 @@ class Run:
         #: Of the whole model, whatever this rank keeps of it.
         self.fingerprint = fingerprint(model)
         self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
-        if plan.batchnorm == "sync" and self.data.size > 1:
-            model = synchronise(model, self.data.group)
-        if self.axes["pp"].size > 1:  # before the tensor axis, as what passes between stages is not cut
+        if self.axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
             example = self.move(Example(self.job).batch(2))
             self._pipeline = Pipeline(model.train(), self._loss_of, example, plan, self.axes["pp"])
+        if plan.batchnorm == "sync" and self.data.size > 1:
+            model = synchronise(model, self.data.group)
         self.pieces = self._pieces(model)
         if plan.recompute == "block":
             recompute(unit_modules(model))
@@ -327,7 +327,7 @@ class Run:
         pipeline.run(
             [self.move(micro.batch) for micro in micros],
             lambda output, index: self._weighed(output, micros[index], batch, sums),
-            self.data if self.plan.zero > 1 and self.data.size > 1 else None,
+            self.data if self.data.size > 1 and (self.plan.zero > 1 or self.plan.batchnorm == "sync") else None,
         )
         if self._sharding is not None:
             self._sharding.flush()

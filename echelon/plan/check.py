@@ -131,11 +131,6 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
             path="schedule", value=plan.schedule, rule="its backward runs in two parts, and what was computed again is there for one only",
             remedy="use schedule=interleaved, or leave `recompute` out",
         )  # fmt: skip
-    if plan.batchnorm == "sync" and plan.mesh.dp > 1:
-        yield Problem(
-            path="batchnorm", value="sync", rule="batch norms of a pipeline's stages are not synchronised over dp yet",
-            remedy="use batchnorm=local, or pp=1 (tp and zero go with it)",
-        )  # fmt: skip
     if plan.compile:
         yield Problem(
             path="compile", value=True, rule="a stage runs part of the model's forward, which torch.compile would compile whole",
