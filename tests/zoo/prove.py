@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.engine.layout import local
 from echelon.engine.run import Run
 from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.verifier.verify import verify
@@ -24,9 +25,10 @@ def prove(world: World, name: str, plan: str) -> str:
     return verify(ZOO[name](), from_text(plan), world=world).to_json()
 
 
-def prove_plan(world: World, name: str, plan: str) -> str:
-    """The same for a whole plan document."""
-    return verify(ZOO[name](), Plan.from_json(plan), world=world).to_json()
+def prove_plan(world: World, name: str, plan: str, known: str | None = None) -> str:
+    """The same for a whole plan document; `known`: the job's profile, where there is one."""
+    profile = Profile.from_json(known) if known else None
+    return verify(ZOO[name](), Plan.from_json(plan), world=world, profile=profile).to_json()
 
 
 def completed(name: str, text: str) -> str:
@@ -43,9 +45,9 @@ class Told:
     held: float  #: share of the parameters' bytes that it keeps
 
 
-def prove_and_count(world: World, name: str, plan: str) -> Told:
+def prove_and_count(world: World, name: str, plan: str, known: str | None = None) -> Told:
     """The proof, and one step in which messages are counted."""
-    certificate = prove_plan(world, name, plan)
+    certificate = prove_plan(world, name, plan, known)
     run = Run(ZOO[name](), Plan.from_json(plan), world)
     try:
         batch = next(iter(run.batches(1)))
