@@ -45,6 +45,5 @@ class Peer(Trial):
 
     def tell(self, basis: Basis) -> None:
         """What is known of the model only when it is there."""
-        basis.model = self.run.fingerprint
         if self.silenced:
             basis.notes.append(without_dropout(self.silenced))

@@ -153,6 +153,7 @@ def _beside(
         proof = drift = truth = None
         with ranks.together():
             if peer is not None and basis is not None:
+                basis.model = own.run.fingerprint  # of the model as it is, before float64
                 peer.tell(basis)
             elif isinstance(basis, Case):
                 truth = basis.take()

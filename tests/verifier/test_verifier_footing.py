@@ -14,6 +14,7 @@ from echelon.profiler import profile
 from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.footing import asked, choose, needed, surely_fits
+from echelon.verifier.identity import model_hash
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -91,6 +92,7 @@ def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: Pool, pl
     assert certificate.peer is not None
     assert certificate.peer.mesh == Mesh(dp=2)
     assert certificate.peer.zero == 3
+    assert certificate.model == model_hash(proofs.make_job("gpt").model())
     assert "an error that both share is not seen" in certificate.weakness
     assert certificate.notes[0].startswith("reference: dp=2 zero=3")
     assert "one device has 10.0 kB: an error that both plans share is not seen" in certificate.notes[0]
