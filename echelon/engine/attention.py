@@ -66,7 +66,7 @@ def attention(module: Any, axis: Axis) -> Callable[..., tuple[Tensor, Tensor | N
             seen = weights @ v
         else:
             seen = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
-        out = axis.summed(F.linear(seen.transpose(1, 2).flatten(2), module.out_proj.weight))
+        out = axis.joined(F.linear(seen.transpose(1, 2).flatten(2), module.out_proj.weight), 1)
         if module.out_proj.bias is not None:
             out = out + module.out_proj.bias
         if weights is not None:

@@ -98,6 +98,21 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
             path="placements", value=len(plan.placements), rule="modules are cut over tp, and tp is 1",
             remedy="use tp=2 or more, or leave placements out",
         )  # fmt: skip
+    if plan.sequence and tp == 1:
+        yield Problem(
+            path="sequence", value=True, rule="sequences are cut over tp, and tp is 1",
+            remedy="use tp=2 or more, or leave `sequence` out",
+        )  # fmt: skip
+    if plan.sequence and plan.mesh.pp > 1:
+        yield Problem(
+            path="sequence", value=True, rule="what passes between the stages of a pipeline is whole",
+            remedy="leave `sequence` out, or use pp=1",
+        )  # fmt: skip
+    if plan.segments and not plan.sequence:
+        yield Problem(
+            path="segments", value=len(plan.segments), rule="they say where the sequence is cut, and `sequence` is not asked for",
+            remedy="add `sequence`, or leave segments out",
+        )  # fmt: skip
 
 
 def _pipeline(plan: Plan) -> Iterator[Problem]:

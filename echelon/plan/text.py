@@ -27,6 +27,7 @@ _WORDS = {
 _SWITCHES = {
     "keep": ("keep_gradients", True),
     "whole": ("whole", True),
+    "sequence": ("sequence", True),
     "compile": ("compile", True),
     "unfused": ("fused", False),
 }
@@ -108,6 +109,8 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         lines = [f"{ranks} ranks, {'all' if dp == 1 else f'each {ranks // dp} of them'} with the same samples"]
     if plan.mesh.tp > 1:
         lines.append(f"tp={plan.mesh.tp}: modules are cut into {plan.mesh.tp} parts, one on each rank of the axis")
+    if plan.sequence:
+        lines.append("between the parts of a block each rank has a part of the sequence: norms, dropouts and residuals keep less")
     if plan.mesh.pp > 1:
         stages = stage_count(plan)
         each = f", {stages // plan.mesh.pp} on each rank" if stages > plan.mesh.pp else ""

@@ -376,24 +376,25 @@ def _right(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout, 
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
             return False
     # What else comes out (a bias per head that later layers take over) must be as it was, too.
-    return len(reached) == 1 and _equal(reached[0], wanted) and _alike(out, seen.out)
+    return len(reached) == 1 and equal(reached[0], wanted) and _alike(out, seen.out)
 
 
 def _alike(out: Any, before: Any) -> bool:
     new, old = tree_leaves(out), tree_leaves(before)
     return len(new) == len(old) and all(
-        _equal(a, b) for a, b in zip(new, old, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)
+        equal(a, b) for a, b in zip(new, old, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)
     )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def equal(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
+    """Whether two tensors are the same but for rounding, by the size of the second or `scale`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):  # masks hold infinities
         return torch.equal(a, b)
-    scale = b.abs().max().clamp(min=1e-30)
+    size = b.abs().max().clamp(min=max(scale, 1e-30))
     bound = _EQUAL if b.dtype is torch.float64 else 1e-5
-    return bool((a - b).abs().max() <= bound * scale)
+    return bool((a - b).abs().max() <= bound * size)
 
 
 @contextmanager
