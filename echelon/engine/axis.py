@@ -30,9 +30,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Axis:
     """The tensor group as this rank sees it."""
 
-    def __init__(self, ranks: Group) -> None:
-        self.group = ranks.group
-        self.rank, self.size = ranks.rank, ranks.size
+    def __init__(self, ranks: Group | Axis) -> None:
+        self.group: dist.ProcessGroup | None = ranks.group
+        self.rank: int = ranks.rank
+        self.size: int = ranks.size
         self._copied: tuple[Any, tuple[int, bool], Tensor] | None = None
 
     def copied(self, x: Tensor) -> Tensor:

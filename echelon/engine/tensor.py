@@ -78,9 +78,7 @@ def _flatten(module: nn.Module) -> None:
 # What is computed
 
 
-def install(
-    model: nn.Module, placements: Iterable[Placement], axis: Axis, segments: Iterable[Segment] = ()
-) -> None:
+def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segments: Iterable[Segment] = ()) -> None:
     """Make the modules compute with their parts. Their parameters are whole still, and cut before the first call."""
     parts = divide(segments, axis)
     partial = {name for segment in parts for name in segment.partial}

@@ -110,7 +110,9 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     if plan.mesh.tp > 1:
         lines.append(f"tp={plan.mesh.tp}: modules are cut into {plan.mesh.tp} parts, one on each rank of the axis")
     if plan.sequence:
-        lines.append("between the parts of a block each rank has a part of the sequence: norms, dropouts and residuals keep less")
+        lines.append(
+            "between the parts of a block each rank has a part of the sequence: norms, dropouts and residuals keep less"
+        )
     if plan.mesh.pp > 1:
         stages = stage_count(plan)
         each = f", {stages // plan.mesh.pp} on each rank" if stages > plan.mesh.pp else ""

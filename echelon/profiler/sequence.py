@@ -43,28 +43,28 @@ class Segments:
     why: str = ""
 
 
-def find_segments(
-    model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement]
-) -> Segments:
+def find_segments(model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement]) -> Segments:
     """The segments of `model` (real numbers, in eval mode), cut by `placements` over `ways` ranks; `step()` computes its loss."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
     try:
         chains = list(_chains(model, step, placements))
-        why = "" if chains else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
+        why = (
+            "" if chains else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
+        )
         found: list[Segment] = []
         for chain in chains:
             try:
                 segment, placements = _Trials(model, step, ways, placements, chain).segment()
                 found.append(segment)
-            except _Wrong as error:
+            except _WrongError as error:
                 why = f"{chain.units[0]}: {error}"
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return Segments(tuple(found), tuple(placements), "" if found else why)
 
 
-class _Wrong(Exception):
+class _WrongError(Exception):
     """A trial that failed: at the columns of a row, or at a module that needs the whole sequence."""
 
     def __init__(self, message: str, *, row: str = "", module: str = "") -> None:
@@ -188,7 +188,7 @@ class _Trials:
         self.dim = 0 if self._mixes(0) and not self._mixes(1) else 1
         self.length = self._hidden(chain.units[0]).shape[self.dim]
         if self.length < 2 * ways:
-            raise _Wrong(f"samples of {self.length} positions are too short to try it with {ways} ranks")
+            raise _WrongError(f"samples of {self.length} positions are too short to try it with {ways} ranks")
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
         self.choices = self._choices()
         self.level = dict.fromkeys(map(_kind, self.rows), 0)
@@ -202,7 +202,7 @@ class _Trials:
         placements = {each.path: each for each in self.placements}
         names = {f"{each.path}.{part.name}": each for each in self.placements for part in each.slices}
         partial: list[str] = []
-        for name, value in self.parameters.items():
+        for name in self.parameters:
             holder = names.get(name)
             if holder is not None and holder.cut in ("column", "between", "row", "attention"):
                 continue
@@ -225,14 +225,14 @@ class _Trials:
         if true is None or all(part is None for part in parts):
             if true is None and all(part is None for part in parts):
                 return False  # nothing learns there
-            raise _Wrong(f"the gradient of {name} is another one on a part of the sequence")
+            raise _WrongError(f"the gradient of {name} is another one on a part of the sequence")
         held = [torch.zeros_like(true) if part is None else part for part in parts]
         most = max((float(grad.abs().max()) for grad in self.record.grads.values() if grad.numel()), default=0.0)
         if self._within(name) and equal(torch.stack(held).sum(0), true, most):
             return True
         if all(equal(part, true, most) for part in held):
             return False
-        raise _Wrong(f"the gradient of {name} does not add up from those on parts of the sequence")
+        raise _WrongError(f"the gradient of {name} does not add up from those on parts of the sequence")
 
     def _within(self, name: str) -> bool:
         return any(name.startswith(unit + ".") for unit in self.chain.units)
@@ -248,17 +248,15 @@ class _Trials:
         def around(path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls[path] += 1
-                record.args[path] = {
-                    name: value.detach().clone() for name, value in _hidden_of(args, kwargs)
-                }
+                record.args[path] = {name: value.detach().clone() for name, value in _hidden_of(args, kwargs)}
                 if path == self.chain.units[0]:
-                    args, kwargs = _changed(args, kwargs, self.chain.argument, lambda x: watch("", x))
+                    args, kwargs = _changed(args, kwargs, self.chain.argument, lambda x: watch("", x.clone()))
                 return _first(inner(*args, **kwargs), lambda x: watch(path, x))
 
             def watch(path: str, x: Tensor) -> Tensor:
                 if path not in self.chain.units:
                     watched[path] = x
-                    x = x.clone()  # models may change it in place
+                    x = x.clone()  # others may read it as well, or change it in place
                 if path:
                     record.outs[path] = x.detach().clone()
                 return x
@@ -271,12 +269,12 @@ class _Trials:
                 stack.enter_context(calling(module, around(path, module.forward)))
             total = _total(self.step())
             if not total.requires_grad:
-                raise _Wrong("its loss has no gradient")
+                raise _WrongError("its loss has no gradient")
             sources = [*self.parameters.values(), *(x for x in watched.values() if x.requires_grad)]
             slopes = torch.autograd.grad(total, sources, allow_unused=True)
         again = next((path for path in (*self.rows, *self.columns) if calls[path] != 1), None)
         if again is not None:
-            raise _Wrong(f"{again} is called {calls[again]} times")
+            raise _WrongError(f"{again} is called {calls[again]} times")
         named = zip(self.parameters, slopes, strict=False)
         record.grads = {name: slope for name, slope in named if slope is not None}
         moving = [path for path, x in watched.items() if x.requires_grad]
@@ -294,17 +292,17 @@ class _Trials:
         module, found = self.model.get_submodule(unit), list[Tensor]()
         inner = module.forward
         hidden = self._hidden(unit)
-        odd = torch.arange(hidden.shape[dim]) % 2 == 1
-        other = hidden.clone()
-        other.index_copy_(dim, odd.nonzero().flatten(), torch.randn_like(hidden).index_select(dim, odd.nonzero().flatten()))
+        odd, even = (torch.arange(start, hidden.shape[dim], 2) for start in (1, 0))
+        other = hidden.index_copy(dim, odd, -hidden.roll(1, -1).index_select(dim, odd))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _changed(args, kwargs, self.chain.argument, lambda _: other)
-            return _first(inner(*args, **kwargs), lambda x: found.append(x.detach()) or x)
+            out = inner(*args, **kwargs)
+            found.append(_first_of(out).detach())
+            return out
 
         with calling(module, forward):
             self.step()
-        even = (~odd).nonzero().flatten()
         here, before = (x.index_select(dim, even) for x in (found[0], self.record.outs[unit]))
         return not equal(here, before)
 
@@ -335,7 +333,7 @@ class _Trials:
                     for path, names in self._tried(rank).gathers.items():
                         gathers.setdefault(path, set()).update(names)
                 return gathers
-            except _Wrong as error:
+            except _WrongError as error:
                 if error.module and _kind(error.module) not in self.again:
                     self.again.add(_kind(error.module))
                     continue
@@ -352,18 +350,22 @@ class _Trials:
                 stack.enter_context(calling(module, forward))
             try:
                 total = _total(self.step())
-            except _Wrong:
+            except _WrongError:
                 raise
             except Exception as error:  # whatever the code says to a part of the sequence, it does not work on one
                 where = f"{trial.open}: " if trial.open else ""
-                raise _Wrong(f"{where}{type(error).__name__} on a part of the sequence: {first_line(error)}", row=trial.open) from error
+                raise _WrongError(
+                    f"{where}{type(error).__name__} on a part of the sequence: {first_line(error)}", row=trial.open
+                ) from error
             if not equal(total.detach(), torch.tensor(self.record.total, dtype=total.dtype)):
-                raise _Wrong("the loss is another one")
+                raise _WrongError("the loss is another one")
             if slopes:
                 found = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
                 trial.grads = {n: g for n, g in zip(self.parameters, found, strict=True) if g is not None}
                 if trial.off:
-                    raise _Wrong(f"the gradient of what goes into {trial.off[0] or self.chain.units[0]} is another one")
+                    raise _WrongError(
+                        f"the gradient of what goes into {trial.off[0] or self.chain.units[0]} is another one"
+                    )
         return trial
 
 
@@ -419,7 +421,7 @@ class _Rank:
             if equal(x, self.part(true)):
                 self.gathers.setdefault(path, set()).add(name)
                 return _Traded.apply(x, true, self)
-            raise _Wrong(f"what reaches {path} is no part of what reached it on the whole sequence", row=self.open)
+            raise _WrongError(f"what reaches {path} is no part of what reached it on the whole sequence", row=self.open)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.open = row
@@ -444,12 +446,12 @@ class _Rank:
                 return _first(whole(*args, **kwargs), lambda x: self._parted(x, path))
             try:
                 out = inner(*args, **kwargs)
-            except _Wrong:
+            except _WrongError:
                 raise
             except Exception as error:
-                raise _Wrong(f"{path}: {type(error).__name__}: {first_line(error)}", module=path) from error
+                raise _WrongError(f"{path}: {type(error).__name__}: {first_line(error)}", module=path) from error
             if not isinstance(_first_of(out), Tensor) or not equal(_first_of(out), self.part(gave)):
-                raise _Wrong(f"what {path} gives is no part of what it gave on the whole sequence", module=path)
+                raise _WrongError(f"what {path} gives is no part of what it gave on the whole sequence", module=path)
             return out
 
         return forward
@@ -460,11 +462,13 @@ class _Rank:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = dict(_hidden_of(args, kwargs))
             if given.keys() != true.keys() or not all(equal(given[name], true[name]) for name in true):
-                raise _Wrong(f"what reaches {path} is another value where a part of the sequence comes in", row=path)
+                raise _WrongError(
+                    f"what reaches {path} is another value where a part of the sequence comes in", row=path
+                )
             out = inner(*args, **kwargs)
             self.open = ""
             if not self.part(_first_of(out)).numel():
-                raise _Wrong(f"what {path} gives is no hidden states")
+                raise _WrongError(f"what {path} gives is no hidden states")
             return _first(out, lambda x: self._parted(x, path))
 
         return forward
@@ -474,7 +478,7 @@ class _Rank:
 
         def leave(x: Tensor) -> Tensor:
             if not equal(x, self.part(true)):
-                raise _Wrong(f"what {path} gives is no part of what it gave on the whole sequence")
+                raise _WrongError(f"what {path} gives is no part of what it gave on the whole sequence")
             return _Traded.apply(x, true, self) if path == chain.units[-1] else x
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -42,6 +42,7 @@ CAUGHT = [
     Caught("one parameter not reduced", "dp=2", ("gpt-untied", "vgg", "gpt"), ("1 of ", OWN)),
     Caught("biases not reduced", "dp=2 micro=2", ("gpt-untied", "vgg", "shapes"), ("all of them biases", OWN)),
     Caught("norm layers not reduced", "dp=2", ("gpt-untied", "llama", "norm"), ("all of them in norm layers", OWN)),
+    Caught("norm layers not reduced over tp", "tp=2 sequence", ("gpt-untied", "llama", "transformer"), ("all of them in norm layers", "the sum of their gradients over tp is missing")),
     Caught("no sum over tp in backward", "tp=2", ("gpt-tied", "mixer", "llama"), ("looks like a sum over tp that is missing", "forward looks right")),
     Caught("bias added by every rank", "tp=2", ("transformer", "mixer", "swin"), ("forward is wrong: the first output that is off is that of", "cut over tp: row", "a bias that every rank adds")),
     Caught("reported loss of one rank", "dp=2", ("gpt-untied", "vgg", "norm"), ("loss at step 0", "the gradients agree", OWN)),
