@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.engine.draws import Draws
 from echelon.engine.ranks import Group
 
 #: torch renames them.
@@ -34,6 +35,7 @@ class Axis:
         self.group: dist.ProcessGroup | None = ranks.group
         self.rank: int = ranks.rank
         self.size: int = ranks.size
+        self.draws: Draws = ranks.draws if isinstance(ranks, Axis) else Draws(ranks.rank)
         self._copied: tuple[Any, tuple[int, bool], Tensor] | None = None
 
     def copied(self, x: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from echelon.plan.segment import Segment
 class Part(Axis):
     """The tensor group inside a segment: rows give each rank its part of the sequence."""
 
-    def __init__(self, axis: Axis, dim: int) -> None:
+    def __init__(self, axis: Axis, segment: Segment) -> None:
         super().__init__(axis)
-        self._dim = dim
+        self._dim, self._drawing = segment.dim, segment.draws
         # Of the sequence that was cut last. What is computed again in backward is of the same batch, so of the same length.
         self._sizes: list[int] = []
         self._brought: tuple[Any, tuple[int, bool], Tensor, int] | None = None
@@ -38,12 +38,24 @@ class Part(Axis):
 
     def cut(self, hidden: Tensor) -> Tensor:
         """This rank's part of what every rank has."""
-        return self.sliced(hidden, self._dim, self._sizes)
+        return self.own(self.sliced(hidden, self._dim, self._sizes))
+
+    def own(self, x: Tensor) -> Tensor:
+        """`x`, from where on each rank draws its own random numbers."""
+        if self._drawing:
+            self.draws.own(x.device)
+        return x
+
+    def common(self, x: Tensor) -> Tensor:
+        """`x`, from where on all ranks draw the same."""
+        if self._drawing:
+            self.draws.common(x.device)
+        return x
 
     def leave(self, hidden: Tensor) -> Tensor:
         """Hidden states out of it."""
         self._brought = self._copied = None
-        return self.gathered(hidden, self._dim, self._sizes)
+        return self.gathered(self.common(hidden), self._dim, self._sizes)
 
     def whole(self, x: Tensor) -> Tensor:
         """A part as the whole, for a module that needs that. Arguments that are one tensor stay one."""
@@ -51,6 +63,7 @@ class Part(Axis):
         if self._brought is not None and self._brought[0] is x and self._brought[1] == state:
             return self._brought[2]
         whole = self.gathered(x, self._dim, self._sizes)
+        self.common(x)
         self._brought = x, state, whole, whole._version
         return whole
 
@@ -66,12 +79,12 @@ class Part(Axis):
 
     def joined(self, x: Tensor, dim: int | None = None) -> Tensor:
         """What a row gives, this rank's part of it."""
-        return self.scattered(x, self._dim if dim is None else dim, self._sizes)
+        return self.own(self.scattered(x, self._dim if dim is None else dim, self._sizes))
 
 
 def divide(segments: Iterable[Segment], axis: Axis) -> dict[Segment, Part]:
     """The axis as each segment sees it."""
-    return {segment: Part(axis, segment.dim) for segment in segments}
+    return {segment: Part(axis, segment) for segment in segments}
 
 
 def holds(segment: Segment, path: str) -> bool:
@@ -86,8 +99,11 @@ def part_sequence(model: nn.Module, segment: Segment, part: Part) -> None:
         _before(module, gather.arguments, part.whole)
         if gather.again:
             _behind(module, part.cut)
-    _before(model.get_submodule(segment.units[0]), (segment.argument,), part.enter)
-    _behind(model.get_submodule(segment.units[-1]), part.leave)
+    for unit in segment.units:
+        # Each block begins and ends with the common numbers: so it is found when it is computed again.
+        module = model.get_submodule(unit)
+        _before(module, (segment.argument,), part.enter if unit == segment.units[0] else part.own)
+        _behind(module, part.leave if unit == segment.units[-1] else part.common)
 
 
 def _before(module: Any, arguments: tuple[str, ...], change: Callable[[Tensor], Tensor]) -> None:

@@ -102,6 +102,8 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             )
         elif placement.cut in _FORWARDS:
             module.forward = _FORWARDS[placement.cut](module, inside)
+            if placement.draws:
+                module.forward = _drawing(module, placement.cut, inside)
     for within, modules in stored.items():
         _put_together(model.get_submodule(within), within, modules)
     for segment, part in parts.items():
@@ -112,6 +114,24 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             layer.activation_relu_or_gelu = 0
         if isinstance(layer, nn.TransformerEncoder):
             layer.use_nested_tensor = False
+
+
+def _drawing(module: Any, cut: str, axis: Axis) -> Callable[..., Any]:
+    """Between a column and its row each rank draws its own random numbers."""
+    inner = module.forward
+
+    def column(x: Tensor) -> Any:
+        out = inner(x)
+        if module.training:
+            axis.draws.own(out.device)
+        return out
+
+    def row(x: Tensor) -> Any:
+        if module.training:
+            axis.draws.common(x.device)
+        return inner(x)
+
+    return column if cut == "column" else row
 
 
 def _inputs(module: Any) -> int:

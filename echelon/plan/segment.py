@@ -22,5 +22,6 @@ class Segment:
     argument: str  #: of the blocks that holds the hidden states; what they return first are hidden states again
     dim: int  #: of the hidden states that is the sequence
     gathers: tuple[Gather, ...]
+    draws: bool  #: whether the blocks draw random numbers, which each rank does by itself for its part
     #: Parameters that are whole on every rank but meet a part of the sequence there: their gradients add up over the ranks.
     partial: tuple[str, ...]

@@ -61,6 +61,7 @@ class Pair:
 
     candidate: Candidate
     layout: Layout
+    draws: bool  #: whether the module that holds it draws random numbers in training
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -272,7 +273,7 @@ def _tried(model: nn.Module, candidate: Candidate, seen: _Seen, ways: int) -> Pa
             for unit in _units(model, divide, seen.width, ways):
                 layout = Layout(parts, divide, unit, ways)
                 if _works(model, candidate, seen, layout):
-                    return Pair(candidate, layout)
+                    return Pair(candidate, layout, _draws(model, seen))
     return None
 
 
@@ -332,29 +333,28 @@ def _works(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout) 
         return False
     if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
         return all(_right(model, candidate, seen, layout, rank) for rank in {0, ways - 1})
-    # Ranks with unequal shares draw unequal amounts of random numbers (dropout), and would then draw others for what they share.
     even = seen.width == sizes[0] and len(set(sizes)) == 1
-    return (
-        even
-        and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
-        and _draws_nothing(model, seen)
-    )
+    return even and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
 
 
-def _draws_nothing(model: nn.Module, seen: _Seen) -> bool:
+def _draws(model: nn.Module, seen: _Seen) -> bool:
     holder = model.get_submodule(seen.holder)
-    if any(isinstance(each, _NormBase) for each in holder.modules()):
-        return False  # running it would change its statistics
     args, kwargs = copied((seen.args, seen.kwargs))
+    buffers = [(value, value.clone()) for value in holder.buffers()]
     before = torch.random.get_rng_state()
     try:
         holder.train()
         with torch.no_grad():
             holder(*args, **kwargs)
-        return torch.equal(before, torch.random.get_rng_state())
+        return not torch.equal(before, torch.random.get_rng_state())
+    except Exception:  # it does not run so: to be on the safe side
+        return True
     finally:
         holder.eval()
         torch.random.set_rng_state(before)
+        with torch.no_grad():
+            for value, old in buffers:  # of batch norms
+                value.copy_(old)
 
 
 def _right(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout, rank: int) -> bool:

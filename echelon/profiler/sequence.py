@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon.plan.placement import Placement, shares
@@ -189,6 +190,7 @@ class _Trials:
         self.length = self._hidden(chain.units[0]).shape[self.dim]
         if self.length < 2 * ways:
             raise _WrongError(f"samples of {self.length} positions are too short to try it with {ways} ranks")
+        self.draws = self._drawn()
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
         self.choices = self._choices()
         self.level = dict.fromkeys(map(_kind, self.rows), 0)
@@ -216,7 +218,12 @@ class _Trials:
             for path, names in gathers.items()
         )
         segment = Segment(
-            units=self.chain.units, argument=self.chain.argument, dim=self.dim, gathers=tidy, partial=tuple(partial)
+            units=self.chain.units,
+            argument=self.chain.argument,
+            dim=self.dim,
+            gathers=tidy,
+            draws=self.draws,
+            partial=tuple(partial),
         )
         return segment, tuple(placements.values())
 
@@ -305,6 +312,24 @@ class _Trials:
             self.step()
         here, before = (x.index_select(dim, even) for x in (found[0], self.record.outs[unit]))
         return not equal(here, before)
+
+    def _drawn(self) -> bool:
+        """Whether the blocks draw random numbers in training. Those of a sample as a whole (stochastic depth) would fall apart."""
+        watched = [self.model.get_submodule(unit) for unit in self.chain.units]
+        draws = _Sizes()
+        try:
+            for module in watched:
+                module.train()
+            with ExitStack() as stack:
+                for module in watched:
+                    stack.enter_context(calling(module, draws.within(module.forward)))
+                self.step()
+        finally:
+            for module in watched:
+                module.eval()
+        if any(size % self.length for size in draws.found):
+            raise _WrongError("it draws random numbers for samples as a whole, of which each part would draw its own")
+        return bool(draws.found)
 
     # As one rank would
 
@@ -518,6 +543,27 @@ class _Traded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.rank.part(grads[0]).clone(), None, None
+
+
+class _Sizes(TorchDispatchMode):
+    """How many random numbers are drawn at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.found += [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)][:1]
+        return out
+
+    def within(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return inner(*args, **kwargs)
+
+        return forward
 
 
 # Small things

@@ -82,7 +82,7 @@ def _fitting(pairs: Iterable[Pair]) -> Iterable[Pair]:
 
 def _placed(model: nn.Module, pair: Pair) -> Iterable[Placement]:
     candidate, layout = pair.candidate, pair.layout
-    rest: dict[str, Any] = {"unit": layout.unit, "source": "hint" if candidate.hinted else "pair"}
+    rest: dict[str, Any] = {"unit": layout.unit, "draws": pair.draws, "source": "hint" if candidate.hinted else "pair"}
     for path in candidate.columns:
         yield Placement(path=path, cut="column", slices=_outputs(model.get_submodule(path), layout.parts), **rest)
     for path in candidate.between:
@@ -139,12 +139,6 @@ def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placeme
         return None, "attention with bias_k, bias_v or add_zero_attn is not cut by heads"
     if not shares(heads, ways)[-1]:
         return None, f"{heads} heads are too few for {ways} ranks; use tp={heads} or less"
-    if heads % ways and module.dropout:
-        # Unequal shares draw unequal amounts of random numbers, and the ranks would go on with unlike generators.
-        return (
-            None,
-            f"{heads} heads cannot be dealt out evenly to {ways} ranks under dropout; use a tp that divides {heads}",
-        )
     parts = (module.embed_dim,) * 3
     slices = (
         Slice("in_proj_weight", 0, parts),

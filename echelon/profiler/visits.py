@@ -22,6 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
 
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
 #: One tensor that a unit returned: (number of the visit, place among the tensors of its output).
 Value = tuple[int, int]
 
@@ -103,10 +105,14 @@ class Follower(TorchFunctionMode):
         self.visits: list[Visit] = []
         #: Parameters that the glue itself computes with, by identity.
         self.touched: set[int] = set()
+        #: Whether the glue takes derivatives, through units that other stages hold.
+        self.differentiates = False
         self._origin = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _DIFFERENTIATE:
+            self.differentiates = True
         out = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         found = self.origin(inputs)
@@ -147,7 +153,7 @@ class Follower(TorchFunctionMode):
 def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = None) -> list[Visit]:
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
-    Empty where the model cannot be cut: one of its units is used without being called. A unit whose parameters do not reach the
+    Empty where the model cannot be cut: one of its units is used without being called, or forward takes a derivative. A unit whose parameters do not reach the
     loss at all is left out.
     """
     paths = unit_paths(model)
@@ -155,6 +161,8 @@ def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = N
         follower = Follower(compute)
         with intercepted(model, paths, follower.around), follower:
             loss = step()
+        if follower.differentiates:
+            return []
         called = {visit.path for visit in follower.visits}
         known = {id(value) for path in called for value in model.get_submodule(path).parameters()}
         silent = _used([path for path in paths if path not in called], model, loss, known)

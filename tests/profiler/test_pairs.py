@@ -96,10 +96,18 @@ def test_odd_heads_stay_whole_heads() -> None:
     assert (pair.layout.parts, pair.layout.unit) == ((12, 12, 12), 4)
 
 
-def test_unequal_shares_draw_no_random_numbers() -> None:
-    """Else the ranks' generators part, and a dropout after the pair differs between them."""
-    assert not pairs_of(Attention(3, dropout=0.1), X).pairs
-    assert pairs_of(Attention(4, dropout=0.1), X).pairs
+def test_a_pair_says_whether_something_in_it_draws() -> None:
+    for heads in (3, 4):
+        assert [pair.draws for pair in pairs_of(Attention(heads, dropout=0.1), X).pairs] == [True]
+        assert [pair.draws for pair in pairs_of(Attention(heads), X).pairs] == [False]
+
+
+def test_batch_norm_is_asked_without_being_changed() -> None:
+    model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Conv1d(6, 4, 1))
+    before = model[1].running_mean.clone().double()
+    (pair,) = pairs_of(model, torch.randn(3, 8, 9, dtype=torch.float64)).pairs
+    assert pair.draws
+    assert torch.equal(model[1].running_mean, before)
 
 
 def test_the_model_is_left_as_it_was() -> None:

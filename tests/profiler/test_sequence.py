@@ -85,7 +85,7 @@ class Here(Block):
     """Attention in the block itself, which reads the length from its hidden states."""
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
+        b, t, _ = x.shape
         q, k, v = self.attention.qkv(self.norm1(x)).view(b, t, 3, self.attention.heads, -1).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v)
         x = x + self.attention.out(seen.transpose(1, 2).reshape(b, t, -1))
@@ -110,7 +110,15 @@ class Batch(Block):
         return self.batch(super().forward(x).transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("kind", [Here, Placed, Batch])
+class Deep(Block):
+    """Stochastic depth: one number for each sample, which the parts of a sample must not draw apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(x.shape[0], 1, 1, dtype=x.dtype) > 0.2 if self.training else 1.0
+        return x + kept * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Here, Placed, Batch, Deep])
 def test_blocks_that_do_not_work_on_a_part_are_no_segment(kind: type[Block]) -> None:
     found = segments(Stack(kind=kind))
     assert not found.segments
