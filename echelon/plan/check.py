@@ -229,6 +229,12 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="tp", value=tp, rule=f"only {cut_bytes(plan, profile):.0%} of the parameters' bytes are cut, the rest is whole on every rank",
             remedy=f"use {instead}", severity="warning",
         )  # fmt: skip
+    whole = next((each.name for each in profile.optimizers if each.whole), None)
+    if tp > 1 and whole is not None:
+        yield Problem(
+            path="tp", value=tp, rule=f"{whole} computes with norms or factors of whole parameters, and tp leaves pieces of them to each rank",
+            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
+        )  # fmt: skip
     if pp > 1 and not units:
         yield Problem(
             path="pp", value=pp, remedy=f"use {instead}",

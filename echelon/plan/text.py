@@ -97,6 +97,7 @@ def _meant(name: str) -> str:
 
 def explain(plan: Plan, batch: int | None = None) -> str:
     """The plan in words, one decision a line."""
+    from echelon.plan.cuts import runs
     from echelon.plan.split import rounds
     from echelon.plan.stages import stage_count
 
@@ -110,8 +111,9 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     if plan.mesh.tp > 1:
         lines.append(f"tp={plan.mesh.tp}: modules are cut into {plan.mesh.tp} parts, one on each rank of the axis")
     if plan.sequence:
+        where = "; ".join(", ".join(runs(each.units)) for each in plan.segments)
         lines.append(
-            "between the parts of a block each rank has a part of the sequence: norms, dropouts and residuals keep less"
+            f"each rank has a part of the sequence{f' in {where}' if where else ''}, but where modules need the whole"
         )
     if plan.mesh.pp > 1:
         stages = stage_count(plan)
