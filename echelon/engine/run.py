@@ -107,8 +107,9 @@ class Run:
         self._copies = [self._held_by(name, value) for name, value in named]
         #: Held by several stages, with the ranks that hold them: their gradients add up over those.
         self._tied = self._find_tied(named)
-        #: Whole here, but used on a part of each sequence: their gradients add up over the tensor axis.
-        partial = {name for segment in plan.segments for name in segment.partial} - self.pieces.keys()
+        #: Whole here, but used on a part of the columns or of each sequence: their gradients add up over the tensor axis.
+        partial = {name for placement in plan.placements for name in placement.partial}
+        partial |= {name for segment in plan.segments for name in segment.partial} - self.pieces.keys()
         self._partial = [value for name, value in named if name in partial]
         whole = self._parameters if self._sharding is None else self._sharding.loose
         if self.data.size > 1 and whole:

@@ -89,7 +89,9 @@ def _placed(model: nn.Module, pair: Pair) -> Iterable[Placement]:
         yield Placement(path=path, cut="between", slices=_channels(model.get_submodule(path)), **rest)
     divide = tuple(f"{path}.{name}" if path else name for path, name in layout.divide)
     dim = 0 if is_flipped(model.get_submodule(candidate.row)) else 1
-    yield Placement(path=candidate.row, cut="row", slices=(Slice("weight", dim),), divide=divide, **rest)
+    yield Placement(
+        path=candidate.row, cut="row", slices=(Slice("weight", dim),), divide=divide, partial=pair.partial, **rest
+    )
 
 
 def _outputs(module: Any, parts: tuple[int, ...] = ()) -> tuple[Slice, ...]:

@@ -53,6 +53,24 @@ def test_what_stands_between(work: Any, right: bool) -> None:
     assert rows(pairs_of(Between(work))) == ["down"] * right
 
 
+class Scaled(Between):
+    def __init__(self, beside: bool) -> None:
+        super().__init__(None)
+        self.scale, self.beside = nn.Parameter(torch.tensor(1.5)), beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.down(self.up(x).relu() * self.scale)
+        return out * self.scale if self.beside else out
+
+
+def test_a_parameter_that_acts_on_the_columns_has_shares_of_its_gradient() -> None:
+    (pair,) = pairs_of(Scaled(beside=False)).pairs
+    assert pair.partial == ("scale",)
+    assert all(pair.partial == () for pair in pairs_of(Between(F.gelu)).pairs)
+    # Used elsewhere too, a part of its gradient would be the whole.
+    assert not pairs_of(Scaled(beside=True)).pairs
+
+
 def test_outputs_that_others_read_stay_whole() -> None:
     class Both(Between):
         def forward(self, x: Tensor) -> Tensor:
