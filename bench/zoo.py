@@ -99,17 +99,19 @@ def _completed(name: str, mesh: str) -> Plan:
     return complete(from_text(mesh), ZOO[name](), _profile(name))
 
 
-def judge(name: str, text: str) -> Cell:
+def judge(pool: Pool, name: str, text: str) -> Cell:
     """The cell of a model and a plan."""
     began = time.monotonic()
     try:
-        cell = _judged(name, text)
-    except (RankError, EchelonError) as error:
+        cell = _judged(pool, name, text)
+    except RankError as error:
         cell = Cell(model=name, plan=text, verdict="failed", why=str(error).strip())
+    except EchelonError as error:
+        cell = Cell(model=name, plan=text, verdict="refused", why=str(error).strip())
     return dataclasses.replace(cell, seconds=time.monotonic() - began)
 
 
-def _judged(name: str, text: str) -> Cell:
+def _judged(pool: Pool, name: str, text: str) -> Cell:
     wanted, why = from_text(text), ""
     problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if problems and all("`whole`" in each.remedy for each in problems):
@@ -128,7 +130,7 @@ def _judged(name: str, text: str) -> Cell:
     except PlanError as error:
         return Cell(model=name, plan=text, verdict="falls back", why=str(error))
     known = _profile(name)
-    told = _pool().run(
+    told = pool.run(
         wanted.ranks, prove_and_count, name, wanted.to_json(), known.to_json() if known else None, timeout=180
     )
     certificate = Certificate.from_json(told[0].certificate)
@@ -164,7 +166,7 @@ def _shares(plan: Plan, known: Profile | None) -> dict[str, float]:
 
 
 def _model(name: str, plans: Sequence[str]) -> list[Cell]:
-    return [judge(name, text) for text in plans]
+    return [judge(_pool(), name, text) for text in plans]
 
 
 def cells(wanted: Sequence[tuple[str, str]], jobs: int) -> Iterator[Cell]:
@@ -174,7 +176,7 @@ def cells(wanted: Sequence[tuple[str, str]], jobs: int) -> Iterator[Cell]:
         by_model.setdefault(name, []).append(text)
     if jobs == 1:
         for name, plans in by_model.items():
-            yield from (judge(name, text) for text in plans)
+            yield from (judge(_pool(), name, text) for text in plans)
             _profile.cache_clear()
             _completed.cache_clear()
         return

@@ -170,7 +170,7 @@ def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:
     """Where stages begin, and the end."""
     if not visits:
         raise PlanError(
-            f"pp={ways}: the model cannot be cut into stages: it uses a module's parameters without calling that module; use pp=1 "
+            f"pp={ways}: the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative; use pp=1 "
             "(dp with zero=3 also shares the memory)"
         )
     bounds = [0, *plan.stages, len(visits)]

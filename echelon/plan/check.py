@@ -238,8 +238,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     if pp > 1 and not units:
         yield Problem(
             path="pp", value=pp, remedy=f"use {instead}",
-            rule="the model cannot be cut into stages: it uses a module's parameters without calling that module, or its calls depend on "
-            "the data",
+            rule="the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative",
         )  # fmt: skip
     elif pp > 1 and count > units:
         fewer = (

@@ -153,13 +153,13 @@ class Follower(TorchFunctionMode):
 def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = None) -> list[Visit]:
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
-    Empty where the model cannot be cut: one of its units is used without being called, or forward takes a derivative. A unit whose parameters do not reach the
-    loss at all is left out.
+    Empty where the model cannot be cut: it is one unit, or forward takes a derivative. A unit whose parameters do not reach the loss at
+    all is left out. One that is used without being called belongs to the module around it that is, or else to the glue.
     """
     paths = unit_paths(model)
     while "" not in paths:
         follower = Follower(compute)
-        with intercepted(model, paths, follower.around), follower:
+        with intercepted(model, paths, follower.around), _calls(model) as running, follower:
             loss = step()
         if follower.differentiates:
             return []
@@ -168,8 +168,23 @@ def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = N
         silent = _used([path for path in paths if path not in called], model, loss, known)
         if not silent:
             return [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
-        paths = _widened([path for path in paths if path in called or path in silent], silent)
+        paths = _widened([path for path in paths if path in called or path in silent], silent, running)
     return []
+
+
+@contextmanager
+def _calls(model: nn.Module) -> Iterator[set[str]]:
+    """The modules that are called inside, by path."""
+    found: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda _, __, path=path: found.add(path))
+        for path, module in model.named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _used(paths: list[str], model: nn.Module, loss: Any, known: set[int]) -> list[str]:
@@ -187,12 +202,20 @@ def _used(paths: list[str], model: nn.Module, loss: Any, known: set[int]) -> lis
     return found
 
 
-def _widened(paths: list[str], silent: list[str]) -> list[str]:
-    """Replace units that are never called by their parents, which then swallow the units below them."""
-    parents = {path.rpartition(".")[0] for path in silent}
+def _widened(paths: list[str], silent: list[str], running: set[str]) -> list[str]:
+    """Replace units that are never called by the modules around them that are, which then swallow the units below them."""
+    parents = {_around(path, running) for path in silent} - {""}  # the model itself: then it is the glue's
     kept = [path for path in paths if path not in silent and not any(path.startswith(p + ".") for p in parents)]
     outermost = [p for p in parents if not any(p != q and p.startswith(q + ".") for q in parents)]
     return [*kept, *outermost]
+
+
+def _around(path: str, running: set[str]) -> str:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in running:
+            break
+    return path
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -74,6 +74,22 @@ def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Poo
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_")  # a processor without such instructions
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2", "dp=2 tp=2 zero=3", "dp=2 pp=2 zero=1 micro=2"])
+def test_half_precision_stays_near_one_device(ranks: Pool, plan: str, precision: str) -> None:
+    one = trained(World(), "tokens", f"precision={precision}", double=False)
+    count, text = from_text(plan).ranks, f"{plan} precision={precision}"
+    many = ranks.run(count, "tests.engine.jobs:trained", "tokens", text, double=False)
+    assert many[0]["losses"] == pytest.approx(one["losses"], rel=0.01)
+    assert all(rank["losses"] == many[0]["losses"] for rank in many)
+    # The steps' changes are seen above the rounding.
+    start = trained(World(), "tokens", "precision=fp32", double=False, steps=0)["parameters"]
+    moved = max((one["parameters"][name] - value).abs().max().item() for name, value in start.items())
+    apart = max((many[0]["parameters"][name] - one["parameters"][name]).abs().max().item() for name in start)
+    assert apart < 0.5 * moved
+
+
 @pytest.mark.parametrize("plan", ["dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 pp=2", "dp=2 pp=2 zero=3"])
 def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone: Any, plan: str) -> None:
     count, text = from_text(plan).ranks, f"{plan} batchnorm=sync"
