@@ -99,8 +99,8 @@ def _parted(plan: Plan, job: Job) -> Plan:
     found = _tried(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
     if not found.segments:
         raise PlanError(
-            f"sequence: no blocks of the model work on a part of the sequence ({found.why}); leave `sequence` out, or use "
-            "recompute=block, which saves activations as well"
+            f"sequence: no blocks of the model work on a part of the sequence ({found.why}); put what mixes positions into "
+            "a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well"
         )
     return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
 

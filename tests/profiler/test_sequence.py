@@ -167,6 +167,7 @@ def test_a_model_without_a_segment_is_refused_with_the_remedy() -> None:
         loss=lambda output, batch: output.square().mean(),
     )
     with pytest.raises(
-        PlanError, match=r"no blocks of the model work on a part .* leave `sequence` out, or use recompute"
+        PlanError,
+        match=r"no blocks of the model work on a part .* a module of its own, leave `sequence` out, or use recompute",
     ):
         complete(from_text("tp=2 sequence"), job)
