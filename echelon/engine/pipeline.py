@@ -29,6 +29,10 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
+#: Before this version torch's stages want a gradient for everything that they receive.
+_CARRIES_ANY = "2.13"
+
+
 class Pipeline:
     """This rank's stages among all of them."""
 
@@ -130,6 +134,11 @@ class Pipeline:
 
     def _part(self, number: int, stage: Stage) -> PipelineStage:
         incoming, outgoing = stage.shapes(self._batches[0], self._forward)
+        if torch.__version__ < _CARRIES_ANY and not all(each.requires_grad for each in incoming):
+            raise PlanError(
+                f"pp={self._ranks.size}: values without a gradient (whole numbers, a mask) pass between stages, which torch "
+                f"{torch.__version__} cannot carry; use torch {_CARRIES_ANY}, or pp=1 (dp with zero=3 also shares the memory)"
+            )
         return PipelineStage(
             _Fed(stage, self),
             number,

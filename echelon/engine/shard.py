@@ -91,6 +91,10 @@ class Sharding:
     ) -> None:
         mesh = data.mesh()
         self._plan, self._data = plan, data
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                # On a GPU it moves the weights into one piece of memory, and what is gathered later would not reach them.
+                module.flatten_parameters = lambda: None  # type: ignore[method-assign]
         if pipeline is not None:
             self._shard_stages(model, plan, ranks, pieces, pipeline)
         for path in [*([] if plan.whole else units(module_tree(model))), ""] if pipeline is None else ():

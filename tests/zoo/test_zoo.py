@@ -108,6 +108,16 @@ def test_proved_under_tensor_and_pipeline_parallelism(ranks: Pool, name: str, pl
     assert cell.worst <= cell.bound
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("name", ["gpt-untied", "llama", "hf-gpt2", "resnet", "vgg", "transformer", "lstm"])
+def test_proved_on_one_gpu_that_ranks_share(ranks: Pool, name: str, plan: str) -> None:
+    need(name)
+    cell = table.judge(ranks, name, plan)
+    assert cell.verdict == "verified", cell.why
+
+
 @pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.coupled == "loss"])
 def test_losses_that_couple_samples_are_refused(name: str) -> None:
     need(name)
