@@ -12,26 +12,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon.plan.placement import Placement, shares
-from echelon.plan.profile import units
 from echelon.plan.segment import Gather, Segment
+from echelon.profiler.blocks import JOINING, Chain, chains, tensors_of
 from echelon.profiler.coupling import first_line
 from echelon.profiler.pairs import calling, equal
-from echelon.profiler.tree import module_tree
-from echelon.profiler.visits import Follower, intercepted, unit_paths
 
-_JOINING = ("row", "attention")  #: cuts after which the ranks add up
 _OPENING = ("column", "attention")  #: cuts that need the whole of their input
 
 
@@ -49,12 +45,10 @@ def find_segments(model: nn.Module, step: Callable[[], Any], ways: int, placemen
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
     try:
-        chains = list(_chains(model, step, placements))
-        why = (
-            "" if chains else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
-        )
+        runs = list(chains(model, step, placements))
+        why = "" if runs else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
         found: list[Segment] = []
-        for chain in chains:
+        for chain in runs:
             try:
                 segment, placements = _Trials(model, step, ways, placements, chain).segment()
                 found.append(segment)
@@ -73,88 +67,6 @@ class _WrongError(Exception):
         self.row, self.module = row, module
 
 
-# Blocks that follow each other
-
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    units: tuple[str, ...]
-    argument: str
-
-
-class _Linked(Follower):
-    """Notes as well which hidden states each unit was given and gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[tuple[str, Tensor] | None] = []
-        self.gave: list[Tensor | None] = []
-
-    def around(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """For `intercepted`."""
-        self.given.append(next(_hidden_of(args, kwargs), None))
-        out = super().around(path, forward, args, kwargs)
-        first = out[0] if type(out) in (list, tuple) and out else out
-        self.gave.append(first if isinstance(first, Tensor) else None)
-        return out
-
-
-def _hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in (*((str(place), each) for place, each in enumerate(args)), *kwargs.items()):
-        if isinstance(value, Tensor):
-            yield name, value
-
-
-def _chains(model: nn.Module, step: Callable[[], Any], placements: Iterable[Placement]) -> Iterator[_Chain]:
-    cut = [each.path for each in placements if each.cut in _JOINING]
-    blocks = {unit for unit in units(module_tree(model)) if _fit(model, unit, cut)}
-    linked = _Linked()
-    with intercepted(model, unit_paths(model), linked.around), linked:
-        loss = step()
-    calls = Counter(visit.path for visit in linked.visits)
-    readers: dict[int, set[int]] = {}
-    for number, visit in enumerate(linked.visits):
-        for source, place in visit.reads:
-            readers.setdefault(source, set()).update({number} if place == 0 else ())
-    told = linked.origin([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
-    run: list[int] = []
-
-    def follows(number: int) -> bool:
-        given, before = linked.given[number], linked.gave[run[-1]]
-        once = readers.get(run[-1]) == {number} and (run[-1], 0) not in told
-        return given is not None and given[1] is before and once and given[0] == argument(run[-1])
-
-    def argument(number: int) -> str:
-        given = linked.given[number]
-        return given[0] if given is not None else ""
-
-    def good(number: int) -> bool:
-        path, given, gave = linked.visits[number].path, linked.given[number], linked.gave[number]
-        return (
-            path in blocks
-            and calls[path] == 1
-            and given is not None
-            and gave is not None
-            and given[1].dim() == 3
-            and given[1].is_floating_point()
-            and given[1].shape == gave.shape
-        )
-
-    for number in range(len(linked.visits) + 1):
-        here = number < len(linked.visits) and good(number)
-        if run and not (here and follows(number)):
-            yield _Chain(tuple(linked.visits[each].path for each in run), argument(run[0]))
-            run.clear()
-        if here:
-            run.append(number)
-
-
-def _fit(model: nn.Module, unit: str, cut: Iterable[str]) -> bool:
-    """Whether a block has something to add up, and no norm that would take its statistics over a part."""
-    batch = any(isinstance(each, _NormBase) for each in model.get_submodule(unit).modules())
-    return not batch and any(path.startswith(unit + ".") for path in cut)
-
-
 # Trials
 
 
@@ -171,12 +83,12 @@ class _Record:
 
 class _Trials:
     def __init__(
-        self, model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement], chain: _Chain
+        self, model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement], chain: Chain
     ) -> None:
         self.model, self.step, self.ways, self.placements, self.chain = model, step, ways, placements, chain
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         inside = [each for each in placements if any(each.path.startswith(unit + ".") for unit in chain.units)]
-        self.rows = [each.path for each in inside if each.cut in _JOINING]
+        self.rows = [each.path for each in inside if each.cut in JOINING]
         self.columns = [each.path for each in inside if each.cut in _OPENING]
         #: Modules without a part in a pair.
         self.others = [
@@ -255,7 +167,7 @@ class _Trials:
         def around(path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls[path] += 1
-                record.args[path] = {name: value.detach().clone() for name, value in _hidden_of(args, kwargs)}
+                record.args[path] = {name: value.detach().clone() for name, value in tensors_of(args, kwargs)}
                 if path == self.chain.units[0]:
                     args, kwargs = _changed(args, kwargs, self.chain.argument, lambda x: watch("", x.clone()))
                 return _first(inner(*args, **kwargs), lambda x: watch(path, x))
@@ -462,7 +374,7 @@ class _Rank:
         whole = self._whole(path, "", inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            mine = dict(_hidden_of(args, kwargs))
+            mine = dict(tensors_of(args, kwargs))
             parts = [name for name, x in mine.items() if name in given and equal(x, self.part(given[name]))]
             rest = [name for name in mine.keys() - set(parts) if name in given]
             if not parts or mine.keys() != given.keys() or not all(equal(mine[name], given[name]) for name in rest):
@@ -485,7 +397,7 @@ class _Rank:
         true = self.trials.record.args[path]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = dict(_hidden_of(args, kwargs))
+            given = dict(tensors_of(args, kwargs))
             if given.keys() != true.keys() or not all(equal(given[name], true[name]) for name in true):
                 raise _WrongError(
                     f"what reaches {path} is another value where a part of the sequence comes in", row=path
