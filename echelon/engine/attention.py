@@ -59,6 +59,8 @@ def attention(module: Any, axis: Axis) -> Callable[..., tuple[Tensor, Tensor | N
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = masked(q, key_padding_mask, None if causal else attn_mask)
         dropout = module.dropout if module.training else 0.0
+        if dropout:
+            axis.draws.own(q.device)
         weights: Tensor | None = None
         if need_weights:
             scores = (q * module.head_dim**-0.5) @ k.transpose(-2, -1)
@@ -66,7 +68,9 @@ def attention(module: Any, axis: Axis) -> Callable[..., tuple[Tensor, Tensor | N
             seen = weights @ v
         else:
             seen = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
-        out = axis.summed(F.linear(seen.transpose(1, 2).flatten(2), module.out_proj.weight))
+        if dropout:
+            axis.draws.common(q.device)
+        out = axis.joined(F.linear(seen.transpose(1, 2).flatten(2), module.out_proj.weight), 1)
         if module.out_proj.bias is not None:
             out = out + module.out_proj.bias
         if weights is not None:

@@ -4,6 +4,8 @@
     sliced     into it: each rank takes its part            backward: the parts side by side
     summed     out of it: the ranks' shares add up          backward: the same on every rank
     gathered   out of it: the ranks' parts side by side     backward: each rank takes its part
+    collected  within it: the ranks' parts side by side     backward: the ranks' gradients add up, each takes its part
+    scattered  within it: the ranks' shares add up, each takes its part     backward: the parts side by side
 
 Each one's backward is another one, so that what differentiates twice (forces from an energy) is right as well.
 """
@@ -18,18 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.engine.draws import Draws
 from echelon.engine.ranks import Group
 
-#: torch renames it.
+#: torch renames them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Axis:
     """The tensor group as this rank sees it."""
 
-    def __init__(self, ranks: Group) -> None:
-        self.group = ranks.group
-        self.rank, self.size = ranks.rank, ranks.size
+    def __init__(self, ranks: Group | Axis) -> None:
+        self.group: dist.ProcessGroup | None = ranks.group
+        self.rank: int = ranks.rank
+        self.size: int = ranks.size
+        self.draws: Draws = ranks.draws if isinstance(ranks, Axis) else Draws(ranks.rank)
         self._copied: tuple[Any, tuple[int, bool], Tensor] | None = None
 
     def copied(self, x: Tensor) -> Tensor:
@@ -45,6 +51,10 @@ class Axis:
         """The ranks' shares of a value added up. `x` may be overwritten: give what nobody else holds."""
         return _Sum.apply(x, self)
 
+    def joined(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """What a row gives: the ranks' shares added up. Where ranks have parts of a sequence (along `dim`) they take those of it."""
+        return self.summed(x)
+
     def gathered(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The ranks' parts, `sizes` long, side by side."""
         return _Gather.apply(x, dim, sizes, self)
@@ -52,6 +62,14 @@ class Axis:
     def sliced(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """This rank's part of what all ranks have."""
         return _Slice.apply(x, dim, sizes, self)
+
+    def collected(self, x: Tensor, dim: int, sizes: Sequence[int], whole: Tensor | None = None) -> Tensor:
+        """The ranks' parts side by side, for each rank to go its own way with. `whole`: where they were put together already."""
+        return _Collect.apply(x, dim, sizes, self, whole)
+
+    def scattered(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's part of the ranks' shares added up."""
+        return _Scatter.apply(x, dim, sizes, self)
 
 
 class _Copy(torch.autograd.Function):
@@ -84,17 +102,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
         ctx.given = dim, sizes, axis
-        first = x.movedim(dim, 0)
-        step = max(sizes)
-        if first.shape[0] < step:
-            first = torch.cat([first, first.new_zeros(step - first.shape[0], *first.shape[1:])])
-        first = first.contiguous()
-        whole = first.new_empty(step * axis.size, *first.shape[1:])
-        _all_gather(whole, first, group=axis.group)
-        # Not a view: models change what a layer gave them in place.
-        return torch.cat(
-            [part[:size].movedim(0, dim) for part, size in zip(whole.split(step), sizes, strict=True)], dim
-        )
+        return _side_by_side(x, dim, sizes, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -110,3 +118,43 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _Gather.apply(grads[0], *ctx.given), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, whole: Tensor | None) -> Tensor:
+        ctx.given = dim, sizes, axis
+        return _side_by_side(x, dim, sizes, axis) if whole is None else whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Scatter.apply(grads[0], *ctx.given), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+        ctx.given = dim, sizes, axis
+        step = max(sizes)
+        parts = [_filled(part, step) for part in x.movedim(dim, 0).split(list(sizes))]
+        mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        _reduce_scatter(mine, torch.cat(parts), group=axis.group)
+        return mine[: sizes[axis.rank]].movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Collect.apply(grads[0], *ctx.given, None), None, None, None
+
+
+def _side_by_side(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
+    step = max(sizes)
+    first = _filled(x.movedim(dim, 0), step).contiguous()
+    whole = first.new_empty(step * axis.size, *first.shape[1:])
+    _all_gather(whole, first, group=axis.group)
+    # Not a view: models change what a layer gave them in place.
+    return torch.cat([part[:size].movedim(0, dim) for part, size in zip(whole.split(step), sizes, strict=True)], dim)
+
+
+def _filled(x: Tensor, length: int) -> Tensor:
+    """Messages are of one length."""
+    return x if x.shape[0] == length else torch.cat([x, x.new_zeros(length - x.shape[0], *x.shape[1:])])

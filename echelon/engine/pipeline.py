@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from echelon.engine.layout import local
 from echelon.engine.ranks import Group
 from echelon.engine.stage import Stage
 from echelon.errors import PlanError
@@ -217,12 +218,19 @@ def _emptied(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_up(parameters: Sequence[nn.Parameter], ranks: Group) -> None:
-    """Sum the gradients of parameters that several stages hold; one that no stage used keeps none."""
+    """Sum the gradients of parameters of which each rank has a share; one that no rank used keeps none."""
     for _, same in groupby(sorted(parameters, key=lambda each: str(each.dtype)), key=lambda each: each.dtype):
         held = list(same)
-        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in held]
-        used = torch.tensor([each.grad is not None for each in held]).to(grads[0])
-        flat = ranks.sum(torch.cat([*(grad.reshape(-1) for grad in grads), used]))
+        unused = [place for place, each in enumerate(held) if each.grad is None]
+        used = torch.ones(len(held))
+        for place in unused:
+            used[place], held[place].grad = 0.0, torch.zeros_like(held[place])
+        grads = [local(each.grad) for each in held]  # type: ignore[arg-type]
+        flat = ranks.sum(torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])]))
         *parts, users = flat.split([*(grad.numel() for grad in grads), len(held)])
-        for each, grad, part, count in zip(held, grads, parts, users.tolist(), strict=True):
-            each.grad = grad.copy_(part.view_as(grad)) if count else None
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+        if unused:  # else there is nothing to learn, and an accelerator need not be waited for
+            counts = users.tolist()
+            for place in unused:
+                held[place].grad = held[place].grad if counts[place] else None

@@ -107,6 +107,10 @@ class Run:
         self._copies = [self._held_by(name, value) for name, value in named]
         #: Held by several stages, with the ranks that hold them: their gradients add up over those.
         self._tied = self._find_tied(named)
+        #: Whole here, but used on a part of the columns or of each sequence: their gradients add up over the tensor axis.
+        partial = {name for placement in plan.placements for name in placement.partial}
+        partial |= {name for segment in plan.segments for name in segment.partial} - self.pieces.keys()
+        self._partial = [value for name, value in named if name in partial]
         whole = self._parameters if self._sharding is None else self._sharding.loose
         if self.data.size > 1 and whole:
             self._exchange = Exchange(whole, plan.bucket, self.data.group)
@@ -242,7 +246,7 @@ class Run:
             )
         axis = Axis(tensor)
         found = pieces(model, self.plan.placements, axis)
-        install(model, self.plan.placements, axis)
+        install(model, self.plan.placements, axis, self.plan.segments)
         return found
 
     def _owners(self, name: str) -> frozenset[int]:
@@ -304,6 +308,7 @@ class Run:
             self._exchange.finish()
         if self._sharding is not None:
             self._sharding.finish()
+        add_up(self._partial, self.axes["tp"])
         return self._finish(*self._received(sums))
 
     def _alternate(self, batch: StepBatch, sums: _Sums) -> None:
@@ -543,6 +548,7 @@ class Run:
             del self.model, self.optimizers, self.schedules
             self._sharding = None
             self._parameters.clear()
+            self._partial.clear()
             self._statistics = StepStatistics(nn.Module(), self.data)
             forget_meshes()
         self._restore()

@@ -6,7 +6,7 @@
     stored   the weight itself is put together whenever it is needed: right wherever nothing else is
 
 Parameters are plain tensors, this rank's pieces: optimizers run at full speed on them and fully_shard takes them as any others. Between
-the cut modules the model's own code runs as it is. Where a piece lies in the whole is layout.py's to know.
+the cut modules the model's own code runs as it is, on parts of the sequence where the plan says so (sequence.py). Where a piece lies in the whole is layout.py's to know.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from echelon.engine.attention import attention
 from echelon.engine.axis import Axis
 from echelon.engine.layout import Piece
 from echelon.engine.logits import Logits
+from echelon.engine.sequence import divide, holds, part_sequence
 from echelon.errors import PlanError
 from echelon.plan.placement import Placement, portion, shares
+from echelon.plan.segment import Segment
 
 __all__ = ["Axis", "cut", "install", "pieces"]
 
@@ -76,14 +78,17 @@ def _flatten(module: nn.Module) -> None:
 # What is computed
 
 
-def install(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> None:
+def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segments: Iterable[Segment] = ()) -> None:
     """Make the modules compute with their parts. Their parameters are whole still, and cut before the first call."""
-    stored: dict[str, list[tuple[nn.Module, dict[str, tuple[int, list[int]]]]]] = {}
+    parts = divide(segments, axis)
+    partial = {name for segment in parts for name in segment.partial}
+    stored: dict[str, list[_Stored]] = {}
     for placement in placements:
-        module = model.get_submodule(placement.path)
+        module, path = model.get_submodule(placement.path), placement.path
+        inside = next((part for segment, part in parts.items() if holds(segment, path)), axis)
         for name in placement.divide:
-            path, _, attribute = name.rpartition(".")
-            holder, width = model.get_submodule(path), _inputs(module)
+            where, _, attribute = name.rpartition(".")
+            holder, width = model.get_submodule(where), _inputs(module)
             value = getattr(holder, attribute)
             setattr(holder, attribute, portion(value, axis.rank, axis.size, width=width, unit=placement.unit))
         if placement.cut == "stored":
@@ -91,17 +96,42 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis) -> No
                 each.name: (each.dim, shares(getattr(module, each.name).shape[each.dim], axis.size))
                 for each in placement.slices
             }
-            stored.setdefault(placement.within, []).append((module, sizes))
+            own = {f"{path}.{name}" for name in sizes}
+            stored.setdefault(placement.within, []).append(
+                (module, sizes, axis.collected if own & partial else axis.gathered)
+            )
         elif placement.cut in _FORWARDS:
-            module.forward = _FORWARDS[placement.cut](module, axis)
-    for path, modules in stored.items():
-        _put_together(model.get_submodule(path), path, modules, axis)
+            module.forward = _FORWARDS[placement.cut](module, inside)
+            if placement.draws:
+                module.forward = _drawing(module, placement.cut, inside)
+    for within, modules in stored.items():
+        _put_together(model.get_submodule(within), within, modules)
+    for segment, part in parts.items():
+        part_sequence(model, segment, part)
     for layer in model.modules():
         # Fused kernels for evaluation read weights without calling the modules that hold them.
         if isinstance(layer, nn.TransformerEncoderLayer):
             layer.activation_relu_or_gelu = 0
         if isinstance(layer, nn.TransformerEncoder):
             layer.use_nested_tensor = False
+
+
+def _drawing(module: Any, cut: str, axis: Axis) -> Callable[..., Any]:
+    """Between a column and its row each rank draws its own random numbers."""
+    inner = module.forward
+
+    def column(x: Tensor) -> Any:
+        out = inner(x)
+        if module.training:
+            axis.draws.own(out.device)
+        return out
+
+    def row(x: Tensor) -> Any:
+        if module.training:
+            axis.draws.common(x.device)
+        return inner(x)
+
+    return column if cut == "column" else row
 
 
 def _inputs(module: Any) -> int:
@@ -140,7 +170,7 @@ def _row(module: Any, axis: Axis) -> Callable[..., Tensor]:
     product = _product(module)
 
     def forward(x: Tensor) -> Tensor:
-        total = axis.summed(product(x, None))
+        total = axis.joined(product(x, None))
         bias = module.bias
         if bias is not None and isinstance(module, _ConvNd):
             bias = bias.view(-1, *(1,) * len(module.kernel_size))
@@ -230,9 +260,11 @@ _FORWARDS: dict[str, Callable[[Any, Axis], Callable[..., Any]]] = {
 }
 
 
-def _put_together(
-    holder: nn.Module, path: str, modules: Sequence[tuple[nn.Module, dict[str, tuple[int, list[int]]]]], axis: Axis
-) -> None:
+#: A module, its parameters that are cut at rest with their dims and sizes, and what puts them together.
+_Stored = tuple[nn.Module, dict[str, tuple[int, list[int]]], Callable[[Tensor, int, Sequence[int]], Tensor]]
+
+
+def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> None:
     """While `holder` runs, the modules' own parameters are whole."""
     inner = holder.forward
 
@@ -240,7 +272,7 @@ def _put_together(
     def whole() -> Iterator[None]:
         kept: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
-            for module, sizes in modules:
+            for module, sizes, together in modules:
                 for name, (dim, dealt) in sizes.items():
                     value = module._parameters[name]
                     if not isinstance(value, nn.Parameter) or value.is_meta:
@@ -251,7 +283,7 @@ def _put_together(
                             "itself; use zero=0 with tp"
                         )
                     kept.append((module, name, value))
-                    module._parameters[name] = axis.gathered(value, dim, dealt)  # type: ignore[assignment]
+                    module._parameters[name] = together(value, dim, dealt)  # type: ignore[assignment]
                 _flatten(module)
             yield
         finally:

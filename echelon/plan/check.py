@@ -98,6 +98,21 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
             path="placements", value=len(plan.placements), rule="modules are cut over tp, and tp is 1",
             remedy="use tp=2 or more, or leave placements out",
         )  # fmt: skip
+    if plan.sequence and tp == 1:
+        yield Problem(
+            path="sequence", value=True, rule="sequences are cut over tp, and tp is 1",
+            remedy="use tp=2 or more, or leave `sequence` out",
+        )  # fmt: skip
+    if plan.sequence and plan.mesh.pp > 1:
+        yield Problem(
+            path="sequence", value=True, rule="what passes between the stages of a pipeline is whole",
+            remedy="leave `sequence` out, or use pp=1",
+        )  # fmt: skip
+    if plan.segments and not plan.sequence:
+        yield Problem(
+            path="segments", value=len(plan.segments), rule="they say where the sequence is cut, and `sequence` is not asked for",
+            remedy="add `sequence`, or leave segments out",
+        )  # fmt: skip
 
 
 def _pipeline(plan: Plan) -> Iterator[Problem]:
@@ -213,6 +228,12 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path="tp", value=tp, rule=f"only {cut_bytes(plan, profile):.0%} of the parameters' bytes are cut, the rest is whole on every rank",
             remedy=f"use {instead}", severity="warning",
+        )  # fmt: skip
+    whole = next((each.name for each in profile.optimizers if each.whole), None)
+    if tp > 1 and whole is not None:
+        yield Problem(
+            path="tp", value=tp, rule=f"{whole} computes with norms or factors of whole parameters, and tp leaves pieces of them to each rank",
+            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
         )  # fmt: skip
     if pp > 1 and not units:
         yield Problem(

@@ -68,14 +68,14 @@ def stage_shares(plan: Plan, visits: Sequence[Visit]) -> tuple[StageShare, ...]:
         StageShare(
             number=number,
             rank=number % plan.mesh.pp,
-            units=tuple(_runs([visits[place].path for place in places])),
+            units=tuple(runs([visits[place].path for place in places])),
             share=sum(visits[place].work for place in places) / total,
         )
         for number, places in enumerate(stage_ranges(plan, len(visits)))
     )
 
 
-def _runs(paths: Iterable[str]) -> Iterable[str]:
+def runs(paths: Iterable[str]) -> Iterable[str]:
     """`blocks.0, blocks.1, blocks.2` as `blocks.0-2`."""
     run: list[tuple[str, int, str]] = []
     for path in (*paths, ""):

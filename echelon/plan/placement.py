@@ -44,6 +44,10 @@ class Placement:
     unit: int = 1
     #: Attributes of modules that are divided by the axis: counts of heads, widths. By path.
     divide: tuple[str, ...] = ()
+    #: Of a column and its row: whether something between them draws random numbers, which each rank then does by itself.
+    draws: bool = False
+    #: Of a row: parameters of the whole model that act on the columns and stay whole. Their gradients add up over the ranks.
+    partial: tuple[str, ...] = ()
     #: Of `stored`: the module while which runs the parameters are whole; the model itself: "".
     within: str = ""
     #: Where it comes from: the model's own hint, a known module, a pair that was found, or the universal cut.

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from echelon.plan.codec import Document
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Uncut
+from echelon.plan.segment import Segment
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 BatchNorm = Literal["local", "sync"]
@@ -48,6 +49,10 @@ class Plan(Document):
     placements: tuple[Placement, ...] = ()
     #: Modules with parameters that tp leaves whole.
     uncut: tuple[Uncut, ...] = ()
+    #: Between the modules that tp cuts each rank has a part of the sequence only: norms, dropouts and residuals keep less.
+    sequence: bool = False
+    #: Where that is so.
+    segments: tuple[Segment, ...] = ()
     #: Where the stages of pp after the first begin, in units in the order of their calls; several per rank under interleaved schedules.
     stages: tuple[int, ...] = ()
     schedule: Schedule = "1f1b"
@@ -78,7 +83,8 @@ class Plan(Document):
     def open(self) -> bool:
         """Whether it leaves to be found how this model is cut: the short form does."""
         cuts = self.mesh.tp > 1 and not self.placements and not self.uncut
-        return cuts or (self.mesh.pp > 1 and not self.stages)
+        parts = self.mesh.tp > 1 and self.sequence and not self.segments
+        return cuts or parts or (self.mesh.pp > 1 and not self.stages)
 
     def __str__(self) -> str:
         from echelon.plan.text import to_text

@@ -141,6 +141,8 @@ class Rule:
     elements: int  #: trainable elements
     fused: bool = False  #: whether torch has a fused kernel for it
     fused_sharded: bool = False  #: and one that takes sharded parameters
+    #: Whether it computes with a parameter as a whole (its norm, factors of it), and not with each number by itself.
+    whole: bool = False
 
     def fuses(self, *, sharded: bool) -> bool:
         """Whether a plan that asks for fused kernels gets one."""

@@ -27,6 +27,7 @@ _WORDS = {
 _SWITCHES = {
     "keep": ("keep_gradients", True),
     "whole": ("whole", True),
+    "sequence": ("sequence", True),
     "compile": ("compile", True),
     "unfused": ("fused", False),
 }
@@ -96,6 +97,7 @@ def _meant(name: str) -> str:
 
 def explain(plan: Plan, batch: int | None = None) -> str:
     """The plan in words, one decision a line."""
+    from echelon.plan.cuts import runs
     from echelon.plan.split import rounds
     from echelon.plan.stages import stage_count
 
@@ -108,6 +110,11 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         lines = [f"{ranks} ranks, {'all' if dp == 1 else f'each {ranks // dp} of them'} with the same samples"]
     if plan.mesh.tp > 1:
         lines.append(f"tp={plan.mesh.tp}: modules are cut into {plan.mesh.tp} parts, one on each rank of the axis")
+    if plan.sequence:
+        where = "; ".join(", ".join(runs(each.units)) for each in plan.segments)
+        lines.append(
+            f"each rank has a part of the sequence{f' in {where}' if where else ''}, but where modules need the whole"
+        )
     if plan.mesh.pp > 1:
         stages = stage_count(plan)
         each = f", {stages // plan.mesh.pp} on each rank" if stages > plan.mesh.pp else ""

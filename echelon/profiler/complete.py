@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,10 @@ from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
+from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Sharding, shard
+
+Found = TypeVar("Found")
 
 
 def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
@@ -35,6 +39,9 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
         return plan
     if plan.mesh.tp > 1 and not plan.placements:
         plan = _cut(plan, job)
+    if plan.sequence and not plan.segments:
+        require(plan)  # looking for them where they cannot be used is not worth the time
+        plan = _parted(plan, job)
     if plan.mesh.pp > 1:
         plan = dataclasses.replace(plan, placements=tuple(map(_gathered, plan.placements)))
     if plan.mesh.pp > 1 and not plan.stages:
@@ -55,6 +62,8 @@ def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
             micro=None,
             placements=(),
             uncut=(),
+            sequence=False,
+            segments=(),
             stages=(),
             schedule=Plan().schedule,
         )
@@ -85,25 +94,40 @@ def _cut(plan: Plan, job: Job) -> Plan:
     return dataclasses.replace(plan, placements=found.placements, uncut=uncut)
 
 
+def _parted(plan: Plan, job: Job) -> Plan:
+    """With where each rank has a part of the sequence."""
+    found = _tried(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
+    if not found.segments:
+        raise PlanError(
+            f"sequence: no blocks of the model work on a part of the sequence ({found.why}); put what mixes positions into "
+            "a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well"
+        )
+    return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
+
+
 def cuts(job: Job, ways: int) -> Sharding:
-    """How the job's model is cut over so many ranks, and what stays whole; found by running it on real numbers, in float64 where it
-    runs so."""
+    """How the job's model is cut over so many ranks, and what stays whole."""
+    return _tried(job, lambda model, step: shard(model, step, ways))
+
+
+def _tried(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
+    """What `find(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
     with random_states():
         try:
-            return _cuts(job, ways, torch.float64)
+            return _found(job, find, torch.float64)
         except EchelonError:
             raise
         except Exception:  # some models run in no other type than their own
-            return _cuts(job, ways, None)
+            return _found(job, find, None)
 
 
-def _cuts(job: Job, ways: int, dtype: torch.dtype | None) -> Sharding:
+def _found(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None) -> Found:
     torch.manual_seed(job.seed)
     own = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
     model, batch = own.eval(), Example(job).batch(2)
     if dtype is not None:
         model, batch = lift(model, dtype), _lifted(batch)
-    return shard(model, lambda: call_loss(job, call_model(job, model, batch), batch, model), ways)
+    return find(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))
 
 
 def _gathered(placement: Placement) -> Placement:

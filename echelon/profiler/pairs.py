@@ -61,6 +61,9 @@ class Pair:
 
     candidate: Candidate
     layout: Layout
+    draws: bool  #: whether the module that holds it draws random numbers in training
+    #: Parameters that stay whole and act on the columns (a learnt scale, a norm of each head): each rank has a share of their gradients.
+    partial: tuple[str, ...] = ()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -127,7 +130,7 @@ def _found(
     seen = _watched(model, candidates, step)
     pairs: dict[str, Pair] = {}
     for each in candidates:
-        if each.row not in pairs and each in seen and (pair := _tried(model, each, seen[each], ways)) is not None:
+        if each.row not in pairs and each in seen and (pair := _tried(model, step, each, seen[each], ways)) is not None:
             pairs[each.row] = pair
     read = {source for visit in follower.visits for source, _ in visit.reads}
     scored = frozenset(follower.visits[each].path for each in follower.scored - read)
@@ -245,13 +248,18 @@ def copied(tree: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.detach().clone()
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         try:
             return copy.copy(leaf)
         except Exception:  # not ours: kept as it is
             return leaf
 
     return tree_map(one, tree)
+
+
+def _plain(tree: Any) -> Any:
+    """The same without gradients: code may change it in place."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, copied(tree))
 
 
 def _above(paths: Sequence[str]) -> Iterator[str]:
@@ -266,13 +274,14 @@ def _above(paths: Sequence[str]) -> Iterator[str]:
         yield ".".join(shared[:length])
 
 
-def _tried(model: nn.Module, candidate: Candidate, seen: _Seen, ways: int) -> Pair | None:
+def _tried(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: _Seen, ways: int) -> Pair | None:
     for parts in _parts(model, candidate.columns, seen.width):
         for divide in _attributes(model, candidate, seen):
             for unit in _units(model, divide, seen.width, ways):
                 layout = Layout(parts, divide, unit, ways)
                 if _works(model, candidate, seen, layout):
-                    return Pair(candidate, layout)
+                    partial = _partial(model, step, candidate, seen)
+                    return None if partial is None else Pair(candidate, layout, _draws(model, seen), partial)
     return None
 
 
@@ -332,36 +341,81 @@ def _works(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout) 
         return False
     if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
         return all(_right(model, candidate, seen, layout, rank) for rank in {0, ways - 1})
-    # Ranks with unequal shares draw unequal amounts of random numbers (dropout), and would then draw others for what they share.
     even = seen.width == sizes[0] and len(set(sizes)) == 1
-    return (
-        even
-        and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
-        and _draws_nothing(model, seen)
-    )
+    return even and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
 
 
-def _draws_nothing(model: nn.Module, seen: _Seen) -> bool:
+def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: _Seen) -> tuple[str, ...] | None:
+    """Parameters that reach the row beside the columns; None where something does that cannot be added up over the ranks."""
+    leaves: list[Tensor] = []
+    reached: list[Tensor] = []
+
+    def given(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return leaf
+        leaves.append(leaf.detach().requires_grad_(True))
+        return leaves[-1].clone()
+
+    def answer(x: Tensor) -> Tensor:
+        reached.append(x)
+        return seen.gave.clone()
+
+    args, kwargs = tree_map(given, copied((seen.args, seen.kwargs)))
+    own = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    with ExitStack() as stack, torch.enable_grad():
+        for path in (*candidate.columns, *candidate.between):
+            module = model.get_submodule(path)
+            stack.enter_context(calling(module, _detached(module.forward)))
+        stack.enter_context(calling(model.get_submodule(candidate.row), answer))
+        model.get_submodule(seen.holder)(*args, **kwargs)
+        if not reached[0].requires_grad:
+            return ()
+        grads = torch.autograd.grad(reached[0].sum(), [*leaves, *own.values()], allow_unused=True)
+    names = [name for name, grad in zip(own, grads[len(leaves) :], strict=True) if grad is not None]
+    if any(grad is not None for grad in grads[: len(leaves)]) or any(own[name].dim() > 1 for name in names):
+        return None
+    return tuple(names) if _only_there(model, step, candidate.row, [own[name] for name in names]) else None
+
+
+def _detached(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: inner(*args).detach()
+
+
+def _only_there(model: nn.Module, step: Callable[[], Any], row: str, parameters: list[nn.Parameter]) -> bool:
+    """Whether the loss depends on parameters through a row alone."""
+    module = model.get_submodule(row)
+    inner = module.forward
+    with calling(module, lambda x: inner(x.detach())), torch.enable_grad():
+        (total, *_) = (leaf for leaf in tree_leaves(step()) if isinstance(leaf, Tensor))
+        grads = torch.autograd.grad(total.sum(), parameters, allow_unused=True) if total.requires_grad else ()
+    return all(grad is None for grad in grads)
+
+
+def _draws(model: nn.Module, seen: _Seen) -> bool:
     holder = model.get_submodule(seen.holder)
-    if any(isinstance(each, _NormBase) for each in holder.modules()):
-        return False  # running it would change its statistics
-    args, kwargs = copied((seen.args, seen.kwargs))
+    args, kwargs = _plain((seen.args, seen.kwargs))
+    buffers = [(value, value.clone()) for value in holder.buffers()]
     before = torch.random.get_rng_state()
     try:
         holder.train()
         with torch.no_grad():
             holder(*args, **kwargs)
-        return torch.equal(before, torch.random.get_rng_state())
+        return not torch.equal(before, torch.random.get_rng_state())
+    except Exception:  # it does not run so: to be on the safe side
+        return True
     finally:
         holder.eval()
         torch.random.set_rng_state(before)
+        with torch.no_grad():
+            for value, old in buffers:  # of batch norms
+                value.copy_(old)
 
 
 def _right(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout, rank: int) -> bool:
     dealt = shares(seen.width, layout.ways, layout.unit)
     wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
     holder = model.get_submodule(seen.holder)
-    args, kwargs = copied((seen.args, seen.kwargs))
+    args, kwargs = _plain((seen.args, seen.kwargs))
 
     reached: list[Tensor] = []
 
@@ -376,24 +430,25 @@ def _right(model: nn.Module, candidate: Candidate, seen: _Seen, layout: Layout, 
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
             return False
     # What else comes out (a bias per head that later layers take over) must be as it was, too.
-    return len(reached) == 1 and _equal(reached[0], wanted) and _alike(out, seen.out)
+    return len(reached) == 1 and equal(reached[0], wanted) and _alike(out, seen.out)
 
 
 def _alike(out: Any, before: Any) -> bool:
     new, old = tree_leaves(out), tree_leaves(before)
     return len(new) == len(old) and all(
-        _equal(a, b) for a, b in zip(new, old, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)
+        equal(a, b) for a, b in zip(new, old, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)
     )
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def equal(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
+    """Whether two tensors are the same but for rounding, by the size of the second or `scale`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):  # masks hold infinities
         return torch.equal(a, b)
-    scale = b.abs().max().clamp(min=1e-30)
+    size = b.abs().max().clamp(min=max(scale, 1e-30))
     bound = _EQUAL if b.dtype is torch.float64 else 1e-5
-    return bool((a - b).abs().max() <= bound * scale)
+    return bool((a - b).abs().max() <= bound * size)
 
 
 @contextmanager

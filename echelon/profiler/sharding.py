@@ -82,14 +82,16 @@ def _fitting(pairs: Iterable[Pair]) -> Iterable[Pair]:
 
 def _placed(model: nn.Module, pair: Pair) -> Iterable[Placement]:
     candidate, layout = pair.candidate, pair.layout
-    rest: dict[str, Any] = {"unit": layout.unit, "source": "hint" if candidate.hinted else "pair"}
+    rest: dict[str, Any] = {"unit": layout.unit, "draws": pair.draws, "source": "hint" if candidate.hinted else "pair"}
     for path in candidate.columns:
         yield Placement(path=path, cut="column", slices=_outputs(model.get_submodule(path), layout.parts), **rest)
     for path in candidate.between:
         yield Placement(path=path, cut="between", slices=_channels(model.get_submodule(path)), **rest)
     divide = tuple(f"{path}.{name}" if path else name for path, name in layout.divide)
     dim = 0 if is_flipped(model.get_submodule(candidate.row)) else 1
-    yield Placement(path=candidate.row, cut="row", slices=(Slice("weight", dim),), divide=divide, **rest)
+    yield Placement(
+        path=candidate.row, cut="row", slices=(Slice("weight", dim),), divide=divide, partial=pair.partial, **rest
+    )
 
 
 def _outputs(module: Any, parts: tuple[int, ...] = ()) -> tuple[Slice, ...]:
@@ -139,12 +141,6 @@ def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placeme
         return None, "attention with bias_k, bias_v or add_zero_attn is not cut by heads"
     if not shares(heads, ways)[-1]:
         return None, f"{heads} heads are too few for {ways} ranks; use tp={heads} or less"
-    if heads % ways and module.dropout:
-        # Unequal shares draw unequal amounts of random numbers, and the ranks would go on with unlike generators.
-        return (
-            None,
-            f"{heads} heads cannot be dealt out evenly to {ways} ranks under dropout; use a tp that divides {heads}",
-        )
     parts = (module.embed_dim,) * 3
     slices = (
         Slice("in_proj_weight", 0, parts),

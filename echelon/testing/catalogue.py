@@ -168,14 +168,26 @@ def _biases_left_out() -> Sequence[AbstractContextManager[object]]:
 
 @_fault("norm layers not reduced", "parameters of norm layers are left out of the exchange", needs="dp > 1, zero=0")
 def _norms_left_out() -> Sequence[AbstractContextManager[object]]:
-    return _left_out(
-        lambda model: [
-            value
-            for each in model.modules()
-            if "norm" in type(each).__name__.lower()
-            for value in each.parameters(recurse=False)
-        ]
-    )
+    return _left_out(_norms)
+
+
+@_fault(
+    "norm layers not reduced over tp",
+    "parameters of norm layers keep the gradient of one rank's part of the sequence",
+    needs="tp > 1, sequence",
+)
+def _norms_of_parts() -> Sequence[AbstractContextManager[object]]:
+    chosen: set[int] = set()
+    add_up = engine.add_up
+
+    def note(model: nn.Module) -> None:
+        chosen.clear()
+        chosen.update(map(id, _norms(model)))
+
+    def without(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
+        add_up([each for each in parameters if id(each) not in chosen], ranks)
+
+    return [_built(note), patch.object(engine, "add_up", without)]
 
 
 @_fault("no sum over tp in backward", "a column-cut layer hands on its own share of the gradient", needs="tp > 1")
@@ -372,6 +384,11 @@ def _not_cleared() -> Sequence[AbstractContextManager[object]]:
 
 
 # Ways in
+
+
+def _norms(model: nn.Module) -> list[nn.Parameter]:
+    norms = (each for each in model.modules() if "norm" in type(each).__name__.lower())
+    return [value for each in norms for value in each.parameters(recurse=False)]
 
 
 def _loss(change: Callable[[Run, Any], Any]) -> AbstractContextManager[object]:

@@ -113,6 +113,7 @@ def _gradient(evidence: Evidence, pair: Pair) -> str:
         or _suspected(evidence, pair)
         or _uncleared(evidence, pair)
         or _share(evidence, pair)
+        or _of_sequence(evidence)
         or _backward(evidence)
         or _unknown(evidence)
     )
@@ -182,6 +183,14 @@ def _backward(evidence: Evidence) -> str:
         f"the loss agrees, and of the gradients those of all modules after {path}: backward is right until there; looks like a sum over "
         f"{' or '.join(axes)} that is missing where the gradient goes on"
     )
+
+
+def _of_sequence(evidence: Evidence) -> str:
+    """Only those are off that add up from the parts of a sequence."""
+    partial = {name for segment in evidence.plan.segments for name in segment.partial}
+    if not all(each.name in partial for each in evidence.off):
+        return ""
+    return "each rank of tp uses them on its part of the sequence: the sum of their gradients over tp is missing"
 
 
 def _share(evidence: Evidence, pair: Pair) -> str:

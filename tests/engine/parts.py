@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._pytree import tree_leaves
 
 from echelon.engine.layout import Piece, regions
+from echelon.engine.pipeline import add_up
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
 from echelon.engine.tensor import Axis, cut, install, pieces
@@ -51,6 +52,19 @@ class Heads(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
         k, v = (each.repeat_interleave(many // few, 1) for each in (k, v))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Scaled(nn.Module):
+    """Parameters that act on all columns alike: a learnt scale, and a norm of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 8)
+        self.scale, self.weight = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = F.rms_norm(self.up(x).unflatten(-1, (-1, 4)), (4,), self.weight)
+        return self.down(heads.flatten(-2) * self.scale)
 
 
 class Wide(nn.Module):
@@ -215,6 +229,7 @@ CASES: dict[str, Case] = {
     "logits turned": Case(lambda: Scored(lambda x: x.transpose(1, 2).reshape(15, 7), ids(7, 15)), _x, {"head": "logits"}),
     "logits scaled": Case(lambda: Scored(lambda x: (x / 0.7).flatten(0, 1), ids(7, 15)), _x, {"head": "logits"}),
     "logits kept": Case(Kept, _x, {"head": "logits"}),
+    "learnt scale": Case(Scaled, _x, {"up": "column", "down": "row"}),
     "changed input": Case(Shared, lambda: (numbers(5, 6),), {"first": "gather", "third": "gather"}),
 }  # fmt: skip
 
@@ -244,12 +259,12 @@ def compare(world: World, names: list[str]) -> dict[str, Compared]:
     ranks = Ranks(world, torch.device("cpu"))
     try:
         tensor = ranks.axes(Mesh(tp=world.size))["tp"]
-        return {name: _compare(Counting(tensor), CASES[name]) for name in names}
+        return {name: _compare(Counting(tensor), ranks, CASES[name]) for name in names}
     finally:
         ranks.close()
 
 
-def _compare(axis: Counting, case: Case) -> Compared:
+def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
     torch.manual_seed(1)
     whole = case.make().double()
     for norm in whole.modules():  # torch begins with zeros and ones, which hide a part that is in the wrong place
@@ -276,6 +291,7 @@ def _compare(axis: Counting, case: Case) -> Compared:
                 _loss(out).backward()
             worst["inputs"] = _apart(*([each.grad for each in inputs if _real(each)] for inputs in given))
     mine = dict(parted.named_parameters())
+    add_up([mine[name] for each in found.placements for name in each.partial], ranks)
     for group, values in (
         ("parameters", {n: (v.grad, mine[n].grad) for n, v in whole.named_parameters()}),
         ("buffers", {n: (v, dict(parted.named_buffers())[n]) for n, v in whole.named_buffers()}),

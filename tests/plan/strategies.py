@@ -16,6 +16,7 @@ plans = st.builds(
     micro=st.none() | st.integers(1, 10**6),
     keep_gradients=st.booleans(),
     whole=st.booleans(),
+    sequence=st.booleans(),
     precision=st.sampled_from([None, "fp32", "tf32", "bf16", "fp16"]),
     batchnorm=st.sampled_from(["local", "sync"]),
     compile=st.booleans(),

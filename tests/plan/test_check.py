@@ -36,6 +36,12 @@ def machine(kind: str, count: int) -> Cluster:
         ("cp=2", "cp", "the context axis is not executed yet; use dp instead"),
         ("ep=2 dp=2", "ep", "the expert axis is not executed yet"),
         ("pp=2", "pp", "the model cannot be cut into stages"),
+        ("sequence", "sequence", "sequences are cut over tp, and tp is 1; use tp=2 or more, or leave `sequence` out"),
+        (
+            "tp=2 pp=2 sequence",
+            "sequence",
+            "what passes between the stages of a pipeline is whole; leave `sequence` out, or use pp=1",
+        ),
         ("dp=2 zero=1 keep", "keep_gradients", "zero=1 keeps full gradients as it is"),
         ("dp=32", "dp", "a batch of 16 gives some rank no sample; use dp=16 or less"),
         ("dp=2 micro=9", "micro", "a rank's share of batch=16 over dp=2 is 8 samples; use micro=8 or less"),

@@ -11,6 +11,7 @@ from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan
+from echelon.plan.segment import Segment
 from echelon.plan.text import diff, explain, from_text, to_text
 from tests.plan.strategies import plans
 
@@ -78,6 +79,9 @@ def test_ranks_of_other_axes_have_no_samples_of_their_own() -> None:
     assert explain(from_text("tp=2")).startswith(
         "2 ranks, all with the same samples\ntp=2: modules are cut into 2 parts"
     )
+    segment = Segment(units=("h.0", "h.1", "h.2"), argument="0", dim=1, gathers=(), draws=False, partial=())
+    parted = replace(from_text("tp=2 sequence"), segments=(segment,))
+    assert "each rank has a part of the sequence in h.0-2" in explain(parted)
     assert explain(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2: ")
     assert "every rank holds the whole model" not in explain(from_text("tp=2"))
 

@@ -53,6 +53,24 @@ def test_what_stands_between(work: Any, right: bool) -> None:
     assert rows(pairs_of(Between(work))) == ["down"] * right
 
 
+class Scaled(Between):
+    def __init__(self, beside: bool) -> None:
+        super().__init__(None)
+        self.scale, self.beside = nn.Parameter(torch.tensor(1.5)), beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.down(self.up(x).relu() * self.scale)
+        return out * self.scale if self.beside else out
+
+
+def test_a_parameter_that_acts_on_the_columns_has_shares_of_its_gradient() -> None:
+    (pair,) = pairs_of(Scaled(beside=False)).pairs
+    assert pair.partial == ("scale",)
+    assert all(pair.partial == () for pair in pairs_of(Between(F.gelu)).pairs)
+    # Used elsewhere too, a part of its gradient would be the whole.
+    assert not pairs_of(Scaled(beside=True)).pairs
+
+
 def test_outputs_that_others_read_stay_whole() -> None:
     class Both(Between):
         def forward(self, x: Tensor) -> Tensor:
@@ -96,10 +114,18 @@ def test_odd_heads_stay_whole_heads() -> None:
     assert (pair.layout.parts, pair.layout.unit) == ((12, 12, 12), 4)
 
 
-def test_unequal_shares_draw_no_random_numbers() -> None:
-    """Else the ranks' generators part, and a dropout after the pair differs between them."""
-    assert not pairs_of(Attention(3, dropout=0.1), X).pairs
-    assert pairs_of(Attention(4, dropout=0.1), X).pairs
+def test_a_pair_says_whether_something_in_it_draws() -> None:
+    for heads in (3, 4):
+        assert [pair.draws for pair in pairs_of(Attention(heads, dropout=0.1), X).pairs] == [True]
+        assert [pair.draws for pair in pairs_of(Attention(heads), X).pairs] == [False]
+
+
+def test_batch_norm_is_asked_without_being_changed() -> None:
+    model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Conv1d(6, 4, 1))
+    before = model[1].running_mean.clone().double()
+    (pair,) = pairs_of(model, torch.randn(3, 8, 9, dtype=torch.float64)).pairs
+    assert pair.draws
+    assert torch.equal(model[1].running_mean, before)
 
 
 def test_the_model_is_left_as_it_was() -> None:

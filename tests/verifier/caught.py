@@ -33,6 +33,7 @@ CAUGHT = [
     Caught("one parameter not reduced", "dp=2", ("vgg", "gpt-untied", "gpt"), ("1 of ", OWN)),
     Caught("biases not reduced", "dp=2 micro=2", ("shapes", "gpt-untied", "vgg"), ("all of them biases", OWN)),
     Caught("norm layers not reduced", "dp=2", ("norm", "gpt-untied", "llama"), ("all of them in norm layers", OWN)),
+    Caught("norm layers not reduced over tp", "tp=2 sequence", ("gpt-untied", "llama", "transformer"), ("all of them in norm layers", "the sum of their gradients over tp is missing")),
     Caught("no sum over tp in backward", "tp=2", ("mixer", "gpt-tied", "llama"), ("looks like a sum over tp that is missing", "forward looks right")),
     Caught("bias added by every rank", "tp=2", ("mixer", "transformer", "swin"), ("forward is wrong: the first output that is off is that of", "cut over tp: row", "a bias that every rank adds")),
     Caught("reported loss of one rank", "dp=2", ("vgg", "gpt-untied", "norm"), ("loss at step 0", "the gradients agree", OWN)),
