@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from echelon.job import Job
-from echelon.testing.models import GPT, MLP, ResNet
+from echelon.testing.models import GPT, MLP, Block, ResNet
 
 #: Long enough that no measurement reaches the end.
 ENDLESS = 1_000_000
@@ -60,6 +60,24 @@ class Workload:
             for start in range(0, len(order) - self.batch + 1, self.batch):
                 ids = order[start + rank * share : start + (rank + 1) * share]
                 yield inputs[ids], targets[ids]
+
+
+class HeadBlock(Block):
+    """A block whose attention takes as many heads as it is given: what one writes who means to cut it by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[-1] // self.heads
+        q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class HeadGPT(GPT):
+    """The GPT of such blocks."""
+
+    def __init__(self, *, vocab: int, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__(vocab=vocab, context=context, width=width, layers=0)
+        self.blocks.extend(HeadBlock(width, heads) for _ in range(layers))
 
 
 def _adamw(parameters: Iterable[Any], fused: bool | None) -> torch.optim.Optimizer:
@@ -116,6 +134,16 @@ WORKLOADS = {
         loss=F.cross_entropy,
         optimizer=_sgd,
         batch=256,
+    ),
+    # For the tensor and pipeline axes: long enough a step that compute counts for more than messages.
+    "gpt-axes": Workload(
+        name="gpt-axes",
+        what="GPT 6 x 384, T=128, vocabulary 2048, AdamW, batch 8",
+        model=lambda: HeadGPT(vocab=2048, context=128, width=384, layers=6, heads=6),
+        samples=lambda: _tokens(512, 128, 2048),
+        loss=_token_loss,
+        optimizer=_adamw,
+        batch=8,
     ),
     # For one GPU. `python -m bench.overhead --device cuda` runs it in bf16.
     "gpt124m": Workload(
