@@ -213,8 +213,7 @@ class Run:
             example = self.move(Example(self.job).batch(2))
             self._pipeline = Pipeline(model.train(), self._loss_of, example, plan, self.axes["pp"])
         self.pieces = self._pieces(model)
-        if plan.recompute == "block":
-            recompute(unit_modules(model))
+        recompute(unit_modules(model), plan.recompute)
         if sharded:
             self._compile(model, unit_modules(model))
             self._sharding = Sharding(model, plan, ranks, self.data, self.pieces, self._pipeline)

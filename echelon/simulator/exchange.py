@@ -63,7 +63,7 @@ def tensor_seconds(profile: Profile, plan: Plan, load: Load, shares: Shares, ran
         if module is None or each.cut == "column":
             continue
         here = shares.staged(folded, rank)
-        again = plan.recompute == "block" and any(inside(folded, fold_path(unit)) for unit in profile.units)
+        again = plan.recompute != "none" and any(inside(folded, fold_path(unit)) for unit in profile.units)
         size = module.output.at(samples)
         forward = message_seconds(load, "all_gather" if each.cut == "gather" else "all_reduce", size, plan.mesh.tp)
         backward = 0.0

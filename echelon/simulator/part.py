@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from echelon.plan.again import keeps
 from echelon.plan.placement import cut_parameters
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Moment, Operator, Parameter, Profile, fold_path
+from echelon.plan.profile import WIDTH, Amount, Moment, Operator, Parameter, Profile, fold_path
 from echelon.plan.stages import pairs, stage_ranges
 from echelon.simulator.schedule import in_flight
 
@@ -21,7 +22,7 @@ class Part:
     """What a rank has of the model, and what it keeps beside the micro-batch at work."""
 
     profile: Profile
-    #: Bytes of micro-batches that wait for their backward, and of a block that is computed again.
+    #: Bytes of micro-batches that wait for their backward.
     waiting: float = 0.0
 
 
@@ -58,6 +59,11 @@ class Shares:
         cut = path in self._between or self._cut.get(path) == "row"
         return self.staged(path, rank) / (self._tp if cut else 1)
 
+    def made(self, path: str, rank: int) -> float:
+        """Of what a module's products give: columns are cut, the sum that a row takes part in is whole."""
+        cut = path in self._between or self._cut.get(path) in ("column", "gather", "logits")
+        return self.staged(path, rank) / (self._tp if cut else 1)
+
     def staged(self, path: str, rank: int) -> float:
         """Of its calls, those that are in the stages of `rank`. What is outside all units is done where the loss is."""
         if self._pp == 1:
@@ -71,6 +77,26 @@ class Shares:
 def inside(path: str, outer: str) -> bool:
     """Whether a module is `outer` or lies in it."""
     return path == outer or path.startswith(outer + ".")
+
+
+def forward_in_blocks(whole: Profile, profile: Profile) -> list[Operator]:
+    """The forward operators of `profile` that lie in repeated blocks of the whole model."""
+    blocks = {fold_path(path) for path in whole.units}
+    forward = [operator for operator in profile.operators if operator.phase == "forward"]
+    return [operator for operator in forward if any(inside(operator.module, block) for block in blocks)]
+
+
+def output_bytes(operator: Operator, samples: int) -> float:
+    """What one call of a product or an attention gives."""
+    dims = [amount.at(samples) for amount in operator.dims]
+    width = WIDTH.get(operator.dtype, 4)
+    if operator.kind == "convolution":
+        count, _, channels, _, spatial, _ = dims
+        return count * channels * spatial * width
+    lots, first, second, last = dims
+    if operator.kind == "attention":
+        return lots * first * (last * width + 4)  # and of each query the scores' logarithm, in float32
+    return lots * first * second * width
 
 
 def _between(profile: Profile, plan: Plan) -> Iterator[str]:
@@ -110,7 +136,7 @@ def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple
         units=tuple(path for path, _ in here),
         unit_bytes=tuple(size for _, size in here),
     )
-    return Part(made, (in_flight(plan, len(micros), rank) - 1) * kept.bytes + kept.again)
+    return Part(made, (in_flight(plan, len(micros), rank) - 1) * kept.bytes)
 
 
 def _held(profile: Profile, plan: Plan, shares: Shares, rank: int) -> Iterator[Parameter]:
@@ -152,27 +178,58 @@ class Kept:
 
     bytes: float
     share: float  #: of what the whole model keeps
-    again: float  #: bytes of the largest block that is computed again, while it is (not cut by tp: an upper end)
+    #: While the last block is computed again: what it makes, and what is kept of it, of the other blocks and before them.
+    again: float = 0.0
 
 
 def _kept(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int) -> Kept:
-    again = {fold_path(path) for path in profile.units} if plan.recompute == "block" else set()
-    total = mine = largest = 0.0
-    for path, own in _own_kept(profile, samples).items():
-        total += own
-        if not any(inside(path, block) for block in again):
-            mine += own * shares.kept(path, rank)
-    for module in profile.modules:
-        here = shares.staged(fold_path(module.path), rank)
-        if here and fold_path(module.path) in again:
-            mine += module.count * here * module.output.at(samples)  # its input is as large as its output
-            largest = max(largest, module.kept.at(samples))
-    whole = profile.kept(samples)
+    again = {fold_path(path) for path in profile.units} if plan.recompute != "none" else set()
+    own = _own_kept(profile, samples)
+    total, whole = sum(own.values()), profile.kept(samples)
     rest = max(whole - total, 0.0)  # kept outside of all modules: at the loss
-    mine += rest * shares.staged("", rank)
-    scale = whole / (total + rest) if total + rest else 0.0
-    share = min(mine / (total + rest), 1.0) if total + rest else 0.0
-    return Kept(whole * share, share, largest * scale)
+    outside, before, reached = rest * shares.staged("", rank), 0.0, False
+    for path, size in own.items():
+        if any(inside(path, block) for block in again):
+            reached = True
+            continue
+        outside += size * shares.kept(path, rank)
+        before += 0.0 if reached or not path else size * shares.kept(path, rank)
+    blocks = _blocks(profile, plan, shares, rank, samples) if again else _Blocks()
+    mine, scale = outside + blocks.kept, whole / (total + rest) if total + rest else 0.0
+    return Kept(
+        min(scale * mine, whole),
+        min(mine / (total + rest), 1.0) if total + rest else 0.0,
+        scale * (before + blocks.kept + blocks.largest) if blocks.kept else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Bytes of blocks that are computed again: what all of them keep until then, and what the largest makes while it is."""
+
+    kept: float = 0.0
+    largest: float = 0.0
+
+
+def _blocks(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int) -> _Blocks:
+    own = _own_kept(profile, samples)
+    saved = [each for each in forward_in_blocks(profile, profile) if plan.recompute == "selective" and keeps(each.name)]
+    sizes = [(each.module, each.count * output_bytes(each, samples) * shares.made(each.module, rank)) for each in saved]
+    kept, largest = sum(size for _, size in sizes), 0.0
+    for block in {fold_path(path) for path in profile.units}:
+        alike = [module for module in profile.modules if fold_path(module.path) == block]
+        calls = sum(module.count for module in alike) * shares.staged(block, rank)
+        if not calls:
+            continue
+        given = max(module.output.at(samples) for module in alike)  # its input is as large as its output
+        kept += calls * given
+        inner = {path: size for path, size in own.items() if inside(path, block)}
+        # Of what a block keeps when nothing is computed again, the part that this rank has.
+        part = sum(size * shares.kept(path, rank) for path, size in inner.items()) / (sum(inner.values()) or 1.0)
+        most = max(module.kept.at(samples) for module in alike) * part / shares.staged(block, rank)
+        known = sum(size for path, size in sizes if inside(path, block)) / calls
+        largest = max(largest, most - known - given)
+    return _Blocks(kept, largest)
 
 
 def _own_kept(profile: Profile, samples: int) -> dict[str, float]:
@@ -206,6 +263,8 @@ def _moments(
         for moment in profile.moments
         if shares.staged(moment.where.partition(" ")[0].replace("loss", ""), rank)
     ]
+    if kept.again:
+        found.append(_again(profile, shares, rank, samples, kept))
     if found:
         return tuple(found)
     # The step's peak is on another rank: here all is kept, and a unit at work has its output and a gradient of it.
@@ -220,4 +279,20 @@ def _moments(
             kept=Amount(kept.bytes),
             gradients=0.0,
         ),
+    )
+
+
+def _again(profile: Profile, shares: Shares, rank: int, samples: int, kept: Kept) -> Moment:
+    """The last block is computed again: what the loss and the layers after it kept is gone, and some gradients are done."""
+    blocks = {fold_path(path) for path in profile.units}
+    inner = [module for module in profile.modules if any(inside(module.path, block) for block in blocks)]
+    # The gradients of the largest activation and of what the block gave.
+    most = max((module.output.at(samples) * shares.made(module.path, rank) for module in inner), default=0.0)
+    given = max((module.output.at(samples) for module in inner if fold_path(module.path) in blocks), default=0.0)
+    return Moment(
+        where=profile.units[-1],
+        phase="backward",
+        alive=Amount(kept.again + most + given),
+        kept=Amount(kept.again),
+        gradients=0.0,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.errors import PlanError
+from echelon.plan.again import keeps
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
@@ -13,7 +14,7 @@ from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_s
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
-from echelon.simulator.part import Shares, inside, parts
+from echelon.simulator.part import Shares, forward_in_blocks, parts
 from echelon.simulator.schedule import bubble
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
@@ -68,10 +69,9 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
         backward += times * _compute(profile, plan, load, samples, "backward")
         calls += times * sum(operator.count for operator in profile.operators)
         within += times * tensor_seconds(whole, plan, load, shares, rank, samples)
-        if plan.recompute == "block":
-            again = _in_blocks(whole, profile)
-            backward += times * _priced(again, plan.precision or profile.precision, load, samples)
-            calls += times * sum(operator.count for operator in again)
+        again = _again(whole, profile, plan)
+        backward += times * _priced(again, plan.precision or profile.precision, load, samples)
+        calls += times * sum(operator.count for operator in again)
         within += times * pipeline_seconds(whole, plan, load, rank, samples)
     if len(load.micros) > 1:
         backward += (len(load.micros) - 1) * stream_seconds(load, "add_", 3 * profile.gradient_bytes)
@@ -118,11 +118,17 @@ def _priced(operators: Sequence[Operator], precision: Precision, load: Load, sam
     return sum(o.count * operator_seconds(o, samples, load, precision) for o in operators)
 
 
-def _in_blocks(whole: Profile, profile: Profile) -> list[Operator]:
-    """The forward operators of repeated blocks."""
-    blocks = {fold_path(path) for path in whole.units}
-    forward = [operator for operator in profile.operators if operator.phase == "forward"]
-    return [operator for operator in forward if any(inside(operator.module, block) for block in blocks)]
+def _again(whole: Profile, profile: Profile, plan: Plan) -> list[Operator]:
+    """What is computed once more in backward."""
+    if plan.recompute == "none":
+        return []
+    rows = {fold_path(each.path) for each in plan.placements if each.cut == "row"}
+    # A row's product is summed over the ranks in place, so that there is nothing of it to keep.
+    return [
+        each
+        for each in forward_in_blocks(whole, profile)
+        if plan.recompute == "block" or not keeps(each.name) or each.module in rows
+    ]
 
 
 def _overlap(load: Load) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Module, Parameter, Profile, Rule
+from echelon.plan.profile import Amount, Module, Parameter, Profile, Rule
 from echelon.plan.stages import stage_count
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
@@ -113,6 +113,29 @@ def test_recomputed_blocks_keep_their_inputs_and_cost_a_forward() -> None:
     # Eight inputs of one width, and one block of nine.
     everything = simulate(profile, CLUSTER, Plan()).memory.activations
     assert one == pytest.approx(everything * (8 + 9) / (8 * 9), rel=0.1)
+
+
+def test_selective_keeps_products_and_computes_the_rest_again() -> None:
+    profile = make_stack(blocks=8, width=256, length=64)
+    for text in ("dp=2", "tp=2", "pp=2 micro=4", "dp=2 zero=3"):
+        plan = cut(from_text(text), profile)
+        none, some, block = (
+            simulate(profile, CLUSTER, replace(plan, recompute=each)) for each in ("none", "selective", "block")
+        )
+        assert block.memory.activations < some.memory.activations < none.memory.activations, text
+        assert none.time.backward <= some.time.backward < block.time.backward, text
+
+
+def test_the_loss_and_a_block_that_is_computed_again_do_not_peak_at_once() -> None:
+    profile = make_stack(blocks=8, width=256, length=64)
+    (moment,) = profile.moments
+    logits = Amount(0.0, 2e6)
+    large = replace(profile, moments=(replace(moment, alive=moment.alive + logits, kept=moment.kept + logits),))
+    (before,), (after,) = (parts(each, from_text("recompute=block"), (16,)) for each in (profile, large))
+    inputs = profile.modules[0].output.at(16) * 8
+    assert after.profile.kept(16) == pytest.approx(inputs + logits.at(16))
+    # Eight inputs of one width, and all that one block of nine keeps besides.
+    assert before.profile.kept(16) == pytest.approx(inputs * (8 + 8) / 8)
 
 
 def test_an_optimizer_state_follows_the_elements() -> None:
