@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from bench.workloads import HeadGPT
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.plan.plan import Plan
@@ -18,10 +20,13 @@ from echelon.world import World
 from tests.engine.jobs import classes, numbers
 
 
-def gpt(*, dropout: float = 0.0, layers: int = 4, width: int = 16, context: int = 9, batch: int = 8) -> Job:
+def gpt(
+    *, dropout: float = 0.0, layers: int = 4, width: int = 16, context: int = 9, batch: int = 8, kind: Any = None
+) -> Job:
+    kind = kind or partial(GPT, width=width, layers=layers, dropout=dropout)
     text = torch.randint(1, 32, (3 * batch, context), generator=torch.Generator().manual_seed(2))
     return Job(
-        model=lambda: GPT(vocab=32, context=context, width=width, layers=layers, heads=2, dropout=dropout),
+        model=lambda: kind(vocab=32, context=context, heads=2),
         loss=lambda output, batch: F.cross_entropy(output[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten()),
         inputs=lambda batch: ((batch[0],), {}),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -73,6 +78,7 @@ def careless(dropout: float = 0.0) -> Job:
 
 JOBS = {
     "gpt": gpt,
+    "cut heads": lambda: gpt(kind=partial(HeadGPT, width=16, layers=4)),
     "resnet": resnet,
     "dropout": lambda: gpt(dropout=0.5),
     "in place": careless,
