@@ -22,7 +22,7 @@ class Part:
     """What a rank has of the model, and what it keeps beside the micro-batch at work."""
 
     profile: Profile
-    #: Bytes of micro-batches that wait for their backward.
+    #: Bytes of micro-batches that wait for their backward, and of what each of them gave to the next stage.
     waiting: float = 0.0
 
 
@@ -40,6 +40,7 @@ class Shares:
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._tp, self._pp = plan.mesh.tp, plan.mesh.pp
         ranges = stage_ranges(plan, len(profile.visits)) if plan.mesh.pp > 1 else []
+        self._begins = [places.start for places in ranges]
         #: The rank of pp that computes each visit.
         self.ranks = [number % plan.mesh.pp for number, places in enumerate(ranges) for _ in places]
         self.last = (len(ranges) - 1) % plan.mesh.pp if ranges else 0
@@ -59,10 +60,17 @@ class Shares:
         cut = path in self._between or self._cut.get(path) == "row"
         return self.staged(path, rank) / (self._tp if cut else 1)
 
-    def made(self, path: str, rank: int) -> float:
-        """Of what a module's products give: columns are cut, the sum that a row takes part in is whole."""
-        cut = path in self._between or self._cut.get(path) in ("column", "gather", "logits")
-        return self.staged(path, rank) / (self._tp if cut else 1)
+    def cut(self, path: str) -> float:
+        """Of what a module gives, the part that a rank of tp has: columns are cut, the sum that a row takes part in is whole."""
+        return 1 / self._tp if path in self._between or self._cut.get(path) in ("column", "gather", "logits") else 1.0
+
+    def sent(self, profile: Profile, rank: int, samples: int) -> float:
+        """Bytes that a micro-batch takes from the stages of `rank` to those after them."""
+        return sum(
+            profile.visits[place].crossing.at(samples)
+            for place in self._begins
+            if place and self.ranks[place - 1] == rank
+        )
 
     def staged(self, path: str, rank: int) -> float:
         """Of its calls, those that are in the stages of `rank`. What is outside all units is done where the loss is."""
@@ -84,6 +92,16 @@ def forward_in_blocks(whole: Profile, profile: Profile) -> list[Operator]:
     blocks = {fold_path(path) for path in whole.units}
     forward = [operator for operator in profile.operators if operator.phase == "forward"]
     return [operator for operator in forward if any(inside(operator.module, block) for block in blocks)]
+
+
+def computed_again(whole: Profile, profile: Profile, plan: Plan) -> list[Operator]:
+    """The operators of `profile` that run once more in backward."""
+    inner = forward_in_blocks(whole, profile) if plan.recompute != "none" else []
+    if plan.recompute == "block":
+        return inner
+    # What a row gives is summed over the ranks in place, so that there is nothing of it to keep.
+    rows = {fold_path(each.path) for each in plan.placements if each.cut == "row"}
+    return [each for each in inner if not keeps(each.name) or each.module in rows]
 
 
 def output_bytes(operator: Operator, samples: int) -> float:
@@ -123,7 +141,7 @@ def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple
         profile,
         parameters=held,
         operators=tuple(_operators(profile, shares, rank)),
-        moments=_moments(profile, shares, rank, max(micros), kept, gradients),
+        moments=_moments(profile, held, shares, rank, max(micros), kept, gradients),
         optimizers=tuple(
             replace(
                 rule,
@@ -136,7 +154,8 @@ def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple
         units=tuple(path for path, _ in here),
         unit_bytes=tuple(size for _, size in here),
     )
-    return Part(made, (in_flight(plan, len(micros), rank) - 1) * kept.bytes)
+    flying = in_flight(plan, len(micros), rank)
+    return Part(made, (flying - 1) * kept.bytes + flying * shares.sent(profile, rank, max(micros)))
 
 
 def _held(profile: Profile, plan: Plan, shares: Shares, rank: int) -> Iterator[Parameter]:
@@ -213,8 +232,14 @@ class _Blocks:
 
 def _blocks(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int) -> _Blocks:
     own = _own_kept(profile, samples)
-    saved = [each for each in forward_in_blocks(profile, profile) if plan.recompute == "selective" and keeps(each.name)]
-    sizes = [(each.module, each.count * output_bytes(each, samples) * shares.made(each.module, rank)) for each in saved]
+    saved = set(forward_in_blocks(profile, profile)).difference(computed_again(profile, profile, plan))
+    sizes = [
+        (
+            each.module,
+            each.count * output_bytes(each, samples) * shares.staged(each.module, rank) * shares.cut(each.module),
+        )
+        for each in saved
+    ]
     kept, largest = sum(size for _, size in sizes), 0.0
     for block in {fold_path(path) for path in profile.units}:
         alike = [module for module in profile.modules if fold_path(module.path) == block]
@@ -250,9 +275,15 @@ def _own_kept(profile: Profile, samples: int) -> dict[str, float]:
 
 
 def _moments(
-    profile: Profile, shares: Shares, rank: int, samples: int, kept: Kept, gradients: float
+    profile: Profile,
+    held: tuple[Parameter, ...],
+    shares: Shares,
+    rank: int,
+    samples: int,
+    kept: Kept,
+    gradients: float,
 ) -> tuple[Moment, ...]:
-    """The moments that fall to a rank; `gradients`: its share of them."""
+    """The moments that fall to a rank, which has the parameters `held`; `gradients`: its share of them."""
     found = [
         replace(
             moment,
@@ -263,36 +294,35 @@ def _moments(
         for moment in profile.moments
         if shares.staged(moment.where.partition(" ")[0].replace("loss", ""), rank)
     ]
-    if kept.again:
-        found.append(_again(profile, shares, rank, samples, kept))
-    if found:
-        return tuple(found)
-    # The step's peak is on another rank: here all is kept, and a unit at work has its output and a gradient of it.
-    here = [module for module in profile.modules if shares.staged(module.path, rank) and module.path]
-    largest = max((module.output.at(samples) for module in here), default=0.0)
-    first = next((visit.path for visit, at in zip(profile.visits, shares.ranks, strict=False) if at == rank), "stage")
-    return (
-        Moment(
-            where=first,
-            phase="backward",
-            alive=Amount(kept.bytes + 2 * largest),
-            kept=Amount(kept.bytes),
-            gradients=0.0,
-        ),
-    )
+    here = [visit.path for visit, at in zip(profile.visits, shares.ranks, strict=False) if at == rank]
+    if kept.again:  # what the loss and the layers after the blocks kept is gone by then
+        inner = [path for path in profile.units if not here or path in here]
+        found.append(_backward(profile, held, shares, rank, samples, inner, kept.again))
+    elif shares.ranks and rank != shares.last:  # the profile's peaks are at the loss
+        found.append(_backward(profile, held, shares, rank, samples, here, kept.bytes))
+    return tuple(found)
 
 
-def _again(profile: Profile, shares: Shares, rank: int, samples: int, kept: Kept) -> Moment:
-    """The last block is computed again: what the loss and the layers after it kept is gone, and some gradients are done."""
-    blocks = {fold_path(path) for path in profile.units}
-    inner = [module for module in profile.modules if any(inside(module.path, block) for block in blocks)]
-    # The gradients of the largest activation and of what the block gave.
-    most = max((module.output.at(samples) * shares.made(module.path, rank) for module in inner), default=0.0)
-    given = max((module.output.at(samples) for module in inner if fold_path(module.path) in blocks), default=0.0)
+def _backward(
+    profile: Profile,
+    held: tuple[Parameter, ...],
+    shares: Shares,
+    rank: int,
+    samples: int,
+    units: list[str],
+    kept: float,
+) -> Moment:
+    """Backward of the last of `units`: beside what is kept, the gradients of what it gave, of the largest activation and of a weight."""
+    within = {fold_path(path) for path in units}
+    modules = [module for module in profile.modules if any(inside(fold_path(module.path), path) for path in within)]
+    last = [module for module in modules if fold_path(module.path) == fold_path(units[-1])]
+    given = max((module.output.at(samples) for module in last), default=0.0)
+    most = max((module.output.at(samples) * shares.cut(module.path) for module in modules), default=0.0)
+    weight = max((each.bytes for each in held if any(inside(fold_path(each.name), path) for path in within)), default=0)
     return Moment(
-        where=profile.units[-1],
+        where=units[-1],
         phase="backward",
-        alive=Amount(kept.again + most + given),
-        kept=Amount(kept.again),
+        alive=Amount(kept + given + most + weight),
+        kept=Amount(kept),
         gradients=0.0,
     )

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.errors import PlanError
-from echelon.plan.again import keeps
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
-from echelon.plan.profile import Operator, Phase, Profile, fold_path
+from echelon.plan.profile import Operator, Phase, Profile
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
-from echelon.simulator.part import Shares, forward_in_blocks, parts
+from echelon.simulator.part import Shares, computed_again, parts
 from echelon.simulator.schedule import bubble
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
@@ -69,7 +68,7 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
         backward += times * _compute(profile, plan, load, samples, "backward")
         calls += times * sum(operator.count for operator in profile.operators)
         within += times * tensor_seconds(whole, plan, load, shares, rank, samples)
-        again = _again(whole, profile, plan)
+        again = computed_again(whole, profile, plan)
         backward += times * _priced(again, plan.precision or profile.precision, load, samples)
         calls += times * sum(operator.count for operator in again)
         within += times * pipeline_seconds(whole, plan, load, rank, samples)
@@ -116,19 +115,6 @@ def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phas
 
 def _priced(operators: Sequence[Operator], precision: Precision, load: Load, samples: int) -> float:
     return sum(o.count * operator_seconds(o, samples, load, precision) for o in operators)
-
-
-def _again(whole: Profile, profile: Profile, plan: Plan) -> list[Operator]:
-    """What is computed once more in backward."""
-    if plan.recompute == "none":
-        return []
-    rows = {fold_path(each.path) for each in plan.placements if each.cut == "row"}
-    # A row's product is summed over the ranks in place, so that there is nothing of it to keep.
-    return [
-        each
-        for each in forward_in_blocks(whole, profile)
-        if plan.recompute == "block" or not keeps(each.name) or each.module in rows
-    ]
 
 
 def _overlap(load: Load) -> float:
