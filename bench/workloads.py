@@ -88,7 +88,8 @@ def _sgd(parameters: Iterable[Any], fused: bool | None) -> torch.optim.Optimizer
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=fused)
 
 
-def _tokens(rows: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
+def tokens(rows: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Random text: (tokens, those that follow)."""
     text = torch.randint(vocab, (rows, length + 1), generator=torch.Generator().manual_seed(0))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
@@ -112,7 +113,7 @@ WORKLOADS = {
         name="gpt",
         what="GPT 6 x 256, T=128, AdamW, batch 16",
         model=lambda: GPT(vocab=256, context=128, width=256, layers=6, heads=4),
-        samples=lambda: _tokens(512, 128, 256),
+        samples=lambda: tokens(512, 128, 256),
         loss=_token_loss,
         optimizer=_adamw,
         batch=16,
@@ -140,7 +141,7 @@ WORKLOADS = {
         name="gpt-axes",
         what="GPT 6 x 384, T=128, vocabulary 2048, AdamW, batch 8",
         model=lambda: HeadGPT(vocab=2048, context=128, width=384, layers=6, heads=6),
-        samples=lambda: _tokens(512, 128, 2048),
+        samples=lambda: tokens(512, 128, 2048),
         loss=_token_loss,
         optimizer=_adamw,
         batch=8,
@@ -150,7 +151,7 @@ WORKLOADS = {
         name="gpt124m",
         what="GPT 12 x 768 (124M), T=1024, AdamW, batch 32",
         model=lambda: GPT(vocab=50304, context=1024, width=768, layers=12, heads=12, tied=True),
-        samples=lambda: _tokens(256, 1024, 50304),
+        samples=lambda: tokens(256, 1024, 50304),
         loss=_token_loss,
         optimizer=_adamw,
         batch=32,

@@ -10,7 +10,7 @@ from echelon.plan.profile import Profile, fold_path
 from echelon.plan.stages import stage_ranges
 from echelon.simulator.cost import message_seconds, stream_seconds
 from echelon.simulator.load import Load
-from echelon.simulator.part import Shares, inside
+from echelon.simulator.shares import Shares, inside
 
 #: Operators' worth of host work that sharding costs per unit and pass (hooks, streams, views): a judgement, not measured.
 _HOOKS = 60

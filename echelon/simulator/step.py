@@ -9,12 +9,14 @@ from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Operator, Phase, Profile
+from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
-from echelon.simulator.part import Shares, computed_again, parts
+from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
+from echelon.simulator.shares import Shares
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
