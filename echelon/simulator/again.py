@@ -9,6 +9,9 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import WIDTH, Operator, Profile, fold_path
 from echelon.simulator.shares import Shares, inside
 
+#: Operators whose backward needs nothing that they read or gave.
+_SUMS = ("add", "add_")
+
 
 def forward_in_blocks(whole: Profile, profile: Profile) -> list[Operator]:
     """The forward operators of `profile` that lie in repeated blocks of the whole model."""
@@ -17,14 +20,32 @@ def forward_in_blocks(whole: Profile, profile: Profile) -> list[Operator]:
     return [operator for operator in forward if any(inside(operator.module, block) for block in blocks)]
 
 
-def computed_again(whole: Profile, profile: Profile, plan: Plan) -> list[Operator]:
-    """The operators of `profile` that run once more in backward."""
-    inner = forward_in_blocks(whole, profile) if plan.recompute != "none" else []
-    if plan.recompute == "block":
-        return inner
+def saved(profile: Profile, plan: Plan) -> list[Operator]:
+    """The operators in blocks whose outputs are kept until backward."""
+    if plan.recompute != "selective":
+        return []
     # What a row gives is summed over the ranks in place, so that there is nothing of it to keep.
     rows = {fold_path(each.path) for each in plan.placements if each.cut == "row"}
-    return [each for each in inner if not keeps(each.name) or each.module in rows]
+    inner = forward_in_blocks(profile, profile)
+    return [each for each in inner if keeps(each.name) and each.module not in rows]
+
+
+def computed_again(whole: Profile, profile: Profile, plan: Plan) -> list[Operator]:
+    """The operators of `profile` that run once more in backward.
+
+    torch stops as soon as it has all that backward needs: a product that ends a block needs what it reads, not what it gives.
+    """
+    if plan.recompute == "none":
+        return []
+    found, kept = [], {(each.module, each.name) for each in saved(whole, plan)}
+    for block in dict.fromkeys(map(fold_path, whole.units)):
+        inner = [each for each in forward_in_blocks(whole, profile) if inside(each.module, block)]
+        while inner and inner[-1].name in _SUMS:
+            inner.pop()
+        if inner and inner[-1].kind != "stream":
+            inner.pop()
+        found += [each for each in inner if (each.module, each.name) not in kept]
+    return found
 
 
 def output_bytes(operator: Operator, samples: int) -> float:
@@ -52,13 +73,12 @@ class Blocks:
 def blocks_again(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int) -> Blocks:
     """What the blocks on a rank keep and make."""
     own = own_kept(profile, samples)
-    saved = set(forward_in_blocks(profile, profile)).difference(computed_again(profile, profile, plan))
     sizes = [
         (
             each.module,
             each.count * output_bytes(each, samples) * shares.staged(each.module, rank) * shares.cut(each.module),
         )
-        for each in saved
+        for each in saved(profile, plan)
     ]
     kept, one, largest = sum(size for _, size in sizes), 0.0, 0.0
     for block in {fold_path(path) for path in profile.units}:

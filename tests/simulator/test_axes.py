@@ -114,13 +114,14 @@ def test_messages_are_priced_and_faster_links_help() -> None:
         assert (slow.bubble > 0) is (plan.mesh.pp > 1)
 
 
-def test_recomputed_blocks_keep_their_inputs_and_cost_a_forward() -> None:
+def test_recomputed_blocks_keep_their_inputs_and_cost_a_forward_but_its_end() -> None:
     profile = make_stack(blocks=8, width=256, length=64)
     for text in ("dp=2", "tp=2", "pp=2 micro=4", "dp=2 zero=3"):
         plan = cut(from_text(text), profile)
         kept, again = (simulate(profile, CLUSTER, replace(plan, recompute=each)) for each in ("none", "block"))
         assert again.memory.activations < 0.6 * kept.memory.activations, text
-        assert again.time.backward == pytest.approx(kept.time.backward + kept.time.forward, rel=0.1), text
+        # Of two equal products the one that ends a block is not needed again.
+        assert again.time.backward == pytest.approx(kept.time.backward + kept.time.forward / 2, rel=0.1), text
 
 
 def test_selective_keeps_products_and_computes_the_rest_again() -> None:
