@@ -34,6 +34,8 @@ class Pipeline:
     def __init__(self, model: nn.Module, forward: Forward, example: Any, plan: Plan, ranks: Group) -> None:
         """`forward(model, batch)` computes the loss; `example` is a batch of it."""
         self._model, self._forward, self._plan, self._ranks = model, forward, plan, ranks
+        #: Where values lie that pass between stages: gloo sends none from a GPU's memory.
+        self._post = torch.device("cpu") if ranks.staged else ranks.device
         self._ghost = Ghost(model, ranks.device)
         visits = self._ghost.visits(forward, example)
         bounds = _bounds(plan, visits, ranks.size)
@@ -88,7 +90,7 @@ class Pipeline:
         count = len(self._batches)
         schedule = self._ready(count)
         numbers = torch.arange(count)
-        given = (torch.zeros(count, device=self._ranks.device),) if 0 in self._numbers else ()
+        given = (torch.zeros(count, device=self._post),) if 0 in self._numbers else ()
         target = {"target": numbers, "losses": []} if self.final else {}
         schedule.step(*given, index=numbers, **target, return_outputs=False)
 
@@ -97,15 +99,19 @@ class Pipeline:
         found: tuple[Tensor, ...] = ()
         for number, stage in zip(self._numbers, self._stages, strict=True):
             incoming, _ = stage.shapes(batch, forward)
-            received = [torch.empty(each.shape, dtype=each.dtype, device=self._ranks.device) for each in incoming]
+            received = [torch.empty(each.shape, dtype=each.dtype, device=self._post) for each in incoming]
             for value in received:
                 dist.recv(value, group_src=(number - 1) % self._ranks.size, group=self._ranks.group)
-            sent = stage(*received, batch=batch, forward=forward)
+            sent = stage(*(value.to(self._ranks.device) for value in received), batch=batch, forward=forward)
             if stage.final:
                 found = sent
                 continue
             for value in sent:
-                dist.send(value.contiguous(), group_dst=(number + 1) % self._ranks.size, group=self._ranks.group)
+                dist.send(
+                    value.contiguous().to(self._post),
+                    group_dst=(number + 1) % self._ranks.size,
+                    group=self._ranks.group,
+                )
         return found
 
     def _ready(self, count: int) -> Any:
@@ -127,7 +133,7 @@ class Pipeline:
             _Fed(stage, self),
             number,
             self._total,
-            self._ranks.device,
+            self._post,
             input_args=incoming if number else (torch.zeros(1, device="meta"),),
             output_args=outgoing,
             group=self._ranks.mesh().get_group(),
@@ -149,7 +155,10 @@ class _Fed(nn.Module):
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         stage, pipeline = self._held
-        return stage(*(received if stage.first else ()), batch=pipeline._batches[int(index)], forward=pipeline._forward)
+        here, post = pipeline._ranks.device, pipeline._post
+        given = [value.to(here) for value in received] if stage.first else []
+        out = stage(*given, batch=pipeline._batches[int(index)], forward=pipeline._forward)
+        return out if stage.final else tuple(value.to(post) for value in out)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """What a split backward computes gradients for."""
@@ -160,7 +169,7 @@ def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:
     """Where stages begin, and the end."""
     if not visits:
         raise PlanError(
-            f"pp={ways}: the model cannot be cut into stages: it uses a module's parameters without calling that module; use pp=1 "
+            f"pp={ways}: the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative; use pp=1 "
             "(dp with zero=3 also shares the memory)"
         )
     bounds = [0, *plan.stages, len(visits)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +41,24 @@ class Group:
         if self._mesh is None:
             self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.name,))
         return self._mesh
+
+    def some(self, members: Iterable[int]) -> Group:
+        """Some of these ranks, by their places here. Called by each of them, and by nobody else."""
+        chosen = sorted(members)
+        if len(chosen) == self.size:
+            return self
+        made = Group(chosen.index(self.rank), len(chosen), self.device)
+        everyone = self.group or dist.group.WORLD
+        assert everyone is not None
+        made.group = dist.new_group(
+            [dist.get_global_rank(everyone, each) for each in chosen], use_local_synchronization=True
+        )
+        return made
+
+    @property
+    def staged(self) -> bool:
+        """Whether what the GPUs tell each other goes through the hosts' memory."""
+        return self.device.type == "cuda" and self.size > 1 and "cuda:nccl" not in dist.get_backend_config()
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For small plain values, outside the step."""
@@ -111,11 +129,6 @@ class Ranks(Group):
                 f"rank {self.world.rank} could not join {self.world.size} ranks at {self.world.address}: {error}"
             ) from error
         self._owner = True
-
-    @property
-    def staged(self) -> bool:
-        """Whether what the GPUs tell each other goes through the hosts' memory."""
-        return self.device.type == "cuda" and self.size > 1 and "cuda:nccl" not in dist.get_backend_config()
 
     def axes(self, mesh: Mesh) -> dict[str, Group]:
         """The group of each axis that this rank is in. With one axis alone that is everybody."""

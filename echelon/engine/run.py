@@ -37,7 +37,7 @@ from echelon.engine.optimizers import make_optimizers, make_schedules
 from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
-from echelon.engine.ranks import Ranks
+from echelon.engine.ranks import Group, Ranks
 from echelon.engine.recompute import recompute
 from echelon.engine.shard import Sharding, forget_meshes, unit_modules
 from echelon.engine.state import State
@@ -105,8 +105,8 @@ class Run:
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and not p.is_meta]
         self._parameters = [value for _, value in named]
         self._copies = [self._held_by(name, value) for name, value in named]
-        #: Held by several stages: their gradients add up over the pipeline.
-        self._tied = [value for name, value in named if len(self._owners(name)) > 1]
+        #: Held by several stages, with the ranks that hold them: their gradients add up over those.
+        self._tied = self._find_tied(named)
         whole = self._parameters if self._sharding is None else self._sharding.loose
         if self.data.size > 1 and whole:
             self._exchange = Exchange(whole, plan.bucket, self.data.group)
@@ -207,11 +207,11 @@ class Run:
         #: Of the whole model, whatever this rank keeps of it.
         self.fingerprint = fingerprint(model)
         self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
-        if plan.batchnorm == "sync" and self.data.size > 1:
-            model = synchronise(model, self.data.group)
-        if self.axes["pp"].size > 1:  # before the tensor axis, as what passes between stages is not cut
+        if self.axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
             example = self.move(Example(self.job).batch(2))
             self._pipeline = Pipeline(model.train(), self._loss_of, example, plan, self.axes["pp"])
+        if plan.batchnorm == "sync" and self.data.size > 1:
+            model = synchronise(model, self.data.group)
         self.pieces = self._pieces(model)
         recompute(unit_modules(model), plan.recompute)
         if sharded:
@@ -247,6 +247,15 @@ class Run:
     def _owners(self, name: str) -> frozenset[int]:
         """The ranks of the pipeline axis that hold a parameter."""
         return frozenset({0}) if self._pipeline is None else self._pipeline.owners[name]
+
+    def _find_tied(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Group, list[nn.Parameter]]]:
+        found: dict[frozenset[int], list[nn.Parameter]] = {}
+        for name, value in named:
+            found.setdefault(self._owners(name), []).append(value)
+        # In one order on all ranks: making a group waits for its members.
+        return [
+            (self.axes["pp"].some(owners), found[owners]) for owners in sorted(found, key=sorted) if len(owners) > 1
+        ]
 
     def _held_by(self, name: str, value: Tensor) -> int:
         """How many ranks hold what this one has of a parameter."""
@@ -317,11 +326,12 @@ class Run:
         pipeline.run(
             [self.move(micro.batch) for micro in micros],
             lambda output, index: self._weighed(output, micros[index], batch, sums),
-            self.data if self.plan.zero > 1 and self.data.size > 1 else None,
+            self.data if self.data.size > 1 and (self.plan.zero > 1 or self.plan.batchnorm == "sync") else None,
         )
         if self._sharding is not None:
             self._sharding.flush()
-        add_up(self._tied, self.axes["pp"])
+        for holders, tied in self._tied:
+            add_up(tied, holders)
         self._send(sums)
         if self._exchange is not None:
             self._exchange.arm()

@@ -131,11 +131,6 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
             path="schedule", value=plan.schedule, rule="its backward runs in two parts, and what was computed again is there for one only",
             remedy="use schedule=interleaved, or leave `recompute` out",
         )  # fmt: skip
-    if plan.batchnorm == "sync" and plan.mesh.dp > 1:
-        yield Problem(
-            path="batchnorm", value="sync", rule="batch norms of a pipeline's stages are not synchronised over dp yet",
-            remedy="use batchnorm=local, or pp=1 (tp and zero go with it)",
-        )  # fmt: skip
     if plan.compile:
         yield Problem(
             path="compile", value=True, rule="a stage runs part of the model's forward, which torch.compile would compile whole",
@@ -220,14 +215,10 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             remedy=f"use {instead}", severity="warning",
         )  # fmt: skip
     if pp > 1 and not units:
-        why = (
-            "could not be traced without running it"
-            if profile.traced == "real"
-            else "uses a module's parameters without calling that module, or its calls depend on the data"
-        )
         yield Problem(
-            path="pp", value=pp, rule=f"the model cannot be cut into stages: it {why}", remedy=f"use {instead}"
-        )
+            path="pp", value=pp, remedy=f"use {instead}",
+            rule="the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative",
+        )  # fmt: skip
     elif pp > 1 and count > units:
         fewer = (
             f"use pp={units} or less"

@@ -133,8 +133,7 @@ def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
             ) from error
     if not visits:
         raise PlanError(
-            f"pp={pp}: the model cannot be cut into stages: it uses a module's parameters without calling that module, or its calls "
-            f"depend on the data; {instead}"
+            f"pp={pp}: the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative; {instead}"
         )
     if len(visits) < count:
         fewer = f"use pp={len(visits)} or less" if count == pp else "use schedule=1f1b, which has one stage per rank"

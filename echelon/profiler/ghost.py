@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from echelon.errors import EchelonError
 from echelon.profiler.build import unquestioned
 from echelon.profiler.coupling import random_states
 from echelon.profiler.visits import Visit, follow, intercepted, unit_paths
+
+#: Invented numbers are tried in these sizes: a model whose calls or shapes follow from them cannot be cut into stages.
+_SCALES = (1.0, -1.0, 30.0)
 
 #: Computes the loss, or what else is wanted, with a model on a batch.
 Forward = Callable[[nn.Module, Any], Any]
@@ -49,6 +53,7 @@ class Ghost:
         self.model = copy.deepcopy(model, memo)
         self._known: dict[Any, list[Returned]] = {}
         self._invents = False
+        self._scale = 1.0
 
     def _fake(self, value: Tensor, device: torch.device) -> Tensor:
         with self.mode:
@@ -68,8 +73,38 @@ class Ghost:
                 raise
             except Exception:  # whatever a user's forward does with values it does not have
                 self._invents = True
-        with random_states(), torch.no_grad(), invented(self.model, around=unit_paths(self.model)):
-            return follow(self.model, lambda: forward(self.model, batch), self._compute)
+        return self._followed(forward, batch)
+
+    def _followed(self, forward: Forward, batch: Any) -> list[Visit]:
+        """The visits on invented numbers; none where other numbers lead to other calls or to other shapes."""
+        found: list[Visit] = []
+        expected: list[Any] | None = None
+        for scale in _SCALES:
+            seen: list[Any] = []
+
+            def compute(path: str, call: Callable[..., Any], args: Any, kwargs: Any, seen: list[Any] = seen) -> Any:
+                out = self._compute(path, call, args, kwargs)
+                seen.append((path, shape_key(out)))
+                return out
+
+            given = batch if scale == 1 else tree_map(partial(_scaled, by=scale), batch)
+            self._scale = scale
+            try:
+                with random_states(), torch.no_grad(), self._invented_around(unit_paths(self.model)):
+                    visits = follow(self.model, partial(forward, self.model, given), compute)
+            except EchelonError:
+                raise
+            except Exception:  # numbers that the model does not take
+                if scale == 1:
+                    raise
+                continue
+            finally:
+                self._scale = 1.0
+            if expected is None:
+                found, expected = visits, seen
+            elif seen != expected:
+                return []
+        return found
 
     def returned(
         self, forward: Forward, batch: Any, paths: Sequence[str], *, training: bool, visits: Sequence[Visit] = ()
@@ -118,15 +153,18 @@ class Ghost:
         with (
             random_states(),
             torch.no_grad(),
-            invented(self.model, around=paths),
+            self._invented_around(paths),
             intercepted(self.model, list(paths), around),
         ):
             end = _as_tuple(forward(self.model, batch))
         return [*found, self._emptied(end, True)]
 
     def _compute(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with invented(self.model.get_submodule(path)):
+        with invented(self.model.get_submodule(path), self._scale):
             return call(*args, **kwargs)
+
+    def _invented_around(self, paths: Sequence[str]) -> AbstractContextManager[None]:
+        return invented(self.model, self._scale, around=paths)
 
     def _emptied(self, out: Any, trained: bool) -> Returned:
         leaves, spec = tree_flatten(out)
@@ -144,8 +182,8 @@ class Ghost:
 
 
 @contextmanager
-def invented(module: nn.Module, around: Sequence[str] = ()) -> Iterator[None]:
-    """Inside, the tensors of `module` have numbers, small ones above zero; not those of the modules `around` (paths) which it stands."""
+def invented(module: nn.Module, scale: float = 1.0, around: Sequence[str] = ()) -> Iterator[None]:
+    """Inside, the tensors of `module` have numbers, small ones above zero, parameters `scale` times that; not those of the modules `around` (paths) which it stands."""
     foreign = {id(inner) for path in around for inner in module.get_submodule(path).modules()}
     before: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[int, Tensor] = {}
@@ -157,7 +195,7 @@ def invented(module: nn.Module, around: Sequence[str] = ()) -> Iterator[None]:
             for name, value in slots.items():
                 if isinstance(value, FakeTensor) or isinstance(getattr(value, "data", None), FakeTensor):
                     before.append((slots, name, value))
-                    slots[name] = made.setdefault(id(value), _numbers(value))
+                    slots[name] = made.setdefault(id(value), _numbers(value, scale))
     try:
         yield
     finally:
@@ -165,9 +203,15 @@ def invented(module: nn.Module, around: Sequence[str] = ()) -> Iterator[None]:
             slots[name] = value
 
 
-def _numbers(value: Tensor) -> Tensor:
-    numbers = torch.rand(value.shape, device=value.device).mul_(0.1).to(value.dtype)
-    return nn.Parameter(numbers, value.requires_grad) if isinstance(value, nn.Parameter) else numbers
+def _numbers(value: Tensor, scale: float) -> Tensor:
+    numbers = torch.rand(value.shape, device=value.device).mul_(0.1)
+    if not isinstance(value, nn.Parameter):
+        return numbers.to(value.dtype)
+    return nn.Parameter(numbers.mul_(scale).to(value.dtype), value.requires_grad)
+
+
+def _scaled(leaf: Any, by: float) -> Any:
+    return leaf * by if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def shape_key(batch: Any) -> Any:

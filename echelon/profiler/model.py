@@ -49,11 +49,8 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             flops=sum(call.flops for call in second.calls) / second.samples,
         )
         visits: tuple[Visit, ...] = ()
-        if how == "fake":
-            with contextlib.suppress(
-                Exception
-            ):  # a model that cannot be cut into stages; who asks for them is told why
-                visits = chain(job, example)
+        with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
+            visits = chain(job, example)
     notes += unsure
     return _assemble(
         job, example, model, first, second, device=device, how=how, coupled=coupled, visits=visits, notes=notes

@@ -22,6 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
 
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
 #: One tensor that a unit returned: (number of the visit, place among the tensors of its output).
 Value = tuple[int, int]
 
@@ -103,10 +105,14 @@ class Follower(TorchFunctionMode):
         self.visits: list[Visit] = []
         #: Parameters that the glue itself computes with, by identity.
         self.touched: set[int] = set()
+        #: Whether the glue takes derivatives, through units that other stages hold.
+        self.differentiates = False
         self._origin = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _DIFFERENTIATE:
+            self.differentiates = True
         out = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         found = self.origin(inputs)
@@ -147,21 +153,38 @@ class Follower(TorchFunctionMode):
 def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = None) -> list[Visit]:
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
-    Empty where the model cannot be cut: one of its units is used without being called. A unit whose parameters do not reach the
-    loss at all is left out.
+    Empty where the model cannot be cut: it is one unit, or forward takes a derivative. A unit whose parameters do not reach the loss at
+    all is left out. One that is used without being called belongs to the module around it that is, or else to the glue.
     """
     paths = unit_paths(model)
     while "" not in paths:
         follower = Follower(compute)
-        with intercepted(model, paths, follower.around), follower:
+        with intercepted(model, paths, follower.around), _calls(model) as running, follower:
             loss = step()
+        if follower.differentiates:
+            return []
         called = {visit.path for visit in follower.visits}
         known = {id(value) for path in called for value in model.get_submodule(path).parameters()}
         silent = _used([path for path in paths if path not in called], model, loss, known)
         if not silent:
             return [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
-        paths = _widened([path for path in paths if path in called or path in silent], silent)
+        paths = _widened([path for path in paths if path in called or path in silent], silent, running)
     return []
+
+
+@contextmanager
+def _calls(model: nn.Module) -> Iterator[set[str]]:
+    """The modules that are called inside, by path."""
+    found: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda _, __, path=path: found.add(path))
+        for path, module in model.named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _used(paths: list[str], model: nn.Module, loss: Any, known: set[int]) -> list[str]:
@@ -179,12 +202,20 @@ def _used(paths: list[str], model: nn.Module, loss: Any, known: set[int]) -> lis
     return found
 
 
-def _widened(paths: list[str], silent: list[str]) -> list[str]:
-    """Replace units that are never called by their parents, which then swallow the units below them."""
-    parents = {path.rpartition(".")[0] for path in silent}
+def _widened(paths: list[str], silent: list[str], running: set[str]) -> list[str]:
+    """Replace units that are never called by the modules around them that are, which then swallow the units below them."""
+    parents = {_around(path, running) for path in silent} - {""}  # the model itself: then it is the glue's
     kept = [path for path in paths if path not in silent and not any(path.startswith(p + ".") for p in parents)]
     outermost = [p for p in parents if not any(p != q and p.startswith(q + ".") for q in parents)]
     return [*kept, *outermost]
+
+
+def _around(path: str, running: set[str]) -> str:
+    while path:
+        path = path.rpartition(".")[0]
+        if path in running:
+            break
+    return path
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -67,6 +67,37 @@ def test_every_schedule_is_one_device(ranks: Pool, alone: Any, schedule: str) ->
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.parametrize("plan", ["pp=4 micro=2", "dp=2 pp=3 zero=1 micro=2"])
+def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Pool, alone: Any, plan: str) -> None:
+    one, many = alone("tied"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "tied", plan)
+    assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
+    assert difference(one["parameters"], many[0]["parameters"]) < BOUND
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_")  # a processor without such instructions
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2", "dp=2 tp=2 zero=3", "dp=2 pp=2 zero=1 micro=2"])
+def test_half_precision_stays_near_one_device(ranks: Pool, plan: str, precision: str) -> None:
+    one = trained(World(), "tokens", f"precision={precision}", double=False)
+    count, text = from_text(plan).ranks, f"{plan} precision={precision}"
+    many = ranks.run(count, "tests.engine.jobs:trained", "tokens", text, double=False)
+    assert many[0]["losses"] == pytest.approx(one["losses"], rel=0.01)
+    assert all(rank["losses"] == many[0]["losses"] for rank in many)
+    # The steps' changes are seen above the rounding.
+    start = trained(World(), "tokens", "precision=fp32", double=False, steps=0)["parameters"]
+    moved = max((one["parameters"][name] - value).abs().max().item() for name, value in start.items())
+    apart = max((many[0]["parameters"][name] - one["parameters"][name]).abs().max().item() for name in start)
+    assert apart < 0.5 * moved
+
+
+@pytest.mark.parametrize("plan", ["dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 pp=2", "dp=2 pp=2 zero=3"])
+def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone: Any, plan: str) -> None:
+    count, text = from_text(plan).ranks, f"{plan} batchnorm=sync"
+    one, many = alone("norm"), ranks.run(count, "tests.engine.jobs:trained", "norm", text)
+    assert difference(one["buffers"], many[0]["buffers"]) < BOUND
+    assert difference(one["parameters"], many[0]["parameters"]) < BOUND
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2", "tp=2 pp=2", "dp=2 pp=2 micro=2"])
 def test_evaluation_is_the_same_on_every_rank(ranks: Pool, plan: str) -> None:
     one = evaluated(World(), "tokens", "dp=1")

@@ -132,7 +132,6 @@ def test_a_plan_that_is_still_to_be_completed_may_pass() -> None:
         ("pp=3 schedule=interleaved", "6 stages, and the model has 5 units that forward calls one after another; use schedule=1f1b"),
         ("dp=2 pp=2 zero=1 schedule=zero-bubble", "use schedule=interleaved, or zero=0"),
         ("pp=2 schedule=zero-bubble recompute=block", "use schedule=interleaved, or leave `recompute` out"),
-        ("dp=2 pp=2 batchnorm=sync", "use batchnorm=local, or pp=1"),
         ("pp=2 compile", "leave `compile` out, or use pp=1"),
     ],
 )  # fmt: skip

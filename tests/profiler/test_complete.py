@@ -97,10 +97,14 @@ def test_more_stages_than_units_are_refused_with_the_remedy(plan: str, words: st
 
 def test_a_model_that_looks_at_its_numbers_has_no_stages_and_another_plan_is_taken() -> None:
     job = small(Undecided)
-    with pytest.raises(PlanError, match=r"pp=2: stages are found by running the model without numbers, .*dp=2 zero=3"):
+    with pytest.raises(
+        PlanError, match=r"pp=2: the model cannot be cut into stages: .*data decide what is called.*dp=2 zero=3"
+    ):
         complete(from_text("pp=2"), job)
     plan, why = complete_or_share(from_text("pp=2 micro=2 schedule=gpipe"), job)
     assert str(plan) == "dp=2 zero=3"
     assert "pp=2" in why
     plan, why = complete_or_share(from_text("tp=2"), job)
-    assert (len(plan.placements), why) == (1, "")  # the other layer is not called by these samples, and stays whole
+    # The other layer is not called by these samples: it is cut at rest.
+    assert sorted(each.cut for each in plan.placements) == ["gather", "stored"]
+    assert not why

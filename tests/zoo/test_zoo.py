@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench import zoo as table
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
@@ -91,6 +92,20 @@ def require_proved(ranks: Pool, name: str) -> None:
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, "dp=2 threads=1", timeout=120)[0])
     assert certificate.verified, certificate.divergent
     assert any("the epoch's last" in note for note in certificate.notes), "a short batch is where weights go wrong"
+
+
+#: Of `python -m bench.zoo`, which makes the whole table.
+CELLS = random.Random(7).sample(
+    [(name, plan) for name in ZOO for plan in table.PLANS if "tp" in plan or "pp" in plan], 10
+)
+
+
+@pytest.mark.parametrize(("name", "plan"), CELLS)
+def test_proved_under_tensor_and_pipeline_parallelism(ranks: Pool, name: str, plan: str) -> None:
+    need(name)
+    cell = table.judge(ranks, name, plan)
+    assert cell.good, cell.why
+    assert cell.worst <= cell.bound
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.coupled == "loss"])
