@@ -24,6 +24,8 @@ class Part:
     profile: Profile
     #: Bytes of micro-batches that wait for their backward, and of what each of them gave to the next stage.
     waiting: float = 0.0
+    #: Bytes that a block computes in forward and gives back at once: an allocator may hold on to them.
+    freed: float = 0.0
 
 
 def parts(profile: Profile, plan: Plan, micros: tuple[int, ...]) -> tuple[Part, ...]:
@@ -60,7 +62,7 @@ def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple
         unit_bytes=tuple(size for _, size in here),
     )
     flying = in_flight(plan, len(micros), rank)
-    return Part(made, (flying - 1) * kept.bytes + flying * shares.sent(profile, rank, max(micros)))
+    return Part(made, (flying - 1) * kept.bytes + flying * shares.sent(profile, rank, max(micros)), kept.freed)
 
 
 def _held(profile: Profile, plan: Plan, shares: Shares, rank: int) -> Iterator[Parameter]:
@@ -105,6 +107,7 @@ class Kept:
     #: While the last block is computed again, and while the first is: what that makes, and what is kept until then.
     last: float = 0.0
     first: float = 0.0
+    freed: float = 0.0  #: what a block made in forward and gave back
 
 
 def _kept(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int) -> Kept:
@@ -126,6 +129,7 @@ def _kept(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int)
         min(mine / (total + rest), 1.0) if total + rest else 0.0,
         scale * (before + blocks.kept + blocks.largest) if blocks.kept else 0.0,
         scale * (before + blocks.one + blocks.largest) if blocks.kept else 0.0,
+        scale * blocks.largest,
     )
 
 

@@ -45,7 +45,9 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
         )
     load = load_of(profile, cluster, plan)
     ranks = parts(profile, plan, load.micros)
-    held, where = max((memory(part.profile, plan, load, part.waiting) for part in ranks), key=lambda each: each[0].peak)
+    held, where = max(
+        (memory(part.profile, plan, load, part.waiting, part.freed) for part in ranks), key=lambda each: each[0].peak
+    )
     return Forecast(
         plan=plan,
         batch=profile.batch,
