@@ -217,8 +217,7 @@ class Run:
         if plan.batchnorm == "sync" and self.data.size > 1:
             model = synchronise(model, self.data.group)
         self.pieces = self._pieces(model)
-        if plan.recompute == "block":
-            recompute(unit_modules(model))
+        recompute(unit_modules(model), plan.recompute)
         if sharded:
             self._compile(model, unit_modules(model))
             self._sharding = Sharding(model, plan, ranks, self.data, self.pieces, self._pipeline)

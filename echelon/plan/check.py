@@ -202,9 +202,9 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
             remedy="add `whole`, or use zero=0",
         )  # fmt: skip
-    if plan.recompute == "block" and not profile.units:
+    if plan.recompute != "none" and not profile.units:
         yield Problem(
-            path="recompute", value="block", rule="the model has no repeated blocks, so that everything is kept all the same",
+            path="recompute", value=plan.recompute, rule="the model has no repeated blocks, so that everything is kept all the same",
             remedy="leave `recompute` out", severity="warning",
         )  # fmt: skip
     if plan.precision not in (None, profile.precision):

@@ -12,7 +12,7 @@ from echelon.plan.segment import Segment
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 BatchNorm = Literal["local", "sync"]
-Recompute = Literal["none", "block"]
+Recompute = Literal["none", "block", "selective"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
@@ -36,7 +36,7 @@ class Plan(Document):
     precision: Precision | None = None
     #: Batch statistics: each micro-batch its own ("local"), or over the data ranks ("sync").
     batchnorm: BatchNorm = "local"
-    #: Activations of repeated blocks: kept, or computed again in backward from the block's input.
+    #: Activations of repeated blocks: kept; computed again in backward from the block's input; or from that and its products' outputs.
     recompute: Recompute = "none"
     compile: bool = False
     #: Fused optimizer kernels where torch has them.

@@ -138,8 +138,13 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         + (", compiled" if plan.compile else "")
         + ("" if plan.fused else ", optimizer kernels not fused")
     )
-    if plan.recompute == "block":
-        lines.append("each block keeps only its input and is computed again in backward")
+    if plan.recompute != "none":
+        kept = (
+            "only its input"
+            if plan.recompute == "block"
+            else "its input and the outputs of its products and attentions"
+        )
+        lines.append(f"each block keeps {kept} and is computed again in backward")
     if plan.batchnorm == "sync":
         lines.append("batch-norm statistics are taken over all ranks")
     if plan.threads:

@@ -8,9 +8,10 @@ from echelon.plan.buckets import layout
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, fold_path
 from echelon.plan.stages import stage_ranges
+from echelon.simulator.again import computed_again
 from echelon.simulator.cost import message_seconds, stream_seconds
 from echelon.simulator.load import Load
-from echelon.simulator.part import Shares, inside
+from echelon.simulator.shares import Shares
 
 #: Operators' worth of host work that sharding costs per unit and pass (hooks, streams, views): a judgement, not measured.
 _HOOKS = 60
@@ -56,6 +57,7 @@ def tensor_seconds(profile: Profile, plan: Plan, load: Load, shares: Shares, ran
     """
     modules = {module.path: module for module in profile.modules}
     shapes = {name: each.shape for each in profile.parameters for name in (each.name, *each.aliases)}
+    repeated = {operator.module for operator in computed_again(profile, profile, plan)}
     total = 0.0
     for each in plan.placements:
         folded = fold_path(each.path)
@@ -63,7 +65,7 @@ def tensor_seconds(profile: Profile, plan: Plan, load: Load, shares: Shares, ran
         if module is None or each.cut == "column":
             continue
         here = shares.staged(folded, rank)
-        again = plan.recompute == "block" and any(inside(folded, fold_path(unit)) for unit in profile.units)
+        again = folded in repeated
         size = module.output.at(samples)
         forward = message_seconds(load, "all_gather" if each.cut == "gather" else "all_reduce", size, plan.mesh.tp)
         backward = 0.0

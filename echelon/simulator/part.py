@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from echelon.plan.placement import cut_parameters
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Moment, Operator, Parameter, Profile, fold_path
-from echelon.plan.stages import pairs, stage_ranges
+from echelon.simulator.again import Blocks, blocks_again, own_kept
 from echelon.simulator.schedule import in_flight
+from echelon.simulator.shares import Shares, inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,10 @@ class Part:
     """What a rank has of the model, and what it keeps beside the micro-batch at work."""
 
     profile: Profile
-    #: Bytes of micro-batches that wait for their backward, and of a block that is computed again.
+    #: Bytes of micro-batches that wait for their backward, and of what each of them gave to the next stage.
     waiting: float = 0.0
+    #: Bytes that a block computes in forward and gives back at once: an allocator may hold on to them.
+    freed: float = 0.0
 
 
 def parts(profile: Profile, plan: Plan, micros: tuple[int, ...]) -> tuple[Part, ...]:
@@ -31,58 +34,6 @@ def parts(profile: Profile, plan: Plan, micros: tuple[int, ...]) -> tuple[Part, 
         return (Part(profile),)
     shares = Shares(profile, plan)
     return tuple(_part(profile, plan, shares, rank, micros) for rank in range(plan.mesh.pp))
-
-
-class Shares:
-    """Which share of a module's work and of its activations falls to a rank."""
-
-    def __init__(self, profile: Profile, plan: Plan) -> None:
-        self._tp, self._pp = plan.mesh.tp, plan.mesh.pp
-        ranges = stage_ranges(plan, len(profile.visits)) if plan.mesh.pp > 1 else []
-        #: The rank of pp that computes each visit.
-        self.ranks = [number % plan.mesh.pp for number, places in enumerate(ranges) for _ in places]
-        self.last = (len(ranges) - 1) % plan.mesh.pp if ranges else 0
-        self._visits: dict[str, list[int]] = {}
-        for visit, rank in zip(profile.visits, self.ranks, strict=False):
-            self._visits.setdefault(fold_path(visit.path), []).append(rank)
-        self._cut = {fold_path(each.path): each.cut for each in plan.placements}
-        self._between = set(_between(profile, plan))
-
-    def work(self, path: str, rank: int) -> float:
-        """Of what a module computes, by its folded path."""
-        cut = path in self._between or self._cut.get(path, "vocabulary") != "vocabulary"
-        return self.staged(path, rank) / (self._tp if cut else 1)
-
-    def kept(self, path: str, rank: int) -> float:
-        """Of what a module keeps for backward: a column keeps its input, which is whole, a row one that is cut."""
-        cut = path in self._between or self._cut.get(path) == "row"
-        return self.staged(path, rank) / (self._tp if cut else 1)
-
-    def staged(self, path: str, rank: int) -> float:
-        """Of its calls, those that are in the stages of `rank`. What is outside all units is done where the loss is."""
-        if self._pp == 1:
-            return 1.0
-        for unit, ranks in self._visits.items():
-            if inside(path, unit):
-                return ranks.count(rank) / len(ranks)
-        return 1.0 if rank == self.last else 0.0
-
-
-def inside(path: str, outer: str) -> bool:
-    """Whether a module is `outer` or lies in it."""
-    return path == outer or path.startswith(outer + ".")
-
-
-def _between(profile: Profile, plan: Plan) -> Iterator[str]:
-    """Folded paths of what computes on columns: the module that holds a pair, and what in it has no parameters of its own."""
-    modules = {module.path: module for module in profile.modules}
-    for columns, row in pairs(plan):
-        names = [each.path.split(".") for each in (*columns, row)]
-        shared = [same[0] for same in zip(*names, strict=False) if len(set(same)) == 1]
-        holder = fold_path(".".join(shared))
-        if columns and holder in modules:
-            yield holder
-            yield from (path for path, each in modules.items() if inside(path, holder) and not each.parameters)
 
 
 def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple[int, ...]) -> Part:
@@ -97,7 +48,7 @@ def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple
         profile,
         parameters=held,
         operators=tuple(_operators(profile, shares, rank)),
-        moments=_moments(profile, shares, rank, max(micros), kept, gradients),
+        moments=_moments(profile, held, shares, rank, max(micros), kept, gradients),
         optimizers=tuple(
             replace(
                 rule,
@@ -110,7 +61,8 @@ def _part(profile: Profile, plan: Plan, shares: Shares, rank: int, micros: tuple
         units=tuple(path for path, _ in here),
         unit_bytes=tuple(size for _, size in here),
     )
-    return Part(made, (in_flight(plan, len(micros), rank) - 1) * kept.bytes + kept.again)
+    flying = in_flight(plan, len(micros), rank)
+    return Part(made, (flying - 1) * kept.bytes + flying * shares.sent(profile, rank, max(micros)), kept.freed)
 
 
 def _held(profile: Profile, plan: Plan, shares: Shares, rank: int) -> Iterator[Parameter]:
@@ -152,50 +104,45 @@ class Kept:
 
     bytes: float
     share: float  #: of what the whole model keeps
-    again: float  #: bytes of the largest block that is computed again, while it is (not cut by tp: an upper end)
+    #: While the last block is computed again, and while the first is: what that makes, and what is kept until then.
+    last: float = 0.0
+    first: float = 0.0
+    freed: float = 0.0  #: what a block made in forward and gave back
 
 
 def _kept(profile: Profile, plan: Plan, shares: Shares, rank: int, samples: int) -> Kept:
-    again = {fold_path(path) for path in profile.units} if plan.recompute == "block" else set()
-    total = mine = largest = 0.0
-    for path, own in _own_kept(profile, samples).items():
-        total += own
-        if not any(inside(path, block) for block in again):
-            mine += own * shares.kept(path, rank)
-    for module in profile.modules:
-        here = shares.staged(fold_path(module.path), rank)
-        if here and fold_path(module.path) in again:
-            mine += module.count * here * module.output.at(samples)  # its input is as large as its output
-            largest = max(largest, module.kept.at(samples))
-    whole = profile.kept(samples)
+    again = {fold_path(path) for path in profile.units} if plan.recompute != "none" else set()
+    own = own_kept(profile, samples)
+    total, whole = sum(own.values()), profile.kept(samples)
     rest = max(whole - total, 0.0)  # kept outside of all modules: at the loss
-    mine += rest * shares.staged("", rank)
-    scale = whole / (total + rest) if total + rest else 0.0
-    share = min(mine / (total + rest), 1.0) if total + rest else 0.0
-    return Kept(whole * share, share, largest * scale)
-
-
-def _own_kept(profile: Profile, samples: int) -> dict[str, float]:
-    """Bytes that all modules of a folded path keep, those of the modules in them left out."""
-    totals: dict[str, float] = {}
-    for module in profile.modules:
-        path = fold_path(module.path)
-        totals[path] = totals.get(path, 0.0) + module.count * module.kept.at(samples)
-    own = dict(totals)
-    for path, size in totals.items():
-        outer = path
-        while outer:
-            outer = outer.rpartition(".")[0]
-            if outer in totals:
-                own[outer] -= size
-                break
-    return {path: max(size, 0.0) for path, size in own.items()}
+    outside, before, reached = rest * shares.staged("", rank), 0.0, False
+    for path, size in own.items():
+        if any(inside(path, block) for block in again):
+            reached = True
+            continue
+        outside += size * shares.kept(path, rank)
+        before += 0.0 if reached or not path else size * shares.kept(path, rank)
+    blocks = blocks_again(profile, plan, shares, rank, samples) if again else Blocks()
+    mine, scale = outside + blocks.kept, whole / (total + rest) if total + rest else 0.0
+    return Kept(
+        min(scale * mine, whole),
+        min(mine / (total + rest), 1.0) if total + rest else 0.0,
+        scale * (before + blocks.kept + blocks.largest) if blocks.kept else 0.0,
+        scale * (before + blocks.one + blocks.largest) if blocks.kept else 0.0,
+        scale * blocks.largest,
+    )
 
 
 def _moments(
-    profile: Profile, shares: Shares, rank: int, samples: int, kept: Kept, gradients: float
+    profile: Profile,
+    held: tuple[Parameter, ...],
+    shares: Shares,
+    rank: int,
+    samples: int,
+    kept: Kept,
+    gradients: float,
 ) -> tuple[Moment, ...]:
-    """The moments that fall to a rank; `gradients`: its share of them."""
+    """The moments that fall to a rank, which has the parameters `held`; `gradients`: its share of them."""
     found = [
         replace(
             moment,
@@ -206,18 +153,37 @@ def _moments(
         for moment in profile.moments
         if shares.staged(moment.where.partition(" ")[0].replace("loss", ""), rank)
     ]
-    if found:
-        return tuple(found)
-    # The step's peak is on another rank: here all is kept, and a unit at work has its output and a gradient of it.
-    here = [module for module in profile.modules if shares.staged(module.path, rank) and module.path]
-    largest = max((module.output.at(samples) for module in here), default=0.0)
-    first = next((visit.path for visit, at in zip(profile.visits, shares.ranks, strict=False) if at == rank), "stage")
-    return (
-        Moment(
-            where=first,
-            phase="backward",
-            alive=Amount(kept.bytes + 2 * largest),
-            kept=Amount(kept.bytes),
-            gradients=0.0,
-        ),
+    here = [visit.path for visit, at in zip(profile.visits, shares.ranks, strict=False) if at == rank]
+    if kept.last:  # what the loss and the layers after the blocks kept is gone by then
+        inner = [path for path in profile.units if not here or path in here]
+        found.append(_backward(profile, held, shares, rank, samples, inner, inner[-1], kept.last))
+        found.append(_backward(profile, held, shares, rank, samples, inner, inner[0], kept.first))
+    elif shares.ranks and rank != shares.last:  # the profile's peaks are at the loss
+        found.append(_backward(profile, held, shares, rank, samples, here, here[-1], kept.bytes))
+    return tuple(found)
+
+
+def _backward(
+    profile: Profile,
+    held: tuple[Parameter, ...],
+    shares: Shares,
+    rank: int,
+    samples: int,
+    units: list[str],
+    unit: str,
+    kept: float,
+) -> Moment:
+    """Backward of one of `units`: beside what is kept, the gradients of what it gave, of the largest activation and of a weight."""
+    within = {fold_path(path) for path in units}
+    modules = [module for module in profile.modules if any(inside(fold_path(module.path), path) for path in within)]
+    given = max((module.output.at(samples) for module in modules if fold_path(module.path) in within), default=0.0)
+    most = max((module.output.at(samples) * shares.cut(module.path) for module in modules), default=0.0)
+    weight = max((each.bytes for each in held if any(inside(fold_path(each.name), path) for path in within)), default=0)
+    after = max((place for place, each in enumerate(held) if inside(each.name, unit)), default=len(held))
+    return Moment(
+        where=unit,
+        phase="backward",
+        alive=Amount(kept + given + most + weight),
+        kept=Amount(kept),
+        gradients=float(sum(each.bytes for each in held[after + 1 :] if each.trainable)),
     )

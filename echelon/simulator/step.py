@@ -8,13 +8,15 @@ from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
-from echelon.plan.profile import Operator, Phase, Profile, fold_path
+from echelon.plan.profile import Operator, Phase, Profile
+from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
-from echelon.simulator.part import Shares, inside, parts
+from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
+from echelon.simulator.shares import Shares
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -43,7 +45,9 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
         )
     load = load_of(profile, cluster, plan)
     ranks = parts(profile, plan, load.micros)
-    held, where = max((memory(part.profile, plan, load, part.waiting) for part in ranks), key=lambda each: each[0].peak)
+    held, where = max(
+        (memory(part.profile, plan, load, part.waiting, part.freed) for part in ranks), key=lambda each: each[0].peak
+    )
     return Forecast(
         plan=plan,
         batch=profile.batch,
@@ -68,10 +72,9 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
         backward += times * _compute(profile, plan, load, samples, "backward")
         calls += times * sum(operator.count for operator in profile.operators)
         within += times * tensor_seconds(whole, plan, load, shares, rank, samples)
-        if plan.recompute == "block":
-            again = _in_blocks(whole, profile)
-            backward += times * _priced(again, plan.precision or profile.precision, load, samples)
-            calls += times * sum(operator.count for operator in again)
+        again = computed_again(whole, profile, plan)
+        backward += times * _priced(again, plan.precision or profile.precision, load, samples)
+        calls += times * sum(operator.count for operator in again)
         within += times * pipeline_seconds(whole, plan, load, rank, samples)
     if len(load.micros) > 1:
         backward += (len(load.micros) - 1) * stream_seconds(load, "add_", 3 * profile.gradient_bytes)
@@ -116,13 +119,6 @@ def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phas
 
 def _priced(operators: Sequence[Operator], precision: Precision, load: Load, samples: int) -> float:
     return sum(o.count * operator_seconds(o, samples, load, precision) for o in operators)
-
-
-def _in_blocks(whole: Profile, profile: Profile) -> list[Operator]:
-    """The forward operators of repeated blocks."""
-    blocks = {fold_path(path) for path in whole.units}
-    forward = [operator for operator in profile.operators if operator.phase == "forward"]
-    return [operator for operator in forward if any(inside(operator.module, block) for block in blocks)]
 
 
 def _overlap(load: Load) -> float:

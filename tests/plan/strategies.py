@@ -23,6 +23,6 @@ plans = st.builds(
     fused=st.booleans(),
     threads=st.none() | st.integers(1, 512),
     bucket=st.integers(1, 1000),
-    recompute=st.sampled_from(["none", "block"]),
+    recompute=st.sampled_from(["none", "block", "selective"]),
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
 )
