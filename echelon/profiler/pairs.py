@@ -104,6 +104,7 @@ class Found:
     pairs: tuple[Pair, ...]
     called: frozenset[str]  #: modules without children that forward calls
     touched: frozenset[int]  #: parameters that are also used outside the module that holds them, by identity
+    sized: frozenset[int]  #: parameters whose sizes are read outside the module that holds them, by identity
     scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
 
 
@@ -126,7 +127,14 @@ def _found(
         step()  # with gradients: some forwards take them
     calls = Counter(visit.path for visit in follower.visits)
     hinted = [each for each in hints if all(calls[path] == 1 for path in each.paths)]
-    candidates = [*hinted, *_candidates(model, follower.visits, calls)]
+    candidates = [
+        each
+        for each in (*hinted, *_candidates(model, follower.visits, calls))
+        # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
+        if not any(
+            id(value) in follower.sized for path in each.paths for value in model.get_submodule(path).parameters()
+        )
+    ]
     seen = _watched(model, candidates, step)
     pairs: dict[str, Pair] = {}
     for each in candidates:
@@ -134,7 +142,9 @@ def _found(
             pairs[each.row] = pair
     read = {source for visit in follower.visits for source, _ in visit.reads}
     scored = frozenset(follower.visits[each].path for each in follower.scored - read)
-    return Found(tuple(pairs.values()), frozenset(calls), frozenset(follower.touched), scored)
+    return Found(
+        tuple(pairs.values()), frozenset(calls), frozenset(follower.touched), frozenset(follower.sized), scored
+    )
 
 
 class _Scores(Follower):

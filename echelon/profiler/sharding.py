@@ -123,8 +123,11 @@ def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Place
     if path not in found.called:
         how = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
         return None, f"{type(module).__name__} {how}"
-    if found.touched & {id(value) for value in module.parameters(recurse=False)}:
+    own = {id(value) for value in module.parameters(recurse=False)}
+    if found.touched & own:
         return None, "its parameters are also used outside of it"
+    if found.sized & own:
+        return None, "the sizes of its parameters are read outside of it"
     if type(module) in (nn.Embedding, nn.EmbeddingBag):
         return _table(module, path, ways)
     if is_linear(module):
@@ -273,7 +276,7 @@ def _total(step: Callable[[], Any]) -> float:
 
 
 def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: float) -> bool:
-    """Whether modules' own matrices (path -> the module around it) are read only while that module around it runs."""
+    """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs."""
     called: set[str] = set()
 
     def around(path: str, within: str) -> Callable[..., Any]:
@@ -298,6 +301,8 @@ def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str]
         for path, own in values.items()
     }
     with ExitStack() as stack, torch.no_grad():
+        for path in places:
+            stack.enter_context(_replaced(model.get_submodule(path), _cut_away(model.get_submodule(path), ways)))
         for path, within in places.items():
             stack.enter_context(calling(model.get_submodule(within), around(path, within)))
         try:
@@ -312,6 +317,16 @@ def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str]
             for path, own in values.items():
                 for name, value in own.items():
                     value.copy_(true[path][name])
+
+
+def _cut_away(module: nn.Module, ways: int) -> dict[str, nn.Parameter]:
+    """What is there at rest, in size."""
+    shapes = {each.name: each.most(module.get_parameter(each.name).shape, ways, 1) for each in _resting(module, ways)}
+    return {
+        name: nn.Parameter(value.new_full(shapes[name], math.nan), value.requires_grad)
+        for name, value in module.named_parameters(recurse=False)
+        if name in shapes
+    }
 
 
 @contextmanager

@@ -24,6 +24,9 @@ from echelon.profiler.tree import module_tree
 
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
+#: What tells how large a tensor is.
+_SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
+
 #: One tensor that a unit returned: (number of the visit, place among the tensors of its output).
 Value = tuple[int, int]
 
@@ -105,6 +108,8 @@ class Follower(TorchFunctionMode):
         self.visits: list[Visit] = []
         #: Parameters that the glue itself computes with, by identity.
         self.touched: set[int] = set()
+        #: Parameters whose sizes the glue reads, by identity.
+        self.sized: set[int] = set()
         #: Whether the glue takes derivatives, through units that other stages hold.
         self.differentiates = False
         self._origin = WeakTensorKeyDictionary()
@@ -120,6 +125,8 @@ class Follower(TorchFunctionMode):
             func is not Tensor.__repr__ and getattr(func, "__name__", "") != "__get__"
         ):  # reading .shape is no computation
             self.touched.update(id(tensor) for tensor in inputs if isinstance(tensor, nn.Parameter))
+        if func in _SIZES:
+            self.sized.update(id(tensor) for tensor in inputs[:1] if isinstance(tensor, nn.Parameter))
         if found:
             # An operator that writes into its first argument (or `out=`) returns it, or nothing: __setitem__.
             written = [inputs[0]] if inputs and not outputs else []

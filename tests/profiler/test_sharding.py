@@ -127,3 +127,23 @@ def test_a_model_of_which_nothing_can_be_cut_is_refused_with_the_remedy() -> Non
         PlanError, match=r"tp=2: nothing of the model can be cut \(LayerNorm has vectors only\); use dp"
     ):
         complete(from_text("tp=2"), job)
+
+
+class Positions(nn.Module):
+    """As transformers' CLIP has it: the table is asked for its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.shape[1] > self.table.weight.shape[0]:
+            raise ValueError("too long")
+        return self.out(self.table(ids))
+
+
+def test_a_table_that_is_asked_for_its_size_is_whole_when_that_happens() -> None:
+    found = cut(Positions(), torch.arange(12).view(2, 6), ways=4)
+    (table,) = (each for each in found.placements if each.path == "table")
+    assert (table.cut, table.within) == ("stored", "")
+    assert found.resting == {"table": "the sizes of its parameters are read outside of it"}
