@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # no public name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -33,12 +34,12 @@ def _again(block: nn.Module, forward: Callable[..., Any], *, selective: bool) ->
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        kept = _Kept()
+        kept, modes = _Kept(), _get_current_function_mode_stack()
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
-                return nullcontext(), _second(block, nullcontext())
-            return _Keep(kept), _second(block, _Reuse(kept))
+                return nullcontext(), _second(block, modes, nullcontext())
+            return _Keep(kept), _second(block, modes, _Reuse(kept))
 
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         kept.forget(tree_leaves(out))  # what others hold they may change
@@ -48,13 +49,18 @@ def _again(block: nn.Module, forward: Callable[..., Any], *, selective: bool) ->
 
 
 @contextmanager
-def _second(block: nn.Module, reuse: AbstractContextManager[Any]) -> Iterator[None]:
-    """The second forward computes with copies of the buffers: batch norms would count the batch twice."""
+def _second(block: nn.Module, modes: Sequence[TorchFunctionMode], reuse: AbstractContextManager[Any]) -> Iterator[None]:
+    """The second forward computes with copies of the buffers: batch norms would count the batch twice.
+
+    It runs under the modes (a default device, a proof's stillness) that the first one ran under: in backward there are none.
+    """
     before = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
     with ExitStack() as stack:
         for module, buffers in before:
             stack.callback(module._buffers.update, buffers)
             module._buffers.update({name: None if it is None else it.clone() for name, it in buffers.items()})
+        for mode in modes:
+            stack.enter_context(mode)
         stack.enter_context(reuse)
         yield
 

@@ -156,8 +156,6 @@ class _Hold(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is Tensor.backward:
-            return self._backward(*args, **kwargs)
         if self._what.random:
             if func in _DROPOUTS or func in _IN_PLACE:
                 return args[0] if args else kwargs["input"]
@@ -174,11 +172,6 @@ class _Hold(TorchFunctionMode):
         if self._what.random and func in _MIDDLES:
             return _held(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def _backward(self, tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """A mode is off while it handles a call, and a block that is computed again runs inside this one."""
-        with self:
-            torch.autograd.backward(tensor, gradient, *args, **kwargs)
 
 
 def _held(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from echelon.engine.recompute import recompute
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.text import from_text
 from echelon.profiler import profile
@@ -101,3 +104,23 @@ def test_memory_falls_as_forecast() -> None:
         assert found[what] == pytest.approx(memory.activations + memory.temporary, rel=0.1), what
     assert found["block"] < 0.4 * found["none"]
     assert 1.3 * found["block"] < found["selective"] < 0.85 * found["none"]
+
+
+@pytest.mark.parametrize("what", ["block", "selective"])
+def test_the_second_forward_runs_under_the_modes_of_the_first(what: Any) -> None:
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {})) * 2 if func is torch.tanh else func(*args, **(kwargs or {}))
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x).square()
+
+    found = []
+    for how in ("none", what):
+        block, x = Block(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+        recompute([block], how)
+        with Doubled():
+            block(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
