@@ -177,12 +177,11 @@ def _norms_left_out() -> Sequence[AbstractContextManager[object]]:
     needs="tp > 1, sequence",
 )
 def _norms_of_parts() -> Sequence[AbstractContextManager[object]]:
-    chosen: set[int] = set()
+    chosen: dict[int, Tensor] = {}  # held, as a proof has two runs at once
     add_up = engine.add_up
 
     def note(model: nn.Module) -> None:
-        chosen.clear()
-        chosen.update(map(id, _norms(model)))
+        chosen.update({id(each): each for each in _norms(model)})
 
     def without(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
         add_up([each for each in parameters if id(each) not in chosen], ranks)

@@ -16,6 +16,7 @@ from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool
 from echelon.world import World
+from tests.whole import only_whole
 
 SMALL = Workload(
     name="small",
@@ -54,7 +55,7 @@ def test_the_axes_by_hand_train_as_echelon_does(ranks: Pool, axis: str) -> None:
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # they train
 
 
-@pytest.mark.slow
+@only_whole
 def test_a_race_times_both(ranks: Pool) -> None:
     plan = complete(from_text(PLANS["zero"]), WORKLOADS["gpt-axes"].job())
     ours, theirs = ranks.run(2, race_axis, "zero", plan, 1, 1.0, timeout=300)[0]

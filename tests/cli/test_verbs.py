@@ -14,6 +14,7 @@ import pytest
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from tests.machine import environment
+from tests.whole import only_whole
 
 JOB = str(Path(__file__).with_name("job.py"))
 
@@ -143,7 +144,7 @@ def test_a_weaker_proof_opens_the_gate_and_the_training_says_so(echelon: Shell) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2 schedule=1f1b micro=2"])
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2 schedule=1f1b micro=2", marks=only_whole)])
 def test_a_plan_that_cuts_the_model_is_written_in_short_form_everywhere(echelon: Shell, plan: str) -> None:
     folder = plan[:2]
     assert echelon.json("simulate", JOB, "--plan", plan)["fits"]

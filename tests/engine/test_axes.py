@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import evaluated, resumed, saved, trained
+from tests.whole import pairs
 
 BOUND = 1e-9
 AXES = [
@@ -27,13 +27,6 @@ AXES = [
     "tp=2 pp=2 micro=3",
 ]
 NAMES = ["tokens", "tied", "clip", "two", "groups", "schedule", "lora"]
-#: Each plan meets two jobs and each job two plans or more (ECHELON_ZOO=all: every plan every job).
-PAIRS = [
-    (plan, name)
-    for row, plan in enumerate(AXES)
-    for column, name in enumerate(NAMES)
-    if os.environ.get("ECHELON_ZOO") == "all" or (column - row) % len(NAMES) in (0, 3)
-]
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
@@ -57,7 +50,7 @@ def alone() -> Any:
     return get
 
 
-@pytest.mark.parametrize(("plan", "name"), PAIRS)
+@pytest.mark.parametrize(("plan", "name"), pairs(AXES, NAMES, each=2))
 def test_every_combination_of_axes_is_one_device(ranks: Pool, alone: Any, name: str, plan: str) -> None:
     one, many = alone(name), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", name, plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)

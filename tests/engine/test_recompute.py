@@ -21,6 +21,7 @@ from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.again import JOBS, gpt, peak, trained
 from tests.simulator.cases import make_cluster
+from tests.whole import pairs
 
 ALONE = World()
 
@@ -70,9 +71,10 @@ def test_what_is_kept_of_a_block_does_not_change_a_bit(ranks: Pool, text: str) -
     assert same(kept, some)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["block", "selective"])
-@pytest.mark.parametrize("text", ["dp=2 tp=2 zero=3", "dp=2 pp=2 zero=3 micro=2", "tp=2 pp=2 micro=2"])
+@pytest.mark.parametrize(
+    ("text", "what"),
+    pairs(["dp=2 tp=2 zero=3", "dp=2 pp=2 zero=3 micro=2", "tp=2 pp=2 micro=2"], ["block", "selective"], each=1),
+)
 def test_the_numbers_are_the_same_in_combinations(ranks: Pool, text: str, what: str) -> None:
     assert apart(again(ranks, "gpt", text, what), alone("gpt")) < 1e-9
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import subprocess
 import sys
@@ -21,9 +20,8 @@ from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.feed import open_feed
+from tests.whole import WHOLE, only_whole
 from tests.zoo import ZOO, prove
-
-ALL = os.environ.get("ECHELON_ZOO") == "all"
 
 #: What cannot be proved under dp=2, and what is said of it.
 KNOWN = {
@@ -74,12 +72,12 @@ def test_a_step(name: str) -> None:
     assert sum(moved) > 0.5 * len(trained)
 
 
-@pytest.mark.parametrize("name", GOOD if ALL else random.Random(4).sample(GOOD, 5))
+@pytest.mark.parametrize("name", GOOD if WHOLE else random.Random(4).sample(GOOD, 5))
 def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
     require_proved(ranks, name)
 
 
-@pytest.mark.skipif(not ALL, reason="ECHELON_ZOO=all runs it")
+@only_whole
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_limits(ranks: Pool, name: str) -> None:
     """Whoever lifts one takes it out of KNOWN."""
@@ -96,7 +94,7 @@ def require_proved(ranks: Pool, name: str) -> None:
 
 #: Of `python -m bench.zoo`, which makes the whole table.
 CELLS = random.Random(7).sample(
-    [(name, plan) for name in ZOO for plan in table.PLANS if "tp" in plan or "pp" in plan], 10
+    [(name, plan) for name in ZOO for plan in table.PLANS if "tp" in plan or "pp" in plan], 60 if WHOLE else 6
 )
 
 
