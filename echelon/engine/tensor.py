@@ -28,6 +28,7 @@ from echelon.engine.layout import Piece
 from echelon.engine.logits import Logits
 from echelon.engine.sequence import divide, holds, part_sequence
 from echelon.errors import PlanError
+from echelon.nn.views import Fitted
 from echelon.plan.placement import Placement, portion, shares
 from echelon.plan.segment import Segment
 
@@ -91,6 +92,10 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             holder, width = model.get_submodule(where), _inputs(module)
             value = getattr(holder, attribute)
             setattr(holder, attribute, portion(value, axis.rank, axis.size, width=width, unit=placement.unit))
+        if placement.fits is not None:
+            width = _inputs(module)
+            mine = shares(width, axis.size, placement.unit)[axis.rank]
+            _fit_views(model.get_submodule(placement.fits), width, mine)
         if placement.cut == "stored":
             sizes = {
                 each.name: (each.dim, shares(getattr(module, each.name).shape[each.dim], axis.size))
@@ -132,6 +137,16 @@ def _drawing(module: Any, cut: str, axis: Axis) -> Callable[..., Any]:
         return inner(x)
 
     return column if cut == "column" else row
+
+
+def _fit_views(holder: Any, width: int, mine: int) -> None:
+    inner = holder.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with Fitted(width, mine):
+            return inner(*args, **kwargs)
+
+    holder.forward = forward
 
 
 def _inputs(module: Any) -> int:

@@ -48,6 +48,8 @@ class Placement:
     draws: bool = False
     #: Of a row: parameters of the whole model that act on the columns and stay whole. Their gradients add up over the ranks.
     partial: tuple[str, ...] = ()
+    #: Of a row: the module in which views ask for all columns and get those that are there; None: none does.
+    fits: str | None = None
     #: Of `stored`: the module while which runs the parameters are whole; the model itself: "".
     within: str = ""
     #: Where it comes from: the model's own hint, a known module, a pair that was found, or the universal cut.

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from echelon.profiler.pairs import Candidate, is_product
+from echelon.profiler.layers import is_product
+from echelon.profiler.trying import Candidate
 
 
 def hinted(model: nn.Module) -> Iterator[Candidate]:

@@ -11,22 +11,20 @@ Gradients of parameters tell where they are used: they are the whole on each ran
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from echelon.plan.placement import Placement, shares
 from echelon.plan.segment import Gather, Segment
 from echelon.profiler.blocks import JOINING, Chain, chains, tensors_of
 from echelon.profiler.coupling import first_line
-from echelon.profiler.pairs import calling, equal
+from echelon.profiler.recorded import Record, WrongError, changed, first, first_of, total_of
+from echelon.profiler.trying import calling, equal
 
 _OPENING = ("column", "attention")  #: cuts that need the whole of their input
 
@@ -52,33 +50,11 @@ def find_segments(model: nn.Module, step: Callable[[], Any], ways: int, placemen
             try:
                 segment, placements = _Trials(model, step, ways, placements, chain).segment()
                 found.append(segment)
-            except _WrongError as error:
+            except WrongError as error:
                 why = f"{chain.units[0]}: {error}"
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return Segments(tuple(found), tuple(placements), "" if found else why)
-
-
-class _WrongError(Exception):
-    """A trial that failed: at the columns of a row, or at a module that needs the whole sequence."""
-
-    def __init__(self, message: str, *, row: str = "", module: str = "") -> None:
-        super().__init__(message)
-        self.row, self.module = row, module
-
-
-# Trials
-
-
-@dataclass(slots=True)
-class _Record:
-    """The model as it is: what its modules were given and gave, the loss, and gradients."""
-
-    args: dict[str, dict[str, Any]] = field(default_factory=dict)
-    outs: dict[str, Tensor] = field(default_factory=dict)
-    slopes: dict[str, Tensor | None] = field(default_factory=dict)
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    total: float = 0.0
 
 
 class _Trials:
@@ -86,7 +62,6 @@ class _Trials:
         self, model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement], chain: Chain
     ) -> None:
         self.model, self.step, self.ways, self.placements, self.chain = model, step, ways, placements, chain
-        self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         inside = [each for each in placements if any(each.path.startswith(unit + ".") for unit in chain.units)]
         self.rows = [each.path for each in inside if each.cut in JOINING]
         self.columns = [each.path for each in inside if each.cut in _OPENING]
@@ -97,12 +72,13 @@ class _Trials:
             for path, module in model.get_submodule(unit).named_modules(prefix=unit)
             if path != unit and not any(f"{each}.".startswith(f"{path}.") for each in (*self.rows, *self.columns))
         ]
-        self.record = self._recorded()
-        self.dim = 0 if self._mixes(0) and not self._mixes(1) else 1
-        self.length = self._hidden(chain.units[0]).shape[self.dim]
+        self.record = Record(model, step, chain, (*self.rows, *self.columns), self.others)
+        self.parameters = self.record.parameters
+        self.dim = 0 if self.record.mixes(0) and not self.record.mixes(1) else 1
+        self.length = self.record.hidden(chain.units[0]).shape[self.dim]
         if self.length < 2 * ways:
-            raise _WrongError(f"samples of {self.length} positions are too short to try it with {ways} ranks")
-        self.draws = self._drawn()
+            raise WrongError(f"samples of {self.length} positions are too short to try it with {ways} ranks")
+        self.draws = self.record.draws(self.length)
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
         self.choices = self._choices()
         self.level = dict.fromkeys(map(_kind, self.rows), 0)
@@ -124,7 +100,7 @@ class _Trials:
             if joins or self._partial(name, [each.get(name) for each in grads]):
                 partial.append(name)
                 if holder is not None:
-                    placements[holder.path] = _at_rest(holder, self._unit(name))
+                    placements[holder.path] = _at_rest(holder, self.record.unit(name))
         tidy = tuple(
             Gather(path=path, arguments=tuple(sorted(names)), again=_kind(path) in self.again)
             for path, names in gathers.items()
@@ -144,109 +120,17 @@ class _Trials:
         if true is None or all(part is None for part in parts):
             if true is None and all(part is None for part in parts):
                 return False  # nothing learns there
-            raise _WrongError(f"the gradient of {name} is another one on a part of the sequence")
+            raise WrongError(f"the gradient of {name} is another one on a part of the sequence")
         held = [torch.zeros_like(true) if part is None else part for part in parts]
         most = max((float(grad.abs().max()) for grad in self.record.grads.values() if grad.numel()), default=0.0)
         if self._within(name) and equal(torch.stack(held).sum(0), true, most):
             return True
         if all(equal(part, true, most) for part in held):
             return False
-        raise _WrongError(f"the gradient of {name} does not add up from those on parts of the sequence")
+        raise WrongError(f"the gradient of {name} does not add up from those on parts of the sequence")
 
     def _within(self, name: str) -> bool:
         return any(name.startswith(unit + ".") for unit in self.chain.units)
-
-    # The model as it is
-
-    def _recorded(self) -> _Record:
-        record, watched = _Record(), dict[str, Tensor]()
-        places = {*self.rows, *self.columns, *self.others, *self.chain.units}
-        places |= {above for path in self.columns for above in _between(path, self._unit(path))}
-        calls: Counter[str] = Counter()
-
-        def around(path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                calls[path] += 1
-                record.args[path] = {name: value.detach().clone() for name, value in tensors_of(args, kwargs)}
-                if path == self.chain.units[0]:
-                    args, kwargs = _changed(args, kwargs, self.chain.argument, lambda x: watch("", x.clone()))
-                return _first(inner(*args, **kwargs), lambda x: watch(path, x))
-
-            def watch(path: str, x: Tensor) -> Tensor:
-                if path not in self.chain.units:
-                    watched[path] = x
-                    x = x.clone()  # others may read it as well, or change it in place
-                if path:
-                    record.outs[path] = x.detach().clone()
-                return x
-
-            return forward
-
-        with ExitStack() as stack, torch.enable_grad():
-            for path in places:
-                module = self.model.get_submodule(path)
-                stack.enter_context(calling(module, around(path, module.forward)))
-            total = _total(self.step())
-            if not total.requires_grad:
-                raise _WrongError("its loss has no gradient")
-            sources = [*self.parameters.values(), *(x for x in watched.values() if x.requires_grad)]
-            slopes = torch.autograd.grad(total, sources, allow_unused=True)
-        again = next((path for path in (*self.rows, *self.columns) if calls[path] != 1), None)
-        if again is not None:
-            raise _WrongError(f"{again} is called {calls[again]} times")
-        named = zip(self.parameters, slopes, strict=False)
-        record.grads = {name: slope for name, slope in named if slope is not None}
-        moving = [path for path, x in watched.items() if x.requires_grad]
-        record.slopes = dict.fromkeys(watched) | dict(zip(moving, slopes[len(self.parameters) :], strict=True))
-        record.total = float(total.detach())
-        return record
-
-    def _hidden(self, unit: str) -> Tensor:
-        found: Tensor = self.record.args[unit][self.chain.argument]
-        return found
-
-    def _mixes(self, dim: int) -> bool:
-        """Whether in the first block positions along `dim` see each other: samples never do."""
-        unit = self.chain.units[0]
-        module, found = self.model.get_submodule(unit), list[Tensor]()
-        inner = module.forward
-        hidden = self._hidden(unit)
-        odd, even = (torch.arange(start, hidden.shape[dim], 2) for start in (1, 0))
-        other = hidden.index_copy(dim, odd, -hidden.roll(1, -1).index_select(dim, odd))
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _changed(args, kwargs, self.chain.argument, lambda _: other)
-            out = inner(*args, **kwargs)
-            found.append(_first_of(out).detach())
-            return out
-
-        with calling(module, forward):
-            self.step()
-        here, before = (x.index_select(dim, even) for x in (found[0], self.record.outs[unit]))
-        return not equal(here, before)
-
-    def _drawn(self) -> bool:
-        """Whether the blocks draw random numbers in training. Those of a sample as a whole (stochastic depth) would fall apart."""
-        watched = [self.model.get_submodule(unit) for unit in self.chain.units]
-        draws = _Sizes()
-        try:
-            for module in watched:
-                module.train()
-            with ExitStack() as stack:
-                for module in watched:
-                    stack.enter_context(calling(module, draws.within(module.forward)))
-                self.step()
-        finally:
-            for module in watched:
-                module.eval()
-        if any(size % self.length for size in draws.found):
-            raise _WrongError("it draws random numbers for samples as a whole, of which each part would draw its own")
-        return bool(draws.found)
-
-    # As one rank would
-
-    def _unit(self, path: str) -> str:
-        return next(unit for unit in self.chain.units if path.startswith(unit + "."))
 
     def _choices(self) -> dict[str, list[list[str]]]:
         found: dict[str, list[list[str]]] = {}
@@ -255,7 +139,7 @@ class _Trials:
         for path in order:
             columns += [path] if path in self.columns else []
             if path in self.rows:
-                shared = set.intersection(*(set(_between(each, self._unit(path))) for each in columns or [path]))
+                shared = set.intersection(*(set(self.record.around(each)) for each in columns or [path]))
                 around = sorted((each for each in shared if each in self.record.args), key=len, reverse=True)
                 found[path] = [columns, *([each] for each in around)]
                 columns = []
@@ -270,7 +154,7 @@ class _Trials:
                     for path, names in self._tried(rank).gathers.items():
                         gathers.setdefault(path, set()).update(names)
                 return gathers
-            except _WrongError as error:
+            except WrongError as error:
                 if error.module and _kind(error.module) not in self.again:
                     self.again.add(_kind(error.module))
                     continue
@@ -286,21 +170,21 @@ class _Trials:
             for module, forward in trial.forwards():
                 stack.enter_context(calling(module, forward))
             try:
-                total = _total(self.step())
-            except _WrongError:
+                total = total_of(self.step())
+            except WrongError:
                 raise
             except Exception as error:  # whatever the code says to a part of the sequence, it does not work on one
                 where = f"{trial.open}: " if trial.open else ""
-                raise _WrongError(
+                raise WrongError(
                     f"{where}{type(error).__name__} on a part of the sequence: {first_line(error)}", row=trial.open
                 ) from error
             if not equal(total.detach(), torch.tensor(self.record.total, dtype=total.dtype)):
-                raise _WrongError("the loss is another one")
+                raise WrongError("the loss is another one")
             if slopes:
                 found = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
                 trial.grads = {n: g for n, g in zip(self.parameters, found, strict=True) if g is not None}
                 if trial.off:
-                    raise _WrongError(
+                    raise WrongError(
                         f"the gradient of what goes into {trial.off[0] or self.chain.units[0]} is another one"
                     )
         return trial
@@ -358,7 +242,7 @@ class _Rank:
             if equal(x, self.part(true)):
                 self.gathers.setdefault(path, set()).add(name)
                 return _Traded.apply(x, true, self)
-            raise _WrongError(f"what reaches {path} is no part of what reached it on the whole sequence", row=self.open)
+            raise WrongError(f"what reaches {path} is no part of what reached it on the whole sequence", row=self.open)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.open = row
@@ -380,15 +264,15 @@ class _Rank:
             if not parts or mine.keys() != given.keys() or not all(equal(mine[name], given[name]) for name in rest):
                 return inner(*args, **kwargs)
             if again:
-                return _first(whole(*args, **kwargs), lambda x: self._parted(x, path))
+                return first(whole(*args, **kwargs), lambda x: self._parted(x, path))
             try:
                 out = inner(*args, **kwargs)
-            except _WrongError:
+            except WrongError:
                 raise
             except Exception as error:
-                raise _WrongError(f"{path}: {type(error).__name__}: {first_line(error)}", module=path) from error
-            if not isinstance(_first_of(out), Tensor) or not equal(_first_of(out), self.part(gave)):
-                raise _WrongError(f"what {path} gives is no part of what it gave on the whole sequence", module=path)
+                raise WrongError(f"{path}: {type(error).__name__}: {first_line(error)}", module=path) from error
+            if not isinstance(first_of(out), Tensor) or not equal(first_of(out), self.part(gave)):
+                raise WrongError(f"what {path} gives is no part of what it gave on the whole sequence", module=path)
             return out
 
         return forward
@@ -399,14 +283,14 @@ class _Rank:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = dict(tensors_of(args, kwargs))
             if given.keys() != true.keys() or not all(equal(given[name], true[name]) for name in true):
-                raise _WrongError(
+                raise WrongError(
                     f"what reaches {path} is another value where a part of the sequence comes in", row=path
                 )
             out = inner(*args, **kwargs)
             self.open = ""
-            if not self.part(_first_of(out)).numel():
-                raise _WrongError(f"what {path} gives is no hidden states")
-            return _first(out, lambda x: self._parted(x, path))
+            if not self.part(first_of(out)).numel():
+                raise WrongError(f"what {path} gives is no hidden states")
+            return first(out, lambda x: self._parted(x, path))
 
         return forward
 
@@ -415,13 +299,13 @@ class _Rank:
 
         def leave(x: Tensor) -> Tensor:
             if not equal(x, self.part(true)):
-                raise _WrongError(f"what {path} gives is no part of what it gave on the whole sequence")
+                raise WrongError(f"what {path} gives is no part of what it gave on the whole sequence")
             return _Traded.apply(x, true, self) if path == chain.units[-1] else x
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if path == chain.units[0]:
-                args, kwargs = _changed(args, kwargs, chain.argument, lambda x: self._parted(x, ""))
-            return _first(inner(*args, **kwargs), leave)
+                args, kwargs = changed(args, kwargs, chain.argument, lambda x: self._parted(x, ""))
+            return first(inner(*args, **kwargs), leave)
 
         return forward
 
@@ -457,66 +341,12 @@ class _Traded(torch.autograd.Function):
         return ctx.rank.part(grads[0]).clone(), None, None
 
 
-class _Sizes(TorchDispatchMode):
-    """How many random numbers are drawn at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found += [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)][:1]
-        return out
-
-    def within(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return inner(*args, **kwargs)
-
-        return forward
-
-
 # Small things
-
-
-def _total(loss: Any) -> Tensor:
-    (value, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
-    return value if value.dim() == 0 else value.sum()
-
-
-def _between(path: str, unit: str) -> Iterator[str]:
-    """The modules around `path` that lie in `unit`, innermost first."""
-    while (path := path.rpartition(".")[0]) != unit:
-        yield path
 
 
 def _kind(path: str) -> str:
     """Modules in the same place of their blocks are of one kind."""
     return re.sub(r"\d+", "*", path)
-
-
-def _first_of(out: Any) -> Any:
-    return out[0] if type(out) in (list, tuple) and out else out
-
-
-def _first(out: Any, change: Callable[[Tensor], Any]) -> Any:
-    """An output with its first tensor changed, where it is a tensor or begins with one."""
-    if isinstance(out, Tensor):
-        return change(out)
-    if type(out) in (list, tuple) and out and isinstance(out[0], Tensor):
-        return type(out)([change(out[0]), *out[1:]])
-    return out
-
-
-def _changed(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str, change: Callable[[Any], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (
-        tuple(change(each) if str(place) == argument else each for place, each in enumerate(args)),
-        {name: change(each) if name == argument else each for name, each in kwargs.items()},
-    )
 
 
 def _at_rest(placement: Placement, unit: str) -> Placement:

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
 from echelon.profiler.hints import hinted
-from echelon.profiler.pairs import Found, Pair, calling, find_pairs, is_flipped, is_linear, outputs
+from echelon.profiler.layers import is_flipped, is_linear, outputs
+from echelon.profiler.pairs import Found, find_pairs
+from echelon.profiler.trying import Pair, calling
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -90,7 +92,13 @@ def _placed(model: nn.Module, pair: Pair) -> Iterable[Placement]:
     divide = tuple(f"{path}.{name}" if path else name for path, name in layout.divide)
     dim = 0 if is_flipped(model.get_submodule(candidate.row)) else 1
     yield Placement(
-        path=candidate.row, cut="row", slices=(Slice("weight", dim),), divide=divide, partial=pair.partial, **rest
+        path=candidate.row,
+        cut="row",
+        slices=(Slice("weight", dim),),
+        divide=divide,
+        fits=layout.fits,
+        partial=pair.partial,
+        **rest,
     )
 
 

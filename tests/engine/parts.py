@@ -92,6 +92,38 @@ class Force(nn.Module):
             return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
+class Nano(nn.Module):
+    """Attention as nanoGPT has it: the width is that of the input."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = heads, 12
+        self.c_attn, self.c_proj = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (each.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Inline(nn.Module):
+    """Attention and a perceptron in one block, by the input's width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
 class Codebook(nn.Module):
     """A table that is called, and read beside."""
 
@@ -186,6 +218,8 @@ CASES: dict[str, Case] = {
     "grouped heads": Case(lambda: Heads(12, 6, fused=False), lambda: (numbers(2, 5, 10),), {"k": "column", "out": "row"}),
     "grouped fused heads": Case(lambda: Heads(12, 6, fused=True), lambda: (numbers(2, 5, 10),), {"qkv": "column"}),
     "one key": Case(lambda: Heads(6, 1, fused=False), lambda: (numbers(2, 5, 10),), {"q": "gather", "out": "gather"}),
+    "nanoGPT": Case(lambda: Nano(4), _x, {"c_attn": "column", "c_proj": "row"}),
+    "inline attention": Case(Inline, _x, {"qkv": "column", "out": "row", "up": "column", "down": "row"}),
     "attention": Case(_attention(batch_first=True), lambda: (numbers(3, 5, 12), numbers(3, 4, 12, seed=1), numbers(3, 4, 12, seed=2)), {"": "attention"}),
     "attention of one": Case(lambda: OfOne(nn.MultiheadAttention(12, 6)), _x, {"inner": "attention"}),
     "attention without weights": Case(lambda: OfOne(nn.MultiheadAttention(12, 3, batch_first=True), need_weights=False, attn_mask=_MASK, key_padding_mask=_PADDING), _x, {"inner": "attention"}),

@@ -55,7 +55,7 @@ def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, 
     pairs(
         ["dp=1 micro=4", "dp=2", "dp=4 zero=1 micro=2", "dp=3 zero=2", "dp=4 zero=3 micro=2"],
         ["two", "groups", "schedule", "lora", "norm", "clip", "tokens", "dropout", "stream", "averages"],
-        each=4,
+        each=2,
     ),
 )
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks: Pool, tmp_path: Path, name: str, plan: str) -> None:

@@ -94,7 +94,7 @@ def require_proved(ranks: Pool, name: str) -> None:
 
 #: Of `python -m bench.zoo`, which makes the whole table.
 CELLS = random.Random(7).sample(
-    [(name, plan) for name in ZOO for plan in table.PLANS if "tp" in plan or "pp" in plan], 60 if WHOLE else 6
+    [(name, plan) for name in ZOO for plan in table.PLANS if "tp" in plan or "pp" in plan], 60 if WHOLE else 4
 )
 
 
