@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.whole import only_whole
+
 ROOT = Path(__file__).parents[2]
 JOB = """
 import time
