@@ -189,30 +189,36 @@ def _attributes(model: nn.Module, candidate: Candidate, seen: Seen) -> Iterator[
         while len(parent) >= len(holder) and parent not in places:
             places.add(parent)
             parent = parent.rpartition(".")[0]
-    numbers = [
-        (place, name, value)
-        for place in sorted(places)
-        for name, value in vars(model.get_submodule(place)).items()
-        if type(value) is int and value > 1 and not name.startswith("_")
-    ]
-    heads = [
-        (place, name)
-        for place, name, _ in numbers
-        if "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
-    ]
+    numbers = [(place, *each) for place in sorted(places) for each in _numbers(model.get_submodule(place))]
+    heads = [(place, name) for place, name, _ in numbers if _counts_heads(name)]
     widths = {outputs(model.get_submodule(path)) for path in candidate.columns} | {seen.width}
     wide = [(place, name) for place, name, value in numbers if value in widths or 3 * value in widths]
     if heads:
         yield (*own, *heads)
     if wide:
         yield (*own, *dict.fromkeys((*heads, *wide)))
-    if heads and wide:
-        yield (*own, *wide)
+    alone = [each for each in wide if each not in heads]
+    if heads and alone:
+        yield (*own, *alone)
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Attributes that may count something."""
+    for name, value in vars(module).items():
+        if type(value) is int and value > 1 and not name.startswith("_"):
+            yield name, value
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
 
 
 def _units(model: nn.Module, divide: Sequence[tuple[str, str]], width: int, ways: int) -> list[int]:
     """How many columns may have to stay together: one, or a head's where the heads cannot be dealt out evenly."""
     counts = {getattr(model.get_submodule(path), name) for path, name in divide}
+    counts |= {
+        value for path, _ in divide for name, value in _numbers(model.get_submodule(path)) if _counts_heads(name)
+    }
     return [1, *sorted(width // count for count in counts if count % ways and count < width and width % count == 0)]
 
 

@@ -25,19 +25,19 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Attention(nn.Module):
-    """`first`: the sequence comes before the samples. `fixed`: its code knows how many heads it has, so that they cannot be cut."""
+    """`first`: the sequence comes before the samples. `joined`: its heads see each other, so that they cannot be cut."""
 
-    def __init__(self, first: bool, *, fixed: bool = False) -> None:
+    def __init__(self, first: bool, *, joined: bool = False) -> None:
         super().__init__()
-        self.heads, self.first, self.fixed = 6, first, fixed
+        self.heads, self.first, self.joined = 6, first, joined
         self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1) if self.first else x
         b, t, _ = x.shape
-        heads = 6 if self.fixed else self.heads
-        q, k, v = self.qkv(x).view(b, t, 3, heads, 2).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, 2).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        out = F.normalize(out, dim=-1) if self.joined else out
         return self.out(out.transpose(0, 1) if self.first else out)
 
 

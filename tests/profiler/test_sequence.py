@@ -71,12 +71,12 @@ def test_a_norm_behind_what_is_put_together_is_not_added_up() -> None:
 
 
 def test_attention_that_cannot_be_cut_gets_the_whole_sequence_and_gives_a_part() -> None:
-    class Fixed(Block):
+    class Joined(Block):
         def __init__(self, first: bool) -> None:
             super().__init__(first)
-            self.attention = Attention(first, fixed=True)
+            self.attention = Attention(first, joined=True)
 
-    (found,) = segments(Stack(kind=Fixed)).segments
+    (found,) = segments(Stack(kind=Joined)).segments
     assert {each.path: each.again for each in found.gathers}["blocks.0.attention"] is True
     assert not any("attention" in name for name in found.partial)
 
