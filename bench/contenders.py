@@ -13,12 +13,14 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bench.workloads import ENDLESS, Workload
+from echelon.plan.plan import Plan
 from echelon.world import World
 
 
@@ -27,14 +29,11 @@ class Echelon:
 
     name = "echelon"
 
-    def __init__(self, workload: Workload, world: World, *, fused: bool, device: str = "cpu", **plan: Any) -> None:
+    def __init__(self, workload: Workload, world: World, plan: Plan, *, device: str = "cpu") -> None:
         from echelon.engine.run import Run
-        from echelon.plan.mesh import Mesh
-        from echelon.plan.plan import Plan
 
         threads = torch.get_num_threads() if device == "cpu" else None
-        self.plan = Plan(mesh=Mesh(dp=world.size), fused=fused, threads=threads, **plan)
-        self.run = Run(workload.job(), self.plan, world, device=torch.device(device))
+        self.run = Run(workload.job(), replace(plan, threads=threads), world, device=torch.device(device))
         self.batches = iter(self.run.batches())
 
     def advance(self, steps: int) -> None:
@@ -217,7 +216,6 @@ class Train(_Driven):
     def loop(self) -> None:
         from echelon.events import Event
         from echelon.flow.train import train
-        from echelon.plan.plan import Plan
 
         def listen(event: Event) -> None:
             if event.kind in ("start", "step") and not self.more():

@@ -1,6 +1,6 @@
 """Forecast against measured: memory and step time of GPT, ResNet and MLP, each of at least 500 MB, at 1 and 2 ranks.
 
-    python -m bench.forecast [--device cuda] [--only gpt] [--rounds 2] [--refresh] [--json OUT]
+    python -m bench.forecast [--device cuda] [--only gpt] [--plan tp=2] [--rounds 2] [--refresh] [--json OUT]
 
 Rates come from the measured cluster alone; the models here are never timed to forecast them. Memory on a CPU is the peak of RSS
 minus RSS after one step of a tiny model with the same operators, in processes that run nothing else; on a GPU it is the
@@ -31,8 +31,10 @@ from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.launchers.environment import child_environment
 from echelon.plan.forecast import Forecast
+from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler import measure, profile
+from echelon.profiler.complete import complete
 from echelon.profiler.machine import Busy
 from echelon.profiler.probe import queued
 from echelon.simulator import simulate
@@ -118,7 +120,15 @@ CPU = {
     "gpt": Case(
         job=lambda: gpt(layers=12, width=256, context=128, vocab=16384, batch=12),
         tiny=_tiny_gpt,
-        plans=("dp=1", "dp=2", "dp=2 zero=3"),
+        plans=(
+            "dp=1",
+            "dp=1 recompute=block",
+            "dp=1 recompute=selective",
+            "dp=2",
+            "dp=2 zero=3",
+            "tp=2",
+            "pp=2 micro=3",
+        ),
     ),
     "resnet": Case(
         job=lambda: resnet(width=32, batch=448), tiny=lambda: resnet(width=4, batch=8), plans=("dp=1", "dp=2")
@@ -149,15 +159,19 @@ CUDA = {
 }
 
 
-def run_case(world: World, device: str, name: str, text: str, threads: int) -> tuple[float, list[float], list[float]]:
-    """On each rank: (bytes that the process grew by, seconds of each step after the first, of those queueing for a core)."""
+def run_case(
+    world: World, device: str, name: str, plan: str, tiny: str, threads: int
+) -> tuple[float, list[float], list[float]]:
+    """On each rank: (bytes that the process grew by, seconds of each step after the first, of those queueing for a core).
+
+    `plan` and `tiny` are the plans' documents for the model and for its tiny one.
+    """
     case = (CUDA if device == "cuda" else CPU)[name]
     job = case.job()
-    plan = from_text(text)
     torch.set_num_threads(threads)
     where = torch.device(device)
-    before = _warm(case.tiny(), replace(plan, micro=None), world, where)
-    run = Run(job, plan, world, device=where)
+    before = _warm(case.tiny(), Plan.from_json(tiny), world, where)
+    run = Run(job, Plan.from_json(plan), world, device=where)
     # With one thread the others only carry messages: they queue while the main one works or waits.
     alone = threads == 1
     seconds: list[float] = []
@@ -176,17 +190,18 @@ def run_case(world: World, device: str, name: str, text: str, threads: int) -> t
     return grown, seconds[1:], lost[1:]
 
 
-def _answers(device: str, name: str, text: str, ranks: int, threads: int) -> list[Any]:
+def _answers(device: str, name: str, plan: Plan, tiny: Plan, threads: int) -> list[Any]:
     """Run a case in new processes: what the last one left would count as held."""
-    if ranks > 1:
+    given = (device, name, plan.to_json(), tiny.to_json(), threads)
+    if plan.ranks > 1:
         with Pool() as pool:
-            return pool.run(ranks, run_case, device, name, text, threads, timeout=900)
+            return pool.run(plan.ranks, run_case, *given, timeout=900)
     # The pool's processes start with one thread, which the matrix library keeps to whatever torch is told later.
-    code = f"import json; from bench.forecast import World, run_case; print(json.dumps(run_case(World(), *{(device, name, text, threads)!r})))"
+    code = f"import json; from bench.forecast import World, run_case; print(json.dumps(run_case(World(), *{given!r})))"
     environment = child_environment(threads)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
-        raise SystemExit(f"{name} {text}: {done.stderr.strip()[-2000:]}")
+        raise SystemExit(f"{name} {plan}: {done.stderr.strip()[-2000:]}")
     return [json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -221,8 +236,13 @@ def _forecasts(cases: dict[str, Case], *, refresh: bool) -> dict[tuple[str, str]
         job = case.job()
         known = profile(job)
         for text in case.plans:
-            found[name, text] = simulate(known, cluster, from_text(text))
+            found[name, text] = simulate(known, cluster, complete(from_text(text), job, known))
     return found
+
+
+def _tiny(case: Case, text: str) -> Plan:
+    """The plan for a case's tiny model, whose batch is one micro-batch."""
+    return complete(replace(from_text(text), micro=None), case.tiny())
 
 
 def _row(
@@ -248,21 +268,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.forecast", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", help="models whose name starts so")
+    parser.add_argument("--plan", help="this plan alone")
     parser.add_argument("--rounds", type=int, default=2, help="times that every case is run")
     parser.add_argument("--refresh", action="store_true", help="measure the machine again")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     cases = CUDA if options.device == "cuda" else CPU
     cases = {name: case for name, case in cases.items() if not options.only or name.startswith(options.only)}
+    if options.plan:
+        cases = {name: replace(case, plans=(options.plan,)) for name, case in cases.items()}
     forecasts = _forecasts(cases, refresh=options.refresh)
     grown: dict[tuple[str, str], float] = {}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
     wall: dict[tuple[str, str], list[float]] = {key: [] for key in forecasts}
+    tiny = {key: _tiny(cases[key[0]], key[1]) for key in forecasts}
     cores, others = measure().cores, Busy()
     for _ in range(options.rounds):
         for (name, text), forecast in forecasts.items():
-            ranks = forecast.plan.ranks
-            answers = _answers(options.device, name, text, ranks, max(cores // ranks, 1))
+            threads = max(cores // forecast.plan.ranks, 1)
+            answers = _answers(options.device, name, forecast.plan, tiny[name, text], threads)
             grown[name, text] = max(answer[0] for answer in answers)
             wall[name, text] += answers[0][1]
             # A rank that queues for a core behind another program makes the others wait: the longest queue counts.
@@ -278,7 +302,7 @@ def main() -> int:
         rows.append(_row(name, text, "memory", "MB", memory.peak / 1e6, grown[name, text] / 1e6, MEMORY, parts))
         causes = {
             part: getattr(forecast.time, part)
-            for part in ("forward", "backward", "exchange", "hidden", "optimizer", "input", "overhead")
+            for part in ("forward", "backward", "bubble", "exchange", "hidden", "optimizer", "input", "overhead")
         }
         rows.append(
             _row(

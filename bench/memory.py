@@ -1,4 +1,4 @@
-"""What a rank holds of a model's training state under each ZeRO stage: GPT 6 x 256 on 1, 2 and 4 ranks.
+"""What a rank holds of a model's training state: under each ZeRO stage, and under tp=2 and pp=2.
 
     python -m bench.memory [--json memory.json]
 
@@ -18,45 +18,58 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bench.common import Row, publish
+from bench.common import Row, publish, tell
 from bench.workloads import WORKLOADS
+from echelon.engine.run import Run
+from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool
 from echelon.world import World
 
 LIMIT = 1.05  # the project's: the largest rank within 5 % of its even part
+#: Cut over tp and pp; its head has a weight of its own.
+CUT = "gpt-axes"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every stage; 0 when the fully sharded ones keep their limit."""
+    """Measure every stage; 0 when all limits hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description="training state held by each rank")
-    parser.add_argument("--only", default="gpt", help="workloads, separated by commas: gpt, resnet, mlp")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, separated by commas")
+    parser.add_argument("--only", default="zero,axes", help="parts, separated by commas")
+    parser.add_argument("--workload", default="gpt", help="for the ZeRO stages, separated by commas: gpt, resnet, mlp")
+    parser.add_argument("--ranks", default="2,4", help="for the ZeRO stages, separated by commas")
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args(arguments)
+    parts = asked.only.split(",")
     rows: list[Row] = []
     with Pool() as pool:
-        for name in asked.only.split(","):
-            alone = pool.run(1, hold, name, 0)[0]
-            rows.append(_row(name, 1, 0, alone, alone))
-            for ranks in map(int, asked.ranks.split(",")):
-                for zero in range(4):
-                    held = pool.run(ranks, hold, name, zero, timeout=240)
-                    rows.append(_row(name, ranks, zero, max(held, key=lambda one: one["state"]), alone))
+        if "zero" in parts:
+            stages = [f"dp={ranks} zero={zero}" for ranks in asked.ranks.split(",") for zero in range(4)]
+            for name in asked.workload.split(","):
+                rows += _states(pool, name, stages)
+        if "axes" in parts:
+            rows += _states(pool, CUT, ["tp=2", "pp=2 micro=2"])
     notes = [
-        "largest rank, MiB; the ratio is to one process's state divided by the ranks, held to its limit where all is sharded"
+        "largest rank, MiB; the ratio is to one process's state divided by the ranks, held to its limit where all is cut"
     ]
     return publish("Training state per rank", rows, json_path=asked.json, notes=notes)
 
 
-def hold(world: World, name: str, zero: int) -> dict[str, int]:
-    """Bytes that this rank holds after backward of the second step."""
-    from echelon.engine.run import Run
-    from echelon.plan.mesh import Mesh
-    from echelon.plan.plan import Plan
+def _states(pool: Pool, name: str, texts: Sequence[str]) -> list[Row]:
+    alone = pool.run(1, hold, name, Plan())[0]
+    rows = [_row(name, Plan(), alone, alone)]
+    for text in texts:
+        plan = complete(from_text(text), WORKLOADS[name].job())
+        held = pool.run(plan.ranks, hold, name, plan, timeout=240)
+        rows.append(_row(name, plan, max(held, key=lambda one: one["state"]), alone))
+    return rows
 
+
+def hold(world: World, name: str, plan: Plan) -> dict[str, int]:
+    """Bytes that this rank holds after backward of the second step."""
     gc.collect()
     before = _live()
-    run = Run(WORKLOADS[name].job(), Plan(mesh=Mesh(dp=world.size), zero=zero), world)
+    run = Run(WORKLOADS[name].job(), plan, world)
     batches = iter(run.batches())
     run.step(next(batches))
     run.backward(next(batches))
@@ -81,8 +94,9 @@ def _bytes(tensors: Iterable[Any]) -> int:
     storages = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            if storage.device.type != "meta":  # other stages' tensors, which have a shape and no numbers
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -90,12 +104,14 @@ def _live() -> int:
     return _bytes([thing for thing in gc.get_objects() if isinstance(thing, Tensor) and type(thing) is not DTensor])
 
 
-def _row(name: str, ranks: int, zero: int, held: dict[str, int], alone: dict[str, int]) -> Row:
-    part = held["state"] / (alone["state"] / ranks)
-    columns = {part: f"{size / 2**20:.2f}" for part, size in held.items()}
-    what = {"workload": name, "ranks": str(ranks), "zero": str(zero)} | columns
-    limit = LIMIT if zero == 3 else None
-    return Row(what=what, value=part, text=f"{part:.4f} of 1/{ranks}", limit=limit, detail=held)
+def _row(name: str, plan: Plan, held: dict[str, int], alone: dict[str, int]) -> Row:
+    ranks = plan.ranks
+    part, weights = (held[each] / (alone[each] / ranks) for each in ("state", "parameters"))
+    sizes = {each: f"{size / 2**20:.2f}" for each, size in held.items()}
+    what = {"workload": name, "plan": str(plan)} | sizes
+    cut = plan.zero == 3 or ranks > plan.mesh.dp
+    text = f"{part:.4f} of 1/{ranks}\nparameters {weights:.4f}"
+    return tell(Row(what=what, value=max(part, weights), text=text, limit=LIMIT if cut else None, detail=held))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ import torch
 
 from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, publish, ratio, take_turns, tell
 from bench.contenders import PEERS, Echelon, Plain, Train, quietly
+from bench.ranks import race
 from bench.workloads import WORKLOADS
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
 from echelon.testing.ranks import Pool
 from echelon.world import World
 
@@ -74,7 +77,7 @@ def race_alone(name: str, *, fused: bool, rounds: int, seconds: float) -> list[T
     workload = WORKLOADS[name]
     contenders: list[Contender] = [
         Plain(workload, fused=fused),
-        Echelon(workload, World(), fused=fused),
+        Echelon(workload, World(), Plan(fused=fused)),
         Train(workload, World(), fused=fused),
     ]
     return _race(contenders, name, rounds, seconds)
@@ -85,7 +88,7 @@ def race_on_gpu(name: str, *, rounds: int, seconds: float, compile: bool) -> lis
     workload = WORKLOADS[name]
     contenders: list[Contender] = [
         Plain(workload, fused=True, device="cuda:0", bf16=True, compile=compile),
-        Echelon(workload, World(), fused=True, device="cuda:0", precision="bf16", compile=compile),
+        Echelon(workload, World(), Plan(precision="bf16", compile=compile), device="cuda:0"),
     ]
     return _race(contenders, name, rounds, seconds, warmup=10, barrier=torch.cuda.synchronize)
 
@@ -125,8 +128,6 @@ def race_together(
     world: World, name: str, fused: bool, peers: Sequence[str], rounds: int, seconds: float
 ) -> list[Timing]:
     """On each rank of a started world: echelon and its peers in turns. CPU seconds are of all ranks together."""
-    import torch.distributed as dist
-
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
@@ -134,25 +135,10 @@ def race_together(
     }  # asked for, though the ranks have met
     workload = WORKLOADS[name]
 
-    def agree(more: bool) -> bool:
-        word = torch.tensor(int(more))
-        dist.broadcast(word, 0)
-        return bool(word)
-
     with quietly():
-        contenders: list[Contender] = [Echelon(workload, world, fused=fused)]
+        contenders: list[Contender] = [Echelon(workload, world, Plan(mesh=Mesh(dp=world.size), fused=fused))]
         contenders += [PEERS[peer](workload, world, fused=fused) for peer in peers]
-        timings = take_turns(
-            contenders, block=BLOCK[name], rounds=rounds, seconds=seconds, barrier=dist.barrier, agree=agree
-        )
-        for contender in contenders:
-            contender.close()
-    cpu = torch.tensor([timing.cpu for timing in timings], dtype=torch.float64)
-    dist.all_reduce(cpu)
-    return [
-        Timing(name=timing.name, wall=timing.wall, cpu=tuple(total.tolist()))
-        for timing, total in zip(timings, cpu, strict=True)
-    ]
+        return race(contenders, block=BLOCK[name], rounds=rounds, seconds=seconds)
 
 
 def _cuda(asked: argparse.Namespace) -> list[Row]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from echelon.job import Job
-from echelon.testing.models import GPT, MLP, ResNet
+from echelon.testing.models import GPT, MLP, Block, ResNet
 
 #: Long enough that no measurement reaches the end.
 ENDLESS = 1_000_000
@@ -62,6 +62,24 @@ class Workload:
                 yield inputs[ids], targets[ids]
 
 
+class HeadBlock(Block):
+    """A block whose attention takes as many heads as it is given: what one writes who means to cut it by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[-1] // self.heads
+        q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class HeadGPT(GPT):
+    """The GPT of such blocks."""
+
+    def __init__(self, *, vocab: int, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__(vocab=vocab, context=context, width=width, layers=0)
+        self.blocks.extend(HeadBlock(width, heads) for _ in range(layers))
+
+
 def _adamw(parameters: Iterable[Any], fused: bool | None) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4, fused=fused)
 
@@ -70,7 +88,8 @@ def _sgd(parameters: Iterable[Any], fused: bool | None) -> torch.optim.Optimizer
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=fused)
 
 
-def _tokens(rows: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
+def tokens(rows: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Random text: (tokens, those that follow)."""
     text = torch.randint(vocab, (rows, length + 1), generator=torch.Generator().manual_seed(0))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
@@ -94,7 +113,7 @@ WORKLOADS = {
         name="gpt",
         what="GPT 6 x 256, T=128, AdamW, batch 16",
         model=lambda: GPT(vocab=256, context=128, width=256, layers=6, heads=4),
-        samples=lambda: _tokens(512, 128, 256),
+        samples=lambda: tokens(512, 128, 256),
         loss=_token_loss,
         optimizer=_adamw,
         batch=16,
@@ -117,12 +136,22 @@ WORKLOADS = {
         optimizer=_sgd,
         batch=256,
     ),
+    # For the tensor and pipeline axes: long enough a step that compute counts for more than messages.
+    "gpt-axes": Workload(
+        name="gpt-axes",
+        what="GPT 6 x 384, T=128, vocabulary 2048, AdamW, batch 8",
+        model=lambda: HeadGPT(vocab=2048, context=128, width=384, layers=6, heads=6),
+        samples=lambda: tokens(512, 128, 2048),
+        loss=_token_loss,
+        optimizer=_adamw,
+        batch=8,
+    ),
     # For one GPU. `python -m bench.overhead --device cuda` runs it in bf16.
     "gpt124m": Workload(
         name="gpt124m",
         what="GPT 12 x 768 (124M), T=1024, AdamW, batch 32",
         model=lambda: GPT(vocab=50304, context=1024, width=768, layers=12, heads=12, tied=True),
-        samples=lambda: _tokens(256, 1024, 50304),
+        samples=lambda: tokens(256, 1024, 50304),
         loss=_token_loss,
         optimizer=_adamw,
         batch=32,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from echelon.flow.prepare import Subject
     from echelon.plan.cluster import Cluster
     from echelon.plan.profile import Profile
 
@@ -66,14 +67,14 @@ def table(*columns: str, left: int = 1) -> Table:
     return made
 
 
-def read_profile(file: str) -> Profile:
-    """The profile of a job file."""
+def read_subject(file: str) -> tuple[Subject, Profile]:
+    """A job file and its profile."""
     from echelon.flow.prepare import Subject
 
     subject = Subject(file)
     profile = subject.profile()
     warn(subject.warnings)
-    return profile
+    return subject, profile
 
 
 def warn(messages: Iterable[str]) -> None:

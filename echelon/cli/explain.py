@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.common import ClusterOption, Debug, Json, print_json, read_cluster, read_profile
+from echelon.cli.common import ClusterOption, Debug, Json, print_json, read_cluster, read_subject
 from echelon.plan.units import seconds, size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from echelon.plan.check import Problem
     from echelon.plan.cluster import Cluster
     from echelon.plan.forecast import Forecast
     from echelon.plan.plan import Plan
+    from echelon.plan.profile import Profile
 
 
 def explain(
@@ -55,10 +59,11 @@ def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | No
     from echelon.plan.text import diff
     from echelon.plan.text import explain as in_words
 
-    profile, machines = None, _machines(job, cluster)
+    subject, profile, machines = None, None, _machines(job, cluster)
     if job is not None:
-        profile = read_profile(job)
+        subject, profile = read_subject(job)
         require(wanted, profile, machines)  # a plan that this job cannot have is no plan to explain
+        wanted = subject.complete(wanted)
     answer: dict[str, Any] = {
         "plan": str(wanted),
         "decisions": in_words(wanted, profile.batch if profile else None).splitlines(),
@@ -66,15 +71,18 @@ def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | No
     }
     if machines is None:
         answer["problems"] += _remark(wanted)
+    answer |= _cuts(wanted, profile)
     plans = [wanted]
     if other is not None:
+        if subject is not None and not _errors(check(other, profile, machines)):
+            other = subject.complete(other)
         problems = check(other, profile, machines)
         answer["other"] = {
             "plan": str(other),
             "differs": diff(wanted, other),
             "problems": [str(problem) for problem in problems],
         }
-        plans += [other] if not any(problem.severity == "error" for problem in problems) else []
+        plans += [] if _errors(problems) else [other]
     if profile is not None and machines is not None:
         from echelon.planner import why_not
         from echelon.simulator import simulate
@@ -85,6 +93,24 @@ def _answer(wanted: Plan, other: Plan | None, job: str | None, cluster: str | No
         if other is not None:
             answer["other"]["verdict"] = why_not(profile, machines, other, wanted)
     return answer
+
+
+def _errors(problems: Iterable[Problem]) -> list[Problem]:
+    return [problem for problem in problems if problem.severity == "error"]
+
+
+def _cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
+    """How the model is cut, where the plan says so."""
+    from echelon.plan.codec import to_plain
+    from echelon.plan.cuts import cut_bytes, cuttings, stage_shares
+
+    found: dict[str, Any] = {}
+    if plan.placements or plan.uncut:
+        found["cuts"] = [to_plain(each) | {"words": str(each)} for each in cuttings(plan)]
+        found["cut_share"] = cut_bytes(plan, profile) if profile is not None else None
+    if plan.stages and profile is not None and profile.visits:
+        found["stages"] = [to_plain(each) | {"words": str(each)} for each in stage_shares(plan, profile.visits)]
+    return found
 
 
 def _machines(job: str | None, cluster: str | None) -> Cluster | None:
@@ -123,6 +149,12 @@ def _words(answer: dict[str, Any]) -> str:
     lines = [f'"{answer["plan"]}"', *(f"  {line}" for line in answer["decisions"] + answer["problems"])]
     if "cost" in answer:
         lines.append(f"  {_price(answer['cost'])}")
+    if "cuts" in answer:
+        share = answer["cut_share"]
+        lines.append("how modules are cut" + (f": {share:.0%} of the parameters' bytes" if share is not None else ""))
+        lines += [f"  {each['words']}" for each in answer["cuts"]]
+    if "stages" in answer:
+        lines += ["how the model is staged", *(f"  {each['words']}" for each in answer["stages"])]
     other = answer.get("other")
     if other:
         lines += ["", f'why not "{other["plan"]}"', *(f"  {line}" for line in other["differs"] + other["problems"])]

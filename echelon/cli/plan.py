@@ -14,7 +14,7 @@ from echelon.cli.common import (
     console,
     print_json,
     read_cluster,
-    read_profile,
+    read_subject,
     table,
 )
 from echelon.plan.units import seconds, size
@@ -42,8 +42,8 @@ def plan(
     from echelon.plan.codec import to_plain
     from echelon.planner import explain, search
 
-    profile, machines = read_profile(file), read_cluster(cluster)
-    candidates = search(profile, machines, top=top)
+    (subject, profile), machines = read_subject(file), read_cluster(cluster)
+    candidates = search(profile, machines, top=top, complete=subject.complete)
     best = candidates[0]
     if out is not None:
         best.plan.save(out)

@@ -14,7 +14,7 @@ from echelon.cli.common import (
     console,
     print_json,
     read_cluster,
-    read_profile,
+    read_subject,
     table,
     warn,
 )
@@ -46,8 +46,9 @@ def simulate(
     wanted = read_plan(plan)
     if wanted is None:
         raise PlanError("--plan auto: there is nothing to simulate yet; `echelon plan` searches and forecasts")
-    profile, machines = read_profile(file), read_cluster(cluster)
+    (subject, profile), machines = read_subject(file), read_cluster(cluster)
     warnings = require(wanted, profile, machines)
+    wanted = subject.complete(wanted)
     forecast = forecast_of(profile, machines, wanted)
     if json:
         print_json({"plan": str(wanted), "fits": forecast.fits, "forecast": to_plain(forecast)})
@@ -61,7 +62,7 @@ def _show(forecast: Forecast) -> None:
     screen, time, memory = console(), forecast.time, forecast.memory
     screen.print(f'"{forecast.plan}", batch {forecast.batch}')
     rows = table("of a step", "seconds", "share")
-    for name in ("forward", "backward", "exchange", "optimizer", "input", "overhead"):
+    for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead"):
         value = getattr(time, name)
         rows.add_row(name, seconds(value), f"{value / time.step:.0%}")
     screen.print(rows)

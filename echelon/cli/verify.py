@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,16 @@ def verify(
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="FILE", help="Where the certificate goes.")
     ] = "certificate.json",
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|device|host|PLAN",
+            help="What to compare with; auto: one device if it has the memory, else the strongest there is.",
+        ),
+    ] = "auto",
+    memory: Annotated[
+        float | None, typer.Option(metavar="GB", min=0.0, help="Memory of one device (default: what is free).")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -29,7 +39,9 @@ def verify(
     """
     from echelon.world import read_world
 
-    certificate = _prove(file, plan, steps, out, debug)
+    options: dict[str, Any] = {"steps": steps, "out": out, "reference": reference}
+    options["memory"] = None if memory is None else int(memory * 1e9)
+    certificate = _prove(file, plan, options, debug)
     if read_world().main:  # the ranks that torchrun started all come here
         if json:
             typer.echo(certificate.to_json())
@@ -38,7 +50,7 @@ def verify(
     raise typer.Exit(0 if certificate.verified else 1)
 
 
-def _prove(file: str, wanted: str, steps: int, out: str, debug: bool) -> Certificate:
+def _prove(file: str, wanted: str, options: dict[str, Any], debug: bool) -> Certificate:
     """The certificate, made in this process or by ranks that it starts."""
     from echelon.flow.prepare import Subject, prepare
     from echelon.flow.start import run_ranks
@@ -47,16 +59,16 @@ def _prove(file: str, wanted: str, steps: int, out: str, debug: bool) -> Certifi
     from echelon.world import read_world
 
     if read_world().launched:
-        return verify_here(file, wanted, steps=steps, out=out)
+        return verify_here(file, wanted, **options)
     subject = Subject(file)
     prepared = prepare(subject, wanted)
     warn(subject.warnings)
     if prepared.plan.ranks == 1:
-        return verify_here(file, prepared.plan, steps=steps, out=out)
-    code = run_ranks("verify", file, prepared, {"steps": steps, "out": out}, debug=debug)
+        return verify_here(file, prepared.plan, **options)
+    code = run_ranks("verify", file, prepared, options, debug=debug)
     if code:
         raise typer.Exit(code)
-    return Certificate.load(out)
+    return Certificate.load(options["out"])
 
 
 def _show(certificate: Certificate, path: str) -> None:
@@ -70,9 +82,11 @@ def _show(certificate: Certificate, path: str) -> None:
     screen.print(rows)
     for note in certificate.notes:
         screen.print(f"note: {note}")
+    against = certificate.against
     if certificate.verified:
-        screen.print(f'verified: "{certificate.plan}" computes what one device computes; certificate in {path}')
+        weaker = f" (weaker: {certificate.weakness})" if certificate.weakness else ""
+        screen.print(f'verified: "{certificate.plan}" computes what {against} computes{weaker}; certificate in {path}')
     else:
         screen.print(
-            f'NOT verified: "{certificate.plan}" departs from one device, first at {certificate.divergent}; see {path}'
+            f'NOT verified: "{certificate.plan}" departs from {against}, first at {certificate.divergent}; see {path}'
         )

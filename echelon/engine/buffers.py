@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.engine.ranks import Ranks
+from echelon.engine.ranks import Group
 
 #: Where a buffer is: its module's buffers, and its name among them.
 _Place = tuple[dict[str, Tensor | None], str]
@@ -62,7 +62,7 @@ def _look(place: _Place) -> tuple[Tensor | None, int]:
 class Unknown:
     """The floating buffers of a model but those of batch norms. In the message they are one flag and the changing ones."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, *, later: bool) -> None:
+    def __init__(self, model: nn.Module, ranks: Group, *, later: bool) -> None:
         """`later`: the host may not wait for what the ranks add up."""
         self._ranks, self._later = ranks, later
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
@@ -70,7 +70,8 @@ class Unknown:
             f"{path}.{key}" if path else key: (module._buffers, key)
             for path, module in model.named_modules()
             for key, value in module._buffers.items()
-            if not isinstance(module, _BatchNorm) and (value is None or value.is_floating_point())
+            if not isinstance(module, _BatchNorm)
+            and (value is None or (value.is_floating_point() and not value.is_meta))
         }
         #: Those that travel, with the shape that all ranks agreed on.
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -116,7 +117,7 @@ class Unknown:
         if not self._shapes:
             return flag
         self._mine = torch.cat([self._values(name) for name in self._shapes])
-        return torch.cat([flag, self._mine / self._ranks.world.size])
+        return torch.cat([flag, self._mine / self._ranks.size])
 
     def set(self, sums: Tensor) -> None:
         heard = sums[:1] if self._shapes else sums
@@ -135,7 +136,7 @@ class Unknown:
         self._agree()
         if self._shapes:
             values = torch.cat([self._values(name) for name in self._shapes])
-            self._put(self._ranks.sum(values / self._ranks.world.size))
+            self._put(self._ranks.sum(values / self._ranks.size))
 
     def _find_changes(self) -> bool:
         """Whether there is a change of which the others were not told."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from echelon.engine.layout import Piece
 from echelon.engine.ranks import Ranks
 from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, lift, require_dense
@@ -126,19 +128,50 @@ def _require_same(model: nn.Module, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def realise(part: nn.Module, ranks: Ranks, done: dict[int, Tensor]) -> None:
-    """Put the parameters and buffers of `part` on the device with rank 0's values. Shared tensors stay shared (`done`)."""
-    for module in part.modules():
-        for slots in (module._parameters, module._buffers):
-            for name, old in slots.items():
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Move what has numbers; tensors of other stages stay without."""
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in held:
+            for name, value in slots.items():
+                if value is None or value.is_meta:
+                    continue
+                if isinstance(value, nn.Parameter):
+                    value.data = value.data.to(device)  # the same object: it may be shared
+                else:
+                    slots[name] = value.to(device)
+
+
+@torch.no_grad()
+def realise(
+    model: nn.Module,
+    path: str,
+    ranks: Ranks,
+    done: dict[int, Tensor],
+    pieces: Mapping[str, Piece],
+    foreign: Set[str] = frozenset(),
+) -> None:
+    """Put the parameters and buffers of the module at `path` on the device with rank 0's values. Shared tensors stay shared
+    (`done`), of those that the tensor axis cuts only this rank's piece stays, and of `foreign` ones nothing but the shape."""
+    for inner, module in model.get_submodule(path).named_modules(prefix=path):
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for slots in held:
+            for key, old in slots.items():
+                name = f"{inner}.{key}" if inner else key
                 if old is None or isinstance(old, DTensor):
                     continue
+                if name in pieces and old.shape == pieces[name].shape:
+                    continue  # a buffer that was cut with the unit that it belongs to
                 if id(old) not in done:
                     value = torch.empty_like(old, device=ranks.device) if old.is_meta else old.detach().to(ranks.device)
                     value = value.contiguous()  # all that fully_shard takes
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
+                    if name in pieces:
+                        value = pieces[name].take(value)
+                    elif name in foreign:
+                        value = torch.empty_like(value, device="meta")
                     done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-                slots[name] = done[id(old)]  # type: ignore[assignment]
+                slots[key] = done[id(old)]
 
 
 @torch.no_grad()

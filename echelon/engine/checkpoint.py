@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.tensor import DTensor
 
 from echelon.engine import state
-from echelon.engine.build import fingerprint
+from echelon.engine.layout import Spread, whole_shape
 from echelon.engine.stored import FORMAT, MANIFEST, Reader, quietly, read_manifest, require_whole, sha256
 from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.codec import to_plain
@@ -64,20 +64,33 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
         mine += [partial / ".metadata"] if run.world.main else []
         sums = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
     files = {name: entry for part in run.ranks.gather(sums) for name, entry in part.items()}
+    optimizers = state.optimizer_plain(run)
     with run.ranks.together():
         if run.world.main:
-            _write(partial / MANIFEST, json.dumps(_manifest(run, files), indent=1))
+            _write(partial / MANIFEST, json.dumps(_manifest(run, files, optimizers), indent=1))
             os.replace(partial, folder)
             _sync(folder.parent)
     return sum(entry["bytes"] for entry in files.values())
 
 
-def _tensors(run: Run) -> dict[str, Tensor]:
-    model = {f"model/{name}": value.detach() for name, value in run.model.state_dict().items()}
-    return model | {f"optimizer/{name}": value for name, value in state.optimizer_tensors(run).items()}
+def _tensors(run: Run) -> dict[str, Any]:
+    """What this rank holds, whole tensors as they are (torch writes each once) and parts with their places."""
+    model = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
+    moments = state.optimizer_tensors(run).items()
+    return model | {f"optimizer/{name}": _stored(run, name, value) for name, value in moments}
 
 
-def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
+def _model(run: Run) -> dict[str, Tensor]:
+    """The model's tensors but those that other stages hold."""
+    return {name: value.detach() for name, value in run.model.state_dict().items() if not value.is_meta}
+
+
+def _stored(run: Run, name: str, value: Tensor) -> Any:
+    piece = state.piece_of(run, name, value)
+    return value if piece is None else Spread(value, piece)
+
+
+def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": run.step_number,
@@ -87,9 +100,9 @@ def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
         "batch": run.job.batch,
         "seed": run.job.seed,
         "samples": run.samples,
-        "model": fingerprint(run.model),
-        "parameters": {name: list(value.shape) for name, value in run.model.named_parameters()},
-        "optimizers": state.optimizer_plain(run),
+        "model": run.fingerprint,
+        "parameters": run.shapes,
+        "optimizers": optimizers,
         "schedules": [_plain_items(schedule.state_dict()) for schedule in run.schedules],
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good],
         "nominal": run.nominal,
@@ -101,21 +114,23 @@ def _manifest(run: Run, files: dict[str, Any]) -> dict[str, Any]:
 
 def load(run: Run, folder: Path) -> None:
     """Bring the run to where `folder` was saved, whatever plan saved it. Every rank must call it."""
+    optimizers = state.optimizer_plain(run)
     with run.ranks.together():
         manifest = read_manifest(folder)
-        _require_fits(run, manifest, folder)
+        _require_fits(run, manifest, optimizers, folder)
         require_whole(folder, manifest, run.world)
     reader = Reader(folder)
     metadata = reader.read_metadata()
     _make_room(run, metadata)
-    wanted = _wanted(run, metadata, folder)
+    moments = _room(run, metadata, folder)
+    wanted = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
+    wanted |= {f"optimizer/{name}": _stored(run, name, value) for name, value in moments.items()}
+    _require_there(wanted, metadata, folder)
     try:
         with quietly():
             load_tensors(wanted, storage_reader=reader, no_dist=run.world.size == 1)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{folder}: could not be read ({error})") from error
-    prefix = "optimizer/"
-    moments = {name.removeprefix(prefix): value for name, value in wanted.items() if name.startswith(prefix)}
     state.set_optimizers(run, moments, manifest["optimizers"])
     for schedule, saved in zip(run.schedules, manifest["schedules"], strict=True):
         schedule.load_state_dict(schedule.state_dict() | saved)
@@ -136,38 +151,41 @@ def _make_room(run: Run, metadata: Metadata) -> None:
             buffers[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=run.device)
 
 
-def _wanted(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:
-    """What to read and where to: the model's own tensors, and room for the optimizer's, sharded as its parameters are."""
-    wanted = {f"model/{name}": value.detach() for name, value in run.model.state_dict().items()}
-    parameters = dict(run.model.named_parameters())
+def _room(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:
+    """Room for the optimizers' tensors of this rank's parameters, laid out as those are."""
+    parameters, found = dict(run.model.named_parameters()), {}
     for path, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{folder}: {path} is not a tensor; echelon stores only tensors there")
         if not path.startswith("optimizer/"):
             continue
-        parameter = parameters.get(path.split("/", 3)[2])
+        name = path.split("/", 3)[2]
+        parameter = parameters.get(name)
         if parameter is None:
-            raise ForeignCheckpoint(
-                f"{folder}: optimizer state for {path.split('/', 3)[2]}, which the model does not have"
-            )
-        if isinstance(parameter, DTensor) and entry.size == parameter.shape:
-            wanted[path] = torch.empty_like(parameter, dtype=entry.properties.dtype).detach()
+            raise ForeignCheckpoint(f"{folder}: optimizer state for {name}, which the model does not have")
+        if parameter.is_meta:
+            continue
+        if entry.size == whole_shape(parameter, run.pieces.get(name)):
+            room = torch.empty_like(parameter, dtype=entry.properties.dtype).detach()
         else:
             where = run.device if entry.size else torch.device("cpu")
-            wanted[path] = torch.empty(entry.size, dtype=entry.properties.dtype, device=where)
+            room = torch.empty(entry.size, dtype=entry.properties.dtype, device=where)
+        found[path.removeprefix("optimizer/")] = room
+    return found
+
+
+def _require_there(wanted: Mapping[str, Any], metadata: Metadata, folder: Path) -> None:
     lost = sorted(set(wanted) - set(metadata.state_dict_metadata))
     if lost:
         # Its files are as they were written: they are another model's.
         raise ForeignCheckpoint(
             f"{folder}: lacks {len(lost)} tensors of the model, the first is {lost[0]}; start anew in another folder"
         )
-    return wanted
 
 
-def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
-    if manifest["model"] != fingerprint(run.model):
-        here = {name: list(value.shape) for name, value in run.model.named_parameters()}
-        there = manifest["parameters"]
+def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str, Any]], folder: Path) -> None:
+    if manifest["model"] != run.fingerprint:
+        here, there = run.shapes, manifest["parameters"]
         name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
         raise ForeignCheckpoint(
             f"{folder}: made by another model: {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here; "
@@ -175,7 +193,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], folder: Path) -> None:
         )
     if len(manifest["optimizers"]) != len(run.optimizers) or any(
         [set(group["names"]) for group in saved["groups"]] != [set(group["names"]) for group in mine["groups"]]
-        for saved, mine in zip(manifest["optimizers"], state.optimizer_plain(run), strict=True)
+        for saved, mine in zip(manifest["optimizers"], optimizers, strict=True)
     ):
         raise ForeignCheckpoint(
             f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
-from echelon.engine.precision import autocast
 from echelon.errors import JobError
-from echelon.job import call_loss, call_model
+from echelon.job import Job, call_loss, call_model
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -31,43 +31,50 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     run.model.eval()
     try:
         for micro in _micros(run, data):
-            batch = run.move(micro.batch)
-            with autocast(run.precision, run.device):
-                output = call_model(job, run.model, batch)
-                values = [
-                    call_loss(job, output, batch, run.model),
-                    *(metric(output, batch) for metric in job.metrics.values()),
-                ]
-            if micro.samples:  # a filler only keeps the ranks in step
-                for name, row, value in zip(names, sums, values, strict=True):
-                    for place, part in zip(row, _pair(value, micro.samples), strict=True):
-                        place += _scalar(part, name)
+            values = run.values(run.move(micro.batch))
+            if micro.samples and values is not None:  # a filler only keeps the ranks in step
+                sums += _pairs(values, micro.samples)
     finally:
         run.model.train()
         run.rest()
-    run.ranks.sum(sums)
+    run.data.sum(sums)
+    run.core.sum(sums if run.tells else sums.zero_())
     return {
         name: float(total / count) if count else float("nan") for name, (total, count) in zip(names, sums, strict=True)
     }
 
 
+def _pairs(values: Tensor, samples: int) -> Tensor:
+    """(sum, count) for each value, of means (whose count is NaN) as well."""
+    means = values[:, 1].isnan()
+    return torch.where(means[:, None], torch.stack([values[:, 0] * samples, means.double() * samples], 1), values)
+
+
+def measured(job: Job, model: nn.Module, batch: Any) -> Tensor:
+    """The loss and each metric of a batch, as rows of (sum, count), or of (mean, NaN)."""
+    output = call_model(job, model, batch)
+    loss = call_loss(job, output, batch, model)
+    where = (loss[0] if isinstance(loss, tuple) else loss).device
+    found = {"loss": loss} | {name: metric(output, batch) for name, metric in job.metrics.items()}
+    return torch.stack([_row(name, value, where) for name, value in found.items()])
+
+
+def _row(name: str, value: Any, device: torch.device) -> Tensor:
+    pair = value if isinstance(value, tuple) else (value, math.nan)
+    # Half precision has too few digits for a sum over a batch.
+    return torch.stack([torch.as_tensor(_scalar(part, name), dtype=torch.float64, device=device) for part in pair])
+
+
 def _micros(run: Run, data: Any) -> Iterator[Micro]:
-    rank, ranks, size = run.world.rank, run.world.size, run.plan.micro or -(-run.job.batch // run.world.size)
+    data_ranks = run.data
+    rank, ranks, size = data_ranks.rank, data_ranks.size, run.plan.micro or -(-run.job.batch // data_ranks.size)
     collate, seed = run.job.collate, run.job.seed
     with run.ranks.together():
         if is_stream(data):
             stream = Stream(data, collate=collate, seed=seed)
-            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=run.ranks.gather)
+            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=data_ranks.gather)
         source, pin = open_source(data, collate=collate, seed=seed), run.device.type == "cuda"
         return evaluation_batches(source, rank=rank, ranks=ranks, size=size, pin=pin, workers=run.workers)
-
-
-def _pair(value: Any, samples: int) -> tuple[Any, Any]:
-    """(sum, count) of a metric that gave either that or a mean."""
-    if isinstance(value, tuple):
-        return value
-    # Half precision has too few digits for a sum over a batch.
-    return (value.double() if isinstance(value, Tensor) else value) * samples, samples
 
 
 def _scalar(part: Any, name: str) -> Tensor | float:

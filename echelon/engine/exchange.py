@@ -19,8 +19,8 @@ from echelon.plan.buckets import layout
 class _Bucket:
     """Consecutive gradients in one flat tensor, with one number behind each parameter's: how many ranks used it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = tuple(parameters)
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        self.parameters, self.group = tuple(parameters), group
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
@@ -66,7 +66,7 @@ class _Bucket:
             self.used.copy_(torch.tensor(self.filled, dtype=self.flat.dtype))
         else:
             self.used.fill_(1)
-        self.work = dist.all_reduce(self.flat, async_op=True)
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def finish(self) -> None:
         assert self.work is not None
@@ -99,11 +99,13 @@ def _dense(tensor: Tensor) -> bool:
 
 
 class Exchange:
-    """Sums gradients over all ranks. `arm` before the backward whose gradients are final, `finish` after it."""
+    """Sums gradients over the ranks of a group. `arm` before the backward whose gradients are final, `finish` after it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], megabytes: int) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], megabytes: int, group: dist.ProcessGroup | None = None
+    ) -> None:
         kinds = [(each.numel() * each.element_size(), (each.dtype, each.device)) for each in parameters]
-        self._buckets = [_Bucket([parameters[place] for place in group]) for group in layout(kinds, megabytes)]
+        self._buckets = [_Bucket([parameters[place] for place in part], group) for part in layout(kinds, megabytes)]
         self._armed = False
         self._next = 0
         self._hooks = []

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from echelon.engine.layout import local
 from echelon.engine.ranks import Ranks
 
 
@@ -23,18 +23,22 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def scale(grads: list[Tensor], factor: float | Tensor) -> None:
     """Multiply every gradient by `factor`, in place."""
     if grads:
-        torch._foreach_mul_([_local(grad) for grad in grads], factor)
+        torch._foreach_mul_([local(grad) for grad in grads], factor)
 
 
 @torch.no_grad()
-def total_norm(grads: list[Tensor], ranks: Ranks) -> Tensor:
-    """The 2-norm over all gradients as if they were on one device; the same value on every rank."""
-    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-    parts = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
-    squares = _norm(whole, ranks).square()
-    if parts:
-        squares = squares + ranks.sum(_norm(parts, ranks).square())
-    return squares.sqrt()
+def total_norm(grads: list[Tensor], copies: list[int], ranks: Ranks) -> Tensor:
+    """The 2-norm over all gradients as if they were on one device; the same value on every rank.
+
+    `copies`: for each gradient, how many ranks hold the same part of it; each brings its share.
+    """
+    kinds: dict[int, list[Tensor]] = {}
+    for grad, count in zip(grads, copies, strict=True):
+        kinds.setdefault(count, []).append(local(grad))
+    if list(kinds) == [ranks.size]:  # whole on every rank: nothing to add up
+        return _norm(kinds[ranks.size], ranks)
+    shares = [_norm(values, ranks).square() / count for count, values in kinds.items()]
+    return ranks.sum(torch.stack(shares or [torch.zeros((), device=ranks.device)]).sum()).sqrt()
 
 
 def _norm(tensors: list[Tensor], ranks: Ranks) -> Tensor:
@@ -48,7 +52,3 @@ def _norm(tensors: list[Tensor], ranks: Ranks) -> Tensor:
 def clip(grads: list[Tensor], norm: Tensor, largest: float) -> None:
     """Scale the gradients so that their norm is at most `largest` (torch's formula, to the bit)."""
     scale(grads, torch.clamp(largest / (norm + 1e-6), max=1.0))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,7 +21,10 @@ _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 
 def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
     """Call the job's factory with (name, parameter) pairs, or with parameters if it does not take pairs."""
-    trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad and not value.is_meta]
+    if not trainable and any(value.requires_grad for value in model.parameters()):
+        # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
+        trainable = [("nothing", nn.Parameter(torch.zeros(0)))]
     if not trainable:
         raise JobError("no parameter requires a gradient: nothing would be trained")
     try:
@@ -34,13 +37,13 @@ def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimize
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
         optimizers.append(optimizer)
-        _require_live(optimizer, model)
+        _require_live(optimizer, trainable)
         _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
-def _require_live(optimizer: Optimizer, model: nn.Module) -> None:
-    live = {id(value) for value in model.parameters()}
+def _require_live(optimizer: Optimizer, trainable: list[tuple[str, nn.Parameter]]) -> None:
+    live = {id(value) for _, value in trainable}
     for group in optimizer.param_groups:
         for value in group["params"]:
             if id(value) not in live:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from echelon.errors import WorldError
+from echelon.plan.mesh import AXES, Mesh
 from echelon.world import World
 
 #: Longer than any step or checkpoint should take; the launcher ends ranks that wait for a dead one much sooner.
@@ -23,12 +24,87 @@ _CPU = "cpu"
 _JOINS: Counter[str] = Counter()
 
 
-class Ranks:
-    """A joined world. Alone (size 1) it has no process group and every agreement is with itself."""
+class Group:
+    """Some ranks, this one among them, and the small agreements that they need. Alone it agrees with itself."""
+
+    #: Of the axis, where it is one.
+    name = "dp"
+
+    def __init__(self, rank: int, size: int, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._mesh = mesh
+        #: None: every rank there is.
+        self.group = None if mesh is None else mesh.get_group()
+
+    def mesh(self) -> DeviceMesh:
+        """These ranks as torch's sharding wants them."""
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.name,))
+        return self._mesh
+
+    def some(self, members: Iterable[int]) -> Group:
+        """Some of these ranks, by their places here. Called by each of them, and by nobody else."""
+        chosen = sorted(members)
+        if len(chosen) == self.size:
+            return self
+        made = Group(chosen.index(self.rank), len(chosen), self.device)
+        everyone = self.group or dist.group.WORLD
+        assert everyone is not None
+        made.group = dist.new_group(
+            [dist.get_global_rank(everyone, each) for each in chosen], use_local_synchronization=True
+        )
+        return made
+
+    @property
+    def staged(self) -> bool:
+        """Whether what the GPUs tell each other goes through the hosts' memory."""
+        return self.device.type == "cuda" and self.size > 1 and "cuda:nccl" not in dist.get_backend_config()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. For small plain values, outside the step."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`tensor` summed over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for everybody."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What one rank cannot do no rank has done: an error on any rank becomes that error on all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        failures = [(rank, failure) for rank, failure in enumerate(self.gather(error and _portable(error))) if failure]
+        if error is not None:
+            raise error
+        if failures:
+            rank, (kind, message) = failures[0]
+            raise kind(f"rank {rank}: {message}")
+
+
+class Ranks(Group):
+    """A joined world. Alone (size 1) it has no process group."""
 
     def __init__(self, world: World, device: torch.device | None = None) -> None:
         self.world = world
-        self.device = _device(world) if device is None or device == torch.device("cuda") else device
+        super().__init__(
+            world.rank,
+            world.size,
+            _device(world) if device is None or device == torch.device("cuda") else device,
+        )
         self._owner = False
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -54,48 +130,27 @@ class Ranks:
             ) from error
         self._owner = True
 
-    @property
-    def staged(self) -> bool:
-        """Whether what the GPUs tell each other goes through the hosts' memory."""
-        return self.device.type == "cuda" and self.world.size > 1 and "cuda:nccl" not in dist.get_backend_config()
-
-    def mesh(self) -> DeviceMesh:
-        """All ranks as one data axis."""
-        return init_device_mesh(self.device.type, (self.world.size,), mesh_dim_names=("dp",))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. For small plain values, outside the step."""
-        if self.world.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed over the ranks, in place."""
-        if self.world.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def barrier(self) -> None:
-        """Wait for everybody."""
-        if self.world.size > 1:
-            dist.barrier()
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """What one rank cannot do no rank has done: an error on any rank becomes that error on all."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            error = caught
-        failures = [(rank, failure) for rank, failure in enumerate(self.gather(error and _portable(error))) if failure]
-        if error is not None:
-            raise error
-        if failures:
-            rank, (kind, message) = failures[0]
-            raise kind(f"rank {rank}: {message}")
+    def axes(self, mesh: Mesh) -> dict[str, Group]:
+        """The group of each axis that this rank is in. With one axis alone that is everybody."""
+        #: The ranks that compute the same samples together: tp x pp.
+        self.core: Group = Group(0, 1, self.device)
+        place = mesh.coordinate(self.rank)
+        sizes = {axis: getattr(mesh, axis) for axis in AXES}
+        several = [axis for axis, size in sizes.items() if size > 1]
+        if len(several) < 2:
+            self.name = several[0] if several else "dp"
+            if self.name in ("tp", "pp"):
+                self.core = self
+            return {axis: self if axis == self.name else Group(0, 1, self.device) for axis in AXES}
+        grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+        found = {axis: Group(place[axis], size, self.device, grid[axis]) for axis, size in sizes.items()}
+        together = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
+        if len(together) == 2:
+            both = grid["pp", "tp"]._flatten("core")
+            self.core = Group(both.get_local_rank(), both.size(), self.device, both)
+        elif together:
+            self.core = found[together[0]]
+        return found
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""

@@ -21,29 +21,43 @@ from typing import Any, Self
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from echelon.data.digest import digest
-from echelon.data.loader import Loader, StepBatch
+from echelon.data.loader import Loader, Micro, StepBatch
 from echelon.data.order import Order
 from echelon.data.source import Source, is_stream, open_source
 from echelon.data.stream import Stream, StreamLoader
 from echelon.engine import checkpoint, norm, state
-from echelon.engine.build import build, equalise
-from echelon.engine.evaluate import evaluate
+from echelon.engine.build import build, equalise, fingerprint, to_device
+from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.exchange import Exchange
+from echelon.engine.layout import Piece
 from echelon.engine.optimizers import make_optimizers, make_schedules
 from echelon.engine.outcome import Step
+from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
-from echelon.engine.ranks import Ranks
+from echelon.engine.ranks import Group, Ranks
+from echelon.engine.recompute import recompute
 from echelon.engine.shard import Sharding, forget_meshes, unit_modules
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
+from echelon.engine.tensor import Axis, cut, install, pieces
 from echelon.engine.weights import load_weights
-from echelon.errors import DataError, JobError, TrainingError
+from echelon.errors import DataError, JobError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.plan import Plan
+from echelon.profiler.example import Example
 from echelon.world import World, usable_cores
+
+
+@dataclasses.dataclass(slots=True)
+class _Sums:
+    """What a step's micro-batches add up to on this rank; None: nothing was computed here."""
+
+    total: Tensor | None = None
+    items: Tensor | None = None
 
 
 class Run:
@@ -65,6 +79,15 @@ class Run:
             job = dataclasses.replace(job, model=copy.deepcopy(job.model))
         self.job, self.plan, self.world = job, plan, world
         self.ranks = Ranks(world, device)
+        if plan.ranks != world.size:
+            raise PlanError(
+                f'plan "{plan}" is for {plan.ranks} ranks and there are {world.size}: start as many as it needs, or plan for {world.size}'
+            )
+        #: By axis, the ranks that this one works with on it; `data`: those that hold other samples.
+        self.axes = self.ranks.axes(plan.mesh)
+        self.data = self.axes["dp"]
+        #: The ranks that compute the same samples together: tp x pp.
+        self.core = self.ranks.core
         self.device, self._dtype = self.ranks.device, dtype
         if self.ranks.staged:
             warn(
@@ -76,14 +99,24 @@ class Run:
         self.loader = self._open_data()
         self._sharding: Sharding | None = None
         self._exchange: Exchange | None = None
+        self._pipeline: Pipeline | None = None
         self.model = self._build(warn)
-        self._parameters = [value for value in self.model.parameters() if value.requires_grad]
+        #: Those that this rank trains: all but what other stages hold.
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and not p.is_meta]
+        self._parameters = [value for _, value in named]
+        self._copies = [self._held_by(name, value) for name, value in named]
+        #: Held by several stages, with the ranks that hold them: their gradients add up over those.
+        self._tied = self._find_tied(named)
+        #: Whole here, but used on a part of the columns or of each sequence: their gradients add up over the tensor axis.
+        partial = {name for placement in plan.placements for name in placement.partial}
+        partial |= {name for segment in plan.segments for name in segment.partial} - self.pieces.keys()
+        self._partial = [value for name, value in named if name in partial]
         whole = self._parameters if self._sharding is None else self._sharding.loose
-        if world.size > 1 and whole:
-            self._exchange = Exchange(whole, plan.bucket)
+        if self.data.size > 1 and whole:
+            self._exchange = Exchange(whole, plan.bucket, self.data.group)
         self.optimizers = make_optimizers(job, self.model, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
-        self._statistics = StepStatistics(self.model, self.ranks)
+        self._statistics = StepStatistics(self.model, self.data)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
@@ -112,7 +145,7 @@ class Run:
         return put_back
 
     def _open_data(self) -> Loader | StreamLoader:
-        job, world, pin = self.job, self.world, self.device.type == "cuda"
+        job, data, pin = self.job, self.data, self.device.type == "cuda"
         #: Samples in the data set; 0: a stream, of unknown length.
         self.samples = 0
         if is_stream(job.data):
@@ -123,10 +156,10 @@ class Run:
             return StreamLoader(
                 stream,
                 batch=job.batch,
-                rank=world.rank,
-                ranks=world.size,
+                rank=data.rank,
+                ranks=data.size,
                 micro=self.plan.micro,
-                agree=self.ranks.gather,
+                agree=data.gather,
                 pin=pin,
             )
         with self.ranks.together():
@@ -136,7 +169,7 @@ class Run:
         self.samples, self.steps_per_epoch = order.samples, order.steps_per_epoch
         self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
         return Loader(
-            source, order, rank=world.rank, ranks=world.size, micro=self.plan.micro, pin=pin, workers=self.workers
+            source, order, rank=data.rank, ranks=data.size, micro=self.plan.micro, pin=pin, workers=self.workers
         )
 
     def _require_equal_data(self, source: Source) -> None:
@@ -173,20 +206,71 @@ class Run:
 
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self.plan, self.ranks
-        sharded = plan.zero > 0 and self.world.size > 1
+        sharded = plan.zero > 0 and self.data.size > 1
         model = build(self.job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model)
-        if plan.batchnorm == "sync" and self.world.size > 1:
-            model = synchronise(model)
+        #: Of the whole model, whatever this rank keeps of it.
+        self.fingerprint = fingerprint(model)
+        self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
+        if self.axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
+            example = self.move(Example(self.job).batch(2))
+            self._pipeline = Pipeline(model.train(), self._loss_of, example, plan, self.axes["pp"])
+        if plan.batchnorm == "sync" and self.data.size > 1:
+            model = synchronise(model, self.data.group)
+        self.pieces = self._pieces(model)
+        recompute(unit_modules(model), plan.recompute)
         if sharded:
             self._compile(model, unit_modules(model))
-            self._sharding = Sharding(model, plan, ranks)
+            self._sharding = Sharding(model, plan, ranks, self.data, self.pieces, self._pipeline)
         else:
-            model.to(self.device)
+            if self._pipeline is None:
+                model.to(self.device)
             equalise(model, ranks)
-            self._compile(model, [model] if self.world.size == 1 else unit_modules(model) or [model])
+            if self._pipeline is not None:
+                self._pipeline.drop()
+                to_device(model, self.device)
+            cut(model, self.pieces)
+            self._compile(model, [model] if self.data.size == 1 else unit_modules(model) or [model])
         if self.job.weights is not None:
-            load_weights(model, self.job.weights, warn=warn)
+            load_weights(model, self.job.weights, pieces=self.pieces, warn=warn)
         return model.train()
+
+    def _pieces(self, model: nn.Module) -> dict[str, Piece]:
+        """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""
+        tensor = self.axes["tp"]
+        if tensor.size == 1:
+            return {}
+        if not self.plan.placements:
+            raise PlanError(
+                f"tp={tensor.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
+            )
+        axis = Axis(tensor)
+        found = pieces(model, self.plan.placements, axis)
+        install(model, self.plan.placements, axis, self.plan.segments)
+        return found
+
+    def _owners(self, name: str) -> frozenset[int]:
+        """The ranks of the pipeline axis that hold a parameter."""
+        return frozenset({0}) if self._pipeline is None else self._pipeline.owners[name]
+
+    def _find_tied(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Group, list[nn.Parameter]]]:
+        found: dict[frozenset[int], list[nn.Parameter]] = {}
+        for name, value in named:
+            found.setdefault(self._owners(name), []).append(value)
+        # In one order on all ranks: making a group waits for its members.
+        return [
+            (self.axes["pp"].some(owners), found[owners]) for owners in sorted(found, key=sorted) if len(owners) > 1
+        ]
+
+    def _held_by(self, name: str, value: Tensor) -> int:
+        """How many ranks hold what this one has of a parameter."""
+        data = 1 if isinstance(value, DTensor) else self.data.size
+        return data * (1 if name in self.pieces else self.axes["tp"].size) * len(self._owners(name))
+
+    def _loss_of(self, model: nn.Module, batch: Any) -> Any:
+        """The loss of a batch: a mean, or (sum, count)."""
+        with autocast(self.precision, self.device):
+            value = call_loss(self.job, call_model(self.job, model, batch), batch, model)
+        return (value[0], torch.as_tensor(value[1], device=self.device)) if isinstance(value, tuple) else value
 
     def _compile(self, model: nn.Module, parts: list[nn.Module]) -> None:
         # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.
@@ -214,41 +298,84 @@ class Run:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
         self._seed(batch.step)
         self._statistics.begin()
-        total: Tensor | None = None
-        items: Tensor | None = None
-        last = len(batch.micros) - 1
-        for index, micro in enumerate(batch.micros):
-            if self._sharding is not None:
-                self._sharding.prepare(last=index == last)
-            data = self.move(micro.batch)
-            with autocast(self.precision, self.device):
-                value = call_loss(self.job, call_model(self.job, self.model, data), data, self.model)
-            if isinstance(value, tuple):
-                part, count = value[0], torch.as_tensor(value[1], device=self.device)
-                items = count if items is None else items + count
-                factor = self._scale() / self._nominal(count * len(batch.micros))
-            else:
-                share = micro.samples / batch.samples
-                part, factor = (value if share == 1 else value * share), self._scale()
-            if not part.requires_grad:
-                raise TrainingError(
-                    "the loss does not depend on any trainable parameter: was it detached, or made under no_grad?"
-                )
-            total = part.detach() if total is None else total + part.detach()
-            if index == last:
-                self._statistics.send(total, self._one if items is None else items, self._one * self.stop_asked)
-                if self._exchange is not None:
-                    self._exchange.arm()
-            (part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor).backward()
+        sums = _Sums()
+        if self._pipeline is not None:
+            self._flow(self._pipeline, batch, sums)
+        else:
+            self._alternate(batch, sums)
         if self._exchange is not None:
             self._exchange.finish()
         if self._sharding is not None:
             self._sharding.finish()
-        return self._finish(counted=items is not None)
+        add_up(self._partial, self.axes["tp"])
+        return self._finish(*self._received(sums))
 
-    def _finish(self, *, counted: bool) -> Tensor:
-        """Turn sums over items into the mean, and take the loss scale out again."""
+    def _alternate(self, batch: StepBatch, sums: _Sums) -> None:
+        """Forward and backward, micro-batch by micro-batch."""
+        last = len(batch.micros) - 1
+        for index, micro in enumerate(batch.micros):
+            if self._sharding is not None:
+                self._sharding.prepare(last=index == last)
+            start = self._weighed(self._loss_of(self.model, self.move(micro.batch)), micro, batch, sums)
+            if index == last:
+                self._send(sums)
+                if self._exchange is not None:
+                    self._exchange.arm()
+            start.backward()
+
+    def _flow(self, pipeline: Pipeline, batch: StepBatch, sums: _Sums) -> None:
+        """All micro-batches through the stages, in the order of the schedule."""
+        if self._sharding is not None:
+            self._sharding.prepare(last=False)
+        micros = batch.micros
+        pipeline.run(
+            [self.move(micro.batch) for micro in micros],
+            lambda output, index: self._weighed(output, micros[index], batch, sums),
+            self.data if self.data.size > 1 and (self.plan.zero > 1 or self.plan.batchnorm == "sync") else None,
+        )
+        if self._sharding is not None:
+            self._sharding.flush()
+        for holders, tied in self._tied:
+            add_up(tied, holders)
+        self._send(sums)
+        if self._exchange is not None:
+            self._exchange.arm()
+
+    def _weighed(self, value: Any, micro: Micro, batch: StepBatch, sums: _Sums) -> Tensor:
+        """What backward starts from: the micro-batch's share of the step's loss, scaled for the precision."""
+        if isinstance(value, tuple):
+            part, count = value
+            sums.items = count if sums.items is None else sums.items + count
+            factor = self._scale() / self._nominal(count * len(batch.micros))
+        else:
+            share = micro.samples / batch.samples
+            part, factor = (value if share == 1 else value * share), self._scale()
+        if not part.requires_grad:
+            raise TrainingError(
+                "the loss does not depend on any trainable parameter: was it detached, or made under no_grad?"
+            )
+        sums.total = part.detach() if sums.total is None else sums.total + part.detach()
+        return part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor
+
+    def _send(self, sums: _Sums) -> None:
+        total = self._one * 0 if sums.total is None else sums.total  # of a stage without a loss
+        self._statistics.send(total, self._one if sums.items is None else sums.items, self._one * self.stop_asked)
+
+    def _received(self, sums: _Sums) -> tuple[Tensor, Tensor, bool]:
+        """The step's loss, what it counts and whether it is such a sum: the same on every rank."""
         loss, count, self._asked = self._statistics.receive()
+        if self.core.size == 1:
+            return loss, count, sums.items is not None
+        nominal = torch.full_like(loss, (self.nominal or 0.0) if sums.items is not None else 0.0)
+        told = torch.stack([loss, count, nominal])
+        told = torch.cat([told if self.tells else torch.zeros_like(told), self._asked.view(1)])
+        loss, count, nominal, self._asked = self.core.sum(told)
+        if self._pipeline is not None and nominal > 0:
+            self.nominal = float(nominal)
+        return loss, count, bool(nominal > 0) if self._pipeline is not None else sums.items is not None
+
+    def _finish(self, loss: Tensor, count: Tensor, counted: bool) -> Tensor:
+        """Turn sums over items into the mean, and take the loss scale out again."""
         factor: float | Tensor = 1 / self._scale()
         if counted:
             if self.device.type == "cpu" and not count > 0:
@@ -269,7 +396,10 @@ class Run:
         rates = self._rates()
         if self.job.clip is not None or self.loss_scale is not None:
             grads = norm.gradients(self._parameters)
-            size = norm.total_norm(grads, self.ranks)
+            copies = [
+                count for value, count in zip(self._parameters, self._copies, strict=True) if value.grad is not None
+            ]
+            size = norm.total_norm(grads, copies, self.ranks)
             skipped = self.loss_scale is not None and not math.isfinite(size.item())
             if self.job.clip is not None and not skipped:
                 norm.clip(grads, size, self.job.clip)
@@ -297,7 +427,7 @@ class Run:
     def _nominal(self, count: Tensor) -> float:
         """The divisor of sums before backward. Asked of the ranks once; a power of two, so that it leaves no trace."""
         if self.nominal is None:
-            items = max(float(self.ranks.sum(count.detach().double().clone())), 1.0)
+            items = max(float(self.data.sum(count.detach().double().clone())), 1.0)
             self.nominal = 2.0 ** round(math.log2(items))
         return self.nominal
 
@@ -340,7 +470,8 @@ class Run:
 
     def _seed(self, step: int) -> None:
         """Randomness of a step follows from (seed, step, rank): a resumed run needs no stored state to draw the same."""
-        text = f"{self.job.seed} {step} {self.world.rank}".encode()
+        stage = f" {self.axes['pp'].rank}" if self._pipeline is not None else ""
+        text = f"{self.job.seed} {step} {self.data.rank}{stage}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -372,6 +503,21 @@ class Run:
         """Bytes of parameters, gradients and optimizer state that this rank keeps."""
         return state.held(self)
 
+    @property
+    def tells(self) -> bool:
+        """Of the ranks that computed the same samples, whether this one has the outcome and speaks for them."""
+        return self.axes["tp"].rank == 0 and (self._pipeline is None or self._pipeline.final)
+
+    def values(self, batch: Any) -> Tensor | None:
+        """The loss and the metrics of a batch, as evaluate.py has them; None on stages without a loss."""
+        if self._pipeline is None:
+            return self._measure(self.model, batch)[0]
+        return next(iter(self._pipeline.forward(batch, self._measure)), None)
+
+    def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
+        with autocast(self.precision, self.device):
+            return (measured(self.job, model, batch),)
+
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Loss and metrics over the job's evaluation set, or `data`."""
         return evaluate(self, data)
@@ -401,7 +547,8 @@ class Run:
             del self.model, self.optimizers, self.schedules
             self._sharding = None
             self._parameters.clear()
-            self._statistics = StepStatistics(nn.Module(), self.ranks)
+            self._partial.clear()
+            self._statistics = StepStatistics(nn.Module(), self.data)
             forget_meshes()
         self._restore()
         self._restore = lambda: None  # by now somebody else may have set them

@@ -14,17 +14,18 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, debug
 
 from echelon.engine.build import realise
-from echelon.engine.ranks import Ranks
+from echelon.engine.layout import Piece
+from echelon.engine.pipeline import Pipeline
+from echelon.engine.ranks import Group, Ranks
 from echelon.errors import TrainingError
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
@@ -79,41 +80,76 @@ def _unshardable(part: nn.Module) -> set[nn.Parameter]:
 class Sharding:
     """A model under ZeRO stage 1, 2 or 3. Forward and backward work as before; parameters are DTensors between steps."""
 
-    def __init__(self, model: nn.Module, plan: Plan, ranks: Ranks) -> None:
-        mesh = ranks.mesh()
-        self._plan = plan
-        done: dict[int, Tensor] = {}
-        for part in [*([] if plan.whole else unit_modules(model)), model]:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        ranks: Ranks,
+        data: Group,
+        pieces: Mapping[str, Piece],
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        mesh = data.mesh()
+        self._plan, self._data = plan, data
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                # On a GPU it moves the weights into one piece of memory, and what is gathered later would not reach them.
+                module.flatten_parameters = lambda: None  # type: ignore[method-assign]
+        if pipeline is not None:
+            self._shard_stages(model, plan, ranks, pieces, pipeline)
+        for path in [*([] if plan.whole else units(module_tree(model))), ""] if pipeline is None else ():
             # Values arrive and are cut unit by unit: the whole model is never on one device.
-            realise(part, ranks, done)
+            part, done = model.get_submodule(path), dict[int, Tensor]()
+            realise(model, path, ranks, done, pieces)
             # The root's own parameters are the last of forward and the first of backward: freed, they were gathered again at once.
             loose = _unshardable(part)
             fully_shard(
                 part, mesh=mesh, reshard_after_forward=plan.zero == 3 and part is not model, ignored_params=loose
             )
-            done.clear()
-        assert isinstance(model, FSDPModule)
         # The warning is about a gather that an output changed in place would skip; the root stays gathered until its backward.
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view")
         self._filter = warnings.filters[0]
-        self._root = model
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
             # Losses are weighted by samples before backward, so that gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        trained = [value for value in model.parameters() if value.requires_grad]
+        trained = [value for value in model.parameters() if value.requires_grad and not value.is_meta]
         self._parameters = [value for value in trained if isinstance(value, DTensor)]
         #: What cannot be sharded and is whole on every rank: its gradients are exchanged apart.
         self.loose = [value for value in trained if not isinstance(value, DTensor)]
         self._used: set[int] = set()
         _fill_unused(self._modules, self._used)
 
+    def _shard_stages(
+        self, model: nn.Module, plan: Plan, ranks: Ranks, pieces: Mapping[str, Piece], pipeline: Pipeline
+    ) -> None:
+        """Under a pipeline each unit of this rank's stages is sharded by itself; what several stages hold is left whole."""
+        foreign = {name for name, owners in pipeline.owners.items() if pipeline.rank not in owners}
+        realise(model, "", ranks, {}, pieces, foreign)
+        parameters = dict(model.named_parameters())
+        shared = {parameters[name] for name in pipeline.shared()}
+        for path in pipeline.units:
+            part = model.get_submodule(path)
+            loose = _unshardable(part) | shared
+            if any(value not in loose for value in part.parameters()):
+                fully_shard(part, mesh=self._data.mesh(), reshard_after_forward=plan.zero == 3, ignored_params=loose)
+
     def prepare(self, *, last: bool) -> None:
         """Before the forward of a micro-batch; `last` of the step."""
         keep = self._plan.zero == 1 or self._plan.keep_gradients
-        self._root.set_requires_gradient_sync(last or not keep)
-        self._root.set_reshard_after_backward(last or self._plan.zero == 3)
+        for module in self._modules:
+            module.set_requires_gradient_sync(last or not keep, recurse=False)
+            module.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
+
+    def flush(self) -> None:
+        """After the backward of every micro-batch of a pipeline: exchange what was kept. Private names, as in torch's own stages."""
+        self.prepare(last=True)
+        for module in self._modules:
+            state = module._get_fsdp_state()
+            for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]):
+                group.post_backward()
+            state._root_post_backward_final_callback()
 
     def finish(self) -> None:
         """After the step's backward: a parameter that no sample of any rank reached has no gradient, as on one device."""
@@ -122,7 +158,7 @@ class Sharding:
         mine = [id(value) in self._used for value in self._parameters]
         self._used.clear()
         ranks = torch.tensor(mine, dtype=torch.float32).to(self._parameters[0].device)
-        dist.all_reduce(ranks)
+        self._data.sum(ranks)
         if not all(mine):  # else there is nothing to learn, and an accelerator need not be waited for
             users = ranks.tolist()
             if not any(users):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from echelon.engine.layout import Piece, local, regions, whole_shape
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -32,34 +34,91 @@ class State:
     optimizer: dict[str, Tensor]
 
 
+#: What a rank has of a tensor: the whole's shape, and (where it begins, numbers on the CPU) for each stretch.
+_Held = tuple[tuple[int, ...], list[tuple[tuple[slice, ...], Tensor]]]
+
+
 @torch.no_grad()
 def gather(run: Run) -> State | None:
     """The run's state on rank 0, None elsewhere. Every rank must call it."""
     named = list(run.model.named_parameters())
-    state = State(
-        parameters={name: whole(value) for name, value in named},
-        gradients={name: whole(value.grad) for name, value in named if value.grad is not None},
-        buffers={name: whole(value) for name, value in run.model.named_buffers()},
-        optimizer={name: whole(value) for name, value in optimizer_tensors(run).items()},
-    )
-    return state if run.world.main else None
+    kinds: dict[str, Mapping[str, Tensor]] = {
+        "parameters": dict(named),
+        "gradients": {name: value.grad for name, value in named if value.grad is not None},
+        "buffers": dict(run.model.named_buffers()),
+        "optimizer": optimizer_tensors(run),
+    }
+    found = {kind: whole(run, values) for kind, values in kinds.items()}
+    return State(**found) if run.world.main else None
 
 
-def whole(value: Tensor) -> Tensor:
-    """The full tensor on rank 0's CPU (elsewhere this rank's part). A collective where the tensor is sharded.
+def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The full tensors on rank 0's CPU (elsewhere nothing). Every rank must call it.
 
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
-    if not isinstance(value, DTensor):
-        return value.detach().to("cpu", copy=True)
-    size = dist.get_world_size()  # the data axis is the whole world
-    rows = -(-value.shape[0] // size)  # fully_shard cuts dim 0 as torch.chunk does: all parts but the last are full
-    part = torch.zeros(rows, *value.shape[1:], dtype=value.dtype)
-    local = value.to_local().detach().cpu()
-    part[: local.shape[0]] = local
-    parts = [torch.empty_like(part) for _ in range(size)] if dist.get_rank() == 0 else None
-    dist.gather(part, parts)
-    return local if parts is None else torch.cat(parts)[: value.shape[0]]
+    mine = {name: _held(run, name, value) for name, value in values.items() if _speaks(run, name, value)}
+    full: dict[str, Tensor] = {}
+    if run.world.main:
+        _place(full, mine)
+    if run.ranks.size > 1:
+        # Only what is to come is pickled. The numbers go as they are: pickled tensors take several times as long.
+        told = [] if run.world.main else [(name, shape, _heads(parts)) for name, (shape, parts) in mine.items()]
+        everyone: list[Any] | None = [None] * run.ranks.size if run.world.main else None
+        dist.gather_object(told, everyone)
+        way = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
+        if not run.world.main:
+            for numbers in (each for _, parts in mine.values() for _, each in parts):
+                dist.send(numbers.to(way), 0)
+        for rank, theirs in enumerate(everyone or []):
+            for name, shape, heads in theirs:
+                _place(full, {name: (shape, [(place, _receive(rank, way, *head)) for place, *head in heads])})
+    return full
+
+
+def _heads(stretches: Sequence[tuple[tuple[slice, ...], Tensor]]) -> list[Any]:
+    """What the receiver must know of the numbers before they come."""
+    return [(place, numbers.shape, numbers.dtype) for place, numbers in stretches]
+
+
+def _receive(rank: int, way: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    numbers = torch.empty(shape, dtype=dtype, device=way)
+    dist.recv(numbers, rank)
+    return numbers.cpu()
+
+
+def _place(full: dict[str, Tensor], parts: Mapping[str, _Held]) -> None:
+    """Put numbers where they belong in the whole."""
+    for name, (shape, stretches) in parts.items():
+        for place, numbers in stretches:
+            if tuple(numbers.shape) == shape:
+                full[name] = numbers
+                continue
+            if name not in full:
+                full[name] = numbers.new_empty(shape)
+            full[name][place] = numbers
+
+
+def piece_of(run: Run, name: str, value: Tensor) -> Piece | None:
+    """How the tensor axis cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
+    (`0/blocks.1.up.weight/exp_avg`); a step count is not cut."""
+    piece = run.pieces.get(name.split("/")[1] if "/" in name else name)
+    return piece if piece is not None and value.shape == piece.shape else None
+
+
+def _speaks(run: Run, name: str, value: Tensor) -> bool:
+    """Whether this rank tells of a value: of ranks that hold the same the first does."""
+    if value.is_meta:
+        return False  # another stage's
+    cut = {"dp"} if isinstance(value, DTensor) else set()
+    cut |= {"pp"} | ({"tp"} if piece_of(run, name, value) is not None else set())
+    return not any(group.rank for axis, group in run.axes.items() if axis not in cut)
+
+
+def _held(run: Run, name: str, value: Tensor) -> _Held:
+    piece = piece_of(run, name, value)
+    stretches = [(each.place, each.values.to("cpu", copy=True).contiguous()) for each in regions(value, piece)]
+    return tuple(whole_shape(value, piece)), stretches
 
 
 def names(model: nn.Module) -> dict[int, str]:
@@ -79,13 +138,23 @@ def optimizer_tensors(run: Run) -> dict[str, Tensor]:
 
 
 def optimizer_plain(run: Run) -> list[dict[str, Any]]:
-    """The rest of it, fit for JSON: hyper-parameters by group with the names they cover, and plain state."""
+    """The rest of it, fit for JSON: hyper-parameters by group with the names they cover, and plain state, of all stages together.
+    Every rank must call it."""
+    stages = run.axes["pp"].gather(_plain_here(run))
+    for whole_model, part in ((stages[0][i], each) for stage in stages[1:] for i, each in enumerate(stage)):
+        for group, more in zip(whole_model["groups"], part["groups"], strict=True):
+            group["names"] += [name for name in more["names"] if name not in group["names"]]
+        whole_model["state"] |= part["state"]
+    return stages[0]
+
+
+def _plain_here(run: Run) -> list[dict[str, Any]]:
     known = names(run.model)
     return [
         {
             "groups": [
                 {key: value for key, value in group.items() if is_plain(value) and key not in _LIVE}
-                | {"names": [known[id(value)] for value in group["params"]]}
+                | {"names": [known[id(value)] for value in group["params"] if id(value) in known]}
                 for group in optimizer.param_groups
             ],
             "state": {
@@ -104,6 +173,7 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], plain: list[dict[str, 
         order = {
             known[id(value)]: i
             for i, value in enumerate(v for group in optimizer.param_groups for v in group["params"])
+            if id(value) in known
         }
         entries = {name: dict(values) for name, values in rest["state"].items()}
         for path, value in saved.items():
@@ -114,13 +184,13 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], plain: list[dict[str, 
         for group, old in zip(state["param_groups"], rest["groups"], strict=True):
             kept = {key: value for key, value in old.items() if key not in ("names", *_IMPLEMENTATION)}
             group.update({key: _thawed(value, group.get(key)) for key, value in kept.items()})
-        state["state"] = {order[name]: entry for name, entry in entries.items()}
+        state["state"] = {order[name]: entry for name, entry in entries.items() if name in order}  # not other stages'
         optimizer.load_state_dict(state)
 
 
 def _entries(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
     known = names(model)
-    return [(known[id(value)], entry) for value, entry in optimizer.state.items()]
+    return [(known[id(value)], entry) for value, entry in optimizer.state.items() if id(value) in known]
 
 
 def is_plain(value: Any) -> bool:
@@ -146,5 +216,5 @@ def held(run: Run) -> dict[str, int]:
 
 
 def _bytes(value: Tensor) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.numel() * local.element_size()
+    here = local(value)
+    return 0 if here.is_meta else here.numel() * here.element_size()

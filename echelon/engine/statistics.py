@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.engine.buffers import Unknown
-from echelon.engine.ranks import Ranks
+from echelon.engine.ranks import Group
 from echelon.nn.batchnorm import SynchronisedBatchNorm
 
 
 class StepStatistics:
     """One step's sums over the ranks: `begin` before its first forward, `send` after its last, `receive` after backward."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, *, later: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, ranks: Group, *, later: bool | None = None) -> None:
         """`later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
         self._ranks = ranks
         self._buffers: list[_Running | Unknown] = []
@@ -31,9 +31,10 @@ class StepStatistics:
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
         self._numbers = 0
-        if ranks.world.size == 1:
+        if ranks.size == 1:
             return
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+        norms = [norm for norm in norms if norm.running_mean is None or not norm.running_mean.is_meta]  # other stages'
         # A synchronised batch norm has the same statistics on every rank already.
         local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
         if local:
@@ -55,8 +56,8 @@ class StepStatistics:
         head = torch.stack([share.detach().double() for share in shares])
         self._numbers = len(shares)
         self._sums = torch.cat([head, *(buffers.share() for buffers in self._buffers)])
-        if self._ranks.world.size > 1:
-            self._work = dist.all_reduce(self._sums, async_op=True)
+        if self._ranks.size > 1:
+            self._work = dist.all_reduce(self._sums, group=self._ranks.group, async_op=True)
 
     @torch.no_grad()
     def receive(self) -> tuple[Tensor, ...]:
@@ -95,7 +96,7 @@ class StepStatistics:
 class _Running:
     """The running means and variances of local batch norms, all in one flat tensor; no value visits the host."""
 
-    def __init__(self, norms: list[_BatchNorm], ranks: Ranks) -> None:
+    def __init__(self, norms: list[_BatchNorm], ranks: Group) -> None:
         self._ranks, device = ranks, ranks.device
         self._tensors = [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
         self._counters = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
@@ -111,13 +112,13 @@ class _Running:
 
     def share(self) -> Tensor:
         self._mine = self._calls() - self._before
-        later = self._mine * (self._ranks.world.size - 1 - self._ranks.world.rank)
+        later = self._mine * (self._ranks.size - 1 - self._ranks.rank)
         decayed = (self._flat() - self._start * self._each(self._keep**self._mine)) * self._each(self._keep**later)
         summed = self._flat() * self._each(self._before + self._mine) - self._start * self._each(self._before)
         return torch.where(self._each(self._average), summed, decayed)
 
     def set(self, sums: Tensor) -> None:
-        total = self._mine * self._ranks.world.size
+        total = self._mine * self._ranks.size
         decayed = self._start * self._each(self._keep**total) + sums
         averaged = (self._start * self._each(self._before) + sums) / self._each(self._before + total).clamp(min=1)
         value = torch.where(self._each(self._average), averaged, decayed)

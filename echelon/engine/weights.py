@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
+from echelon.engine.layout import Piece, regions, whole_shape
 from echelon.engine.stored import MANIFEST, Reader, quietly, read_manifest, require_whole
 from echelon.errors import CheckpointError, EchelonError, JobError
 from echelon.world import World
@@ -35,7 +36,9 @@ class _Found:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], None]) -> None:
+def load_weights(
+    model: nn.Module, path: str | Path, *, pieces: Mapping[str, Piece], warn: Callable[[str], None]
+) -> None:
     """Fill parameters and buffers from a safetensors file, its `.index.json`, a torch state dict (read without pickle), a
     checkpoint, or the last checkpoint of a run."""
     path = Path(path)
@@ -49,14 +52,25 @@ def load_weights(model: nn.Module, path: str | Path, *, warn: Callable[[str], No
                 "is it another model's?"
             )
         for name, shape in found.shapes.items():
-            if shape != tuple(targets[name].shape):
-                raise JobError(f"{path}: {name} is {shape} there and {tuple(targets[name].shape)} in the model")
-        found.fill({name: targets[name] for name in found.shapes})
+            mine = tuple(whole_shape(targets[name], pieces.get(name)))
+            if shape != mine:
+                raise JobError(f"{path}: {name} is {shape} there and {mine} in the model")
+        found.fill({name: targets[name] for name in found.shapes if name not in pieces})
+        for name in found.shapes.keys() & pieces.keys():
+            _fill_piece(targets[name], pieces[name], found, name)
     missing = sorted(set(targets) - set(found.shapes) - _aliases(model, set(found.shapes)))
     if missing:
         warn(
             f"{path} lacks {len(missing)} of {len(targets)} tensors, which keep their initial values: {', '.join(missing[:3])} ..."
         )
+
+
+def _fill_piece(target: Tensor, piece: Piece, found: _Found, name: str) -> None:
+    """Cut in another way than by rows: the whole is read, one tensor at a time."""
+    whole = torch.empty(piece.whole, dtype=target.dtype)
+    found.fill({name: whole})
+    for region in regions(target, piece):
+        region.values.copy_(whole[region.place])
 
 
 # Checkpoints
@@ -160,8 +174,9 @@ def _fill(target: Tensor, read: Read) -> None:
         return
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     local = target.to_local()
-    if local.numel():
-        local.copy_(read(slice(offset[0], offset[0] + shape[0])))
+    if not local.numel():
+        return
+    local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read]]:

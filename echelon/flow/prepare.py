@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from echelon.errors import JobError, PlanError
 from echelon.flow.jobfile import load_job, make_job
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
     from echelon.planner import Candidate
 
+Made = TypeVar("Made", Profile, Plan)
 JobLike = Job | Callable[[], Job] | str
 PlanLike = Plan | str | None
 
@@ -94,22 +95,42 @@ class Subject:
 
     def profile(self) -> Profile:
         """The job's profile, from the store or made now."""
-        store, versions = Store(cache_folder()), installed_versions()
-        known = store.get(Profile, self.key, versions=versions) if self.key is not None else None
+        known = self.known_profile()
         if known is not None:
             return known
         from echelon.profiler import profile
 
-        made = profile(self.job)
-        if self.key is not None:
-            files = {*user_files(sys.modules), Path(self.key.rpartition(":")[0])}
-            try:
-                store.put(self.key, made, versions=versions, sources=hash_files(files))
-            except OSError as error:
-                self.warnings.append(
-                    f"{store.folder}: the profile could not be kept there ({error.strerror or error}) and is made again each time; "
-                    "make the folder writable, or name another in ECHELON_CACHE"
-                )
+        return self._kept(self.key, profile(self.job))
+
+    def known_profile(self) -> Profile | None:
+        """The job's profile, where the store has it."""
+        if self.key is None:
+            return None
+        return Store(cache_folder()).get(Profile, self.key, versions=installed_versions())
+
+    def complete(self, plan: Plan) -> Plan:
+        """`plan` with what it leaves open about the model, from the store or found now."""
+        if not plan.open:
+            return plan
+        key = f"{self.key} {plan.digest}" if self.key is not None else None
+        known = Store(cache_folder()).get(Plan, key, versions=installed_versions()) if key is not None else None
+        if known is not None:
+            return known
+        from echelon.profiler.complete import complete
+
+        return self._kept(key, complete(plan, self.job, self.known_profile()))
+
+    def _kept(self, key: str | None, made: Made) -> Made:
+        if key is None or self.key is None:
+            return made
+        store, files = Store(cache_folder()), {*user_files(sys.modules), Path(self.key.rpartition(":")[0])}
+        try:
+            store.put(key, made, versions=installed_versions(), sources=hash_files(files))
+        except OSError as error:
+            self.warnings.append(
+                f"{store.folder}: the {made.KIND} could not be kept there ({error.strerror or error}) and is made again each time; "
+                "make the folder writable, or name another in ECHELON_CACHE"
+            )
         return made
 
 
@@ -164,7 +185,7 @@ def prepare(subject: Subject, wanted: PlanLike = None, *, ranks: int | None = No
     from echelon.profiler import measure
 
     profile, cluster = subject.profile(), measure()
-    candidates = search(profile, cluster, top=top, ranks=ranks)
+    candidates = search(profile, cluster, top=top, ranks=ranks, complete=subject.complete)
     best = candidates[0]
     warnings = require(best.plan, profile, cluster)
     return Prepared(
@@ -177,12 +198,12 @@ def _given(subject: Subject, plan: Plan) -> Prepared:
     """A plan that the user wrote: checked against what is known without measuring."""
     from echelon.profiler import known_cluster
 
-    profile = None
-    if subject.key is not None:
+    profile, cluster = subject.known_profile(), known_cluster()
+    if subject.key is not None and profile is None and plan.model is not None:
         # A plan that was made for a model is held against that of the file before anything is started; a script's is by `Run`.
-        stored = Store(cache_folder()).get(Profile, subject.key, versions=installed_versions())
-        profile = subject.profile() if stored is None and plan.model is not None else stored
-    return _checked(plan, profile, known_cluster(), subject.warnings)
+        profile = subject.profile()
+    require(plan, profile, cluster)  # before its cuts are looked for, which takes longer
+    return _checked(subject.complete(plan), profile, cluster, subject.warnings)
 
 
 def receive(path: Path) -> Prepared:

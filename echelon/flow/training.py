@@ -340,7 +340,7 @@ class Training:
         return {
             "job": self._subject.name, "plan": str(run.plan), "ranks": self._world.size, "batch": job.batch, "steps": run.total_steps,
             "steps_per_epoch": run.steps_per_epoch, "epochs": job.epochs, "samples": run.samples,
-            "parameters": sum(value.numel() for value in run.model.parameters()), "resumed_from": run.step_number,
+            "parameters": sum(map(math.prod, run.shapes.values())), "resumed_from": run.step_number,
             "device": str(run.device), "run": str(self._folder.path), "file": self._subject.spec, "seed": job.seed, "versions": installed_versions(),
         }  # fmt: skip
 
@@ -380,11 +380,11 @@ class Training:
 
     def _identity(self) -> dict[str, Any]:
         """What a certificate has to cover."""
-        from echelon.verifier.identity import job_hash, model_hash, versions
+        from echelon.verifier.identity import job_hash, versions
 
         spec = self._subject.spec
         return {
-            "plan": self._prepared.plan, "job": job_hash(spec) if spec else "", "model": model_hash(self._run.model),
+            "plan": self._prepared.plan, "job": job_hash(spec) if spec else "", "model": self._run.fingerprint,
             "versions": versions(),
         }  # fmt: skip
 
@@ -397,4 +397,7 @@ class Training:
             raise TrainingError(
                 "a certificate covers a job file, and this job has none: train it with `echelon train file.py`"
             )
-        return require(self._settings.certificate, **self._identity())
+        certificate = require(self._settings.certificate, **self._identity())
+        if certificate.weakness and self._world.main:
+            self._warn(f"{self._settings.certificate} is a weaker proof: {certificate.weakness}")
+        return certificate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.flow.agree import agree_plan
 from echelon.flow.prepare import JobLike, PlanLike, Subject
@@ -13,10 +13,19 @@ if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
 
 
-def verify(job: JobLike, plan: PlanLike = None, *, steps: int = 2, out: str | Path | None = None) -> Certificate:
+def verify(
+    job: JobLike,
+    plan: PlanLike = None,
+    *,
+    steps: int = 2,
+    out: str | Path | None = None,
+    reference: str = "auto",
+    memory: int | None = None,
+) -> Certificate:
     """Prove that `plan` computes what one device computes; `out` is where the certificate goes.
 
-    Started alone with a plan for several ranks, it runs the script again in each of them.
+    `reference`: what to compare with, "device", "host" or another plan; "auto" takes the strongest for which one device has the
+    memory, `memory` bytes or what is free. Started alone with a plan for several ranks, it runs the script again in each of them.
     """
     world = begin("verify")
     subject = Subject(job)
@@ -27,12 +36,21 @@ def verify(job: JobLike, plan: PlanLike = None, *, steps: int = 2, out: str | Pa
     from echelon.verifier.verify import verify as prove
 
     digest = job_hash(subject.spec) if subject.spec else ""
-    certificate = prove(subject.job, prepared.plan, world=world, steps=steps, job_hash=digest, profile=prepared.profile)
+    certificate = prove(
+        subject.job,
+        prepared.plan,
+        world=world,
+        steps=steps,
+        job_hash=digest,
+        profile=prepared.profile,
+        reference=reference,
+        memory=memory,
+    )
     if out is not None and world.main:
         certificate.save(out)
     return certificate
 
 
-def verify_file(spec: str, *, steps: int = 2, out: str) -> None:
+def verify_file(spec: str, **options: Any) -> None:
     """`verify` of one rank that the command line started."""
-    verify(spec, steps=steps, out=out)
+    verify(spec, **options)

@@ -64,10 +64,11 @@ def plan(record: Record) -> str:
     if isinstance(proof, Certificate):
         worst = max((finding.worst for finding in proof.findings), default=0.0)
         said = (
-            f"Proved in float64 against one device over {proof.steps} steps: largest relative difference {worst:.1e}."
+            f"Proved in float64 against {proof.against} over {proof.steps} steps: largest relative difference {worst:.1e}."
             if proof.verified
-            else f"The proof failed: {proof.divergent or 'a tensor'} differs from what one device computes."
+            else f"The proof failed: {proof.divergent or 'a tensor'} differs from what {proof.against} computes."
         )
+        said += f" Weaker than usual: {proof.weakness}." if proof.weakness else ""
     else:
         said = proof
     batch = record.start.get("batch")

@@ -138,7 +138,8 @@ def against_forecast(record: Record) -> str:
     title = "Peak memory of the largest rank" + (", framework included" if apart else "")
     rows += against(title, memory.peak + apart, memory.low + apart, memory.high + apart, measured, units.size)
     causes = [
-        (name, getattr(time, name)) for name in ("forward", "backward", "exchange", "optimizer", "input", "overhead")
+        (name, getattr(time, name))
+        for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
     ]
     parts = [
         (name, getattr(memory, name))

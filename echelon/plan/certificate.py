@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
 from echelon.plan.plan import Plan
+
+#: What a plan was compared with: one device, one process on the host's CPU, or another plan.
+ReferenceKind = Literal["device", "host", "plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +30,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate(Document):
-    """A plan computed the same as one device: for this job, this code and these versions."""
+    """A plan computed the same as its reference: for this job, this code and these versions."""
 
     KIND: ClassVar[str] = "certificate"
+    VERSION: ClassVar[int] = 2
     SEALED: ClassVar[bool] = True
 
     plan: Plan
@@ -46,8 +50,16 @@ class Certificate(Document):
     drift: tuple[Finding, ...] = ()
     #: What a reader must know: batch statistics local or synchronised, dropout set to zero, parts in fp32.
     notes: tuple[str, ...] = ()
+    #: What it was compared with. "plan" is weaker: a mistake that both plans share is not seen.
+    reference: ReferenceKind = "device"
+    #: That plan.
+    peer: Plan | None = None
 
     def __post_init__(self) -> None:
+        if (self.reference == "plan") != (self.peer is not None):
+            raise ValueError(
+                f"reference={self.reference!r}: the peer is the plan that was compared with, and only that"
+            )
         if not self.findings:
             raise ValueError("findings: a proof compares at least one kind of tensor")
         good = all(finding.good for finding in self.findings)
@@ -55,6 +67,18 @@ class Certificate(Document):
             raise ValueError(f"verified={self.verified}, but {'all' if good else 'not all'} findings are within bounds")
         if self.verified == bool(self.divergent):
             raise ValueError(f"verified={self.verified} and divergent={self.divergent!r}: one of the two is wrong")
+
+    @property
+    def against(self) -> str:
+        """What it was compared with, in words."""
+        return {"device": "one device", "host": "one process on the CPU"}.get(self.reference, f'the plan "{self.peer}"')
+
+    @property
+    def weakness(self) -> str:
+        """What this proof cannot show that one against one device would; empty where it is as strong."""
+        if self.reference != "plan":
+            return ""
+        return f'it was compared with the plan "{self.peer}", not with one device: an error that both share is not seen'
 
     def stale(self, *, plan: Plan, job: str, model: str, versions: dict[str, str]) -> list[str]:
         """Why this certificate does not cover a run; empty when it does. Both sides are named."""

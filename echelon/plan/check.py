@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
+from echelon.plan.cuts import cut_bytes
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile
+from echelon.plan.split import rounds
+from echelon.plan.stages import INTERLEAVING, stage_count
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
 RANKS_PER_CORE = 8
+#: So many reasons are told where no module can be cut.
+_REASONS = 3
+#: A tensor axis that cuts less of the parameters than this is hardly one.
+_LITTLE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,7 @@ def require(plan: Plan, profile: Profile | None = None, cluster: Cluster | None 
 
 
 def _alone(plan: Plan) -> Iterator[Problem]:
-    for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+    for axis, name in (("cp", "context"), ("ep", "expert")):
         size = getattr(plan.mesh, axis)
         if size > 1:
             yield Problem(
@@ -67,6 +75,82 @@ def _alone(plan: Plan) -> Iterator[Problem]:
             path="zero", value=plan.zero, rule="one data rank has nothing to shard over", remedy="it runs as zero=0",
             severity="warning",
         )  # fmt: skip
+    if plan.recompute != "none" and plan.compile:
+        yield Problem(
+            path="recompute", value=plan.recompute, rule="torch.compile decides by itself what to keep for backward",
+            remedy="leave one of `recompute` and `compile` out",
+        )  # fmt: skip
+    yield from _tensor(plan)
+    yield from _pipeline(plan)
+
+
+def _tensor(plan: Plan) -> Iterator[Problem]:
+    tp = plan.mesh.tp
+    if tp > 1 and plan.uncut and not plan.placements:
+        reasons = [f"{each.path or 'the model itself'}: {each.why}" for each in plan.uncut]
+        told = "; ".join(reasons[:_REASONS]) + ("; ..." if len(reasons) > _REASONS else "")
+        yield Problem(
+            path="tp", value=tp, rule=f"it divides no module of this model ({told})",
+            remedy=f"use a smaller tp, or dp={plan.ranks} zero=3, which also shares the memory",
+        )  # fmt: skip
+    if tp == 1 and plan.placements:
+        yield Problem(
+            path="placements", value=len(plan.placements), rule="modules are cut over tp, and tp is 1",
+            remedy="use tp=2 or more, or leave placements out",
+        )  # fmt: skip
+    if plan.sequence and tp == 1:
+        yield Problem(
+            path="sequence", value=True, rule="sequences are cut over tp, and tp is 1",
+            remedy="use tp=2 or more, or leave `sequence` out",
+        )  # fmt: skip
+    if plan.sequence and plan.mesh.pp > 1:
+        yield Problem(
+            path="sequence", value=True, rule="what passes between the stages of a pipeline is whole",
+            remedy="leave `sequence` out, or use pp=1",
+        )  # fmt: skip
+    if plan.segments and not plan.sequence:
+        yield Problem(
+            path="segments", value=len(plan.segments), rule="they say where the sequence is cut, and `sequence` is not asked for",
+            remedy="add `sequence`, or leave segments out",
+        )  # fmt: skip
+
+
+def _pipeline(plan: Plan) -> Iterator[Problem]:
+    pp, count = plan.mesh.pp, stage_count(plan)
+    if pp == 1:
+        if plan.stages:
+            yield Problem(
+                path="stages", value=list(plan.stages), rule="stages are spread over pp, and pp is 1",
+                remedy=f"use pp={count}, or leave stages out",
+            )  # fmt: skip
+        return
+    several = plan.schedule in INTERLEAVING
+    if count % pp or (not several and count != pp):
+        rule = f"a multiple of pp={pp}" if several else f"one per rank of pp={pp}"
+        yield Problem(
+            path="stages", value=list(plan.stages), rule=f"they make {count} stages, and schedule={plan.schedule} needs {rule}",
+            remedy=f"give {pp - 1} places where a stage begins{f', or {2 * pp - 1}' if several else ''}, or leave stages out: they are found",
+        )  # fmt: skip
+    if any(after <= before for before, after in pairwise((0, *plan.stages))):
+        yield Problem(
+            path="stages", value=list(plan.stages), rule="places where stages begin, each after the one before and after 0",
+            remedy="put them in order, or leave stages out: they are found",
+        )  # fmt: skip
+    if plan.schedule == "zero-bubble" and plan.sharded:
+        yield Problem(
+            path="schedule", value=plan.schedule, rule=f"its split backward runs none of the hooks that zero={plan.zero} exchanges gradients by",
+            remedy="use schedule=interleaved, or zero=0",
+        )  # fmt: skip
+    if plan.schedule == "zero-bubble" and plan.recompute != "none":
+        yield Problem(
+            path="schedule", value=plan.schedule, rule="its backward runs in two parts, and what was computed again is there for one only",
+            remedy="use schedule=interleaved, or leave `recompute` out",
+        )  # fmt: skip
+    if plan.compile:
+        yield Problem(
+            path="compile", value=True, rule="a stage runs part of the model's forward, which torch.compile would compile whole",
+            remedy="leave `compile` out, or use pp=1",
+        )  # fmt: skip
 
 
 def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
@@ -76,11 +160,19 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="model", value=plan.model[:12], rule=f"this model is {profile.model[:12]}: the plan was made for another",
             remedy="plan again: echelon plan FILE",
         )  # fmt: skip
+    yield from _cuts_of_model(plan, profile)
     if batch < dp:
         yield Problem(
             path="dp", value=dp, rule=f"a batch of {batch} gives some rank no sample", remedy=f"use dp={batch} or less"
         )
         return
+    turns, stages = rounds(batch, dp, plan.micro), stage_count(plan)
+    if plan.mesh.pp > 1 and turns < stages:
+        size = max(batch // dp // (2 * stages), 1)
+        yield Problem(
+            path="micro", value=plan.micro, rule=f"{turns} micro-batch{'es' * (turns > 1)} through {stages} stages: ranks wait for each other most of the time",
+            remedy=f"use micro={size}" + ("" if batch // dp >= stages else ", a larger batch or fewer stages"), severity="warning",
+        )  # fmt: skip
     share = -(-batch // dp)
     if plan.micro is not None and plan.micro > share:
         yield Problem(
@@ -110,6 +202,11 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
             remedy="add `whole`, or use zero=0",
         )  # fmt: skip
+    if plan.recompute != "none" and not profile.units:
+        yield Problem(
+            path="recompute", value=plan.recompute, rule="the model has no repeated blocks, so that everything is kept all the same",
+            remedy="leave `recompute` out", severity="warning",
+        )  # fmt: skip
     if plan.precision not in (None, profile.precision):
         yield Problem(
             path="precision", value=plan.precision, rule=f"the job asks for {profile.precision}",
@@ -117,20 +214,63 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
+    tp, pp, count, units = plan.mesh.tp, plan.mesh.pp, stage_count(plan), len(profile.visits)
+    instead = f"dp={plan.ranks} zero=3, which also shares the memory"
+    held = {name.rpartition(".")[0] for each in profile.parameters for name in (each.name, *each.aliases)}
+    strange = next((each.path for each in plan.placements if each.path not in held), None)
+    if strange is not None:
+        yield Problem(
+            path="placements", value=strange, rule=f"{profile.name} (model {profile.model[:12]}) has no such module with parameters",
+            remedy="leave placements out: they are found",
+        )  # fmt: skip
+    elif tp > 1 and plan.placements and cut_bytes(plan, profile) < _LITTLE:
+        yield Problem(
+            path="tp", value=tp, rule=f"only {cut_bytes(plan, profile):.0%} of the parameters' bytes are cut, the rest is whole on every rank",
+            remedy=f"use {instead}", severity="warning",
+        )  # fmt: skip
+    whole = next((each.name for each in profile.optimizers if each.whole), None)
+    if tp > 1 and whole is not None:
+        yield Problem(
+            path="tp", value=tp, rule=f"{whole} computes with norms or factors of whole parameters, and tp leaves pieces of them to each rank",
+            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
+        )  # fmt: skip
+    if pp > 1 and not units:
+        yield Problem(
+            path="pp", value=pp, remedy=f"use {instead}",
+            rule="the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative",
+        )  # fmt: skip
+    elif pp > 1 and count > units:
+        fewer = (
+            f"use pp={units} or less"
+            if count == pp or units < pp
+            else "use schedule=1f1b, which has one stage per rank"
+        )
+        yield Problem(
+            path="pp", value=pp, rule=f"{count} stages, and the model has {units} unit{'s' * (units > 1)} that forward calls one after another",
+            remedy=f"{fewer}, or {instead}",
+        )  # fmt: skip
+    elif pp > 1 and plan.stages and plan.stages[-1] >= units:
+        yield Problem(
+            path="stages", value=list(plan.stages), rule=f"the model has {units} units, and each stage needs one",
+            remedy="leave stages out: they are found",
+        )  # fmt: skip
+
+
 def _with_devices(plan: Plan, cluster: Cluster, precision: Precision | None) -> Iterator[Problem]:
     if cluster.kind != "cpu":
         if plan.ranks > cluster.ranks:
             yield Problem(
-                path="dp", value=plan.mesh.dp, rule=f"the plan needs {plan.ranks} devices and there are {cluster.ranks}",
-                remedy=f"use dp={cluster.ranks} or less",
+                **_size(plan), rule=f"the plan needs {plan.ranks} devices and there are {cluster.ranks}",
+                remedy=_smaller(plan, cluster.ranks),
             )  # fmt: skip
         return
     cores = cluster.cores
     threads = plan.threads or max(cores // plan.ranks, 1)
     if plan.ranks > RANKS_PER_CORE * cores:
         yield Problem(
-            path="dp", value=plan.mesh.dp, rule=f"the plan needs {plan.ranks} devices and there are {cores} cores",
-            remedy=f"use dp={cores} or less ({RANKS_PER_CORE} ranks per core at the very most, to prove numbers)",
+            **_size(plan), rule=f"the plan needs {plan.ranks} devices and there are {cores} cores",
+            remedy=f"{_smaller(plan, cores)} ({RANKS_PER_CORE} ranks per core at the very most, to prove numbers)",
         )  # fmt: skip
     elif plan.ranks * threads > cores:
         yield Problem(
@@ -142,3 +282,14 @@ def _with_devices(plan: Plan, cluster: Cluster, precision: Precision | None) -> 
             path="precision", value=precision, rule=f"this CPU has no {precision} instructions: about 100 times slower",
             remedy="use precision=fp32", severity="warning",
         )  # fmt: skip
+
+
+def _size(plan: Plan) -> dict[str, Any]:
+    """Path and value of how many ranks a plan has."""
+    if plan.ranks == plan.mesh.dp:
+        return {"path": "dp", "value": plan.mesh.dp}
+    return {"path": "ranks", "value": plan.ranks}
+
+
+def _smaller(plan: Plan, most: int) -> str:
+    return f"use dp={most} or less" if plan.ranks == plan.mesh.dp else f"use axes whose product is {most} or less"

@@ -47,11 +47,12 @@ class Time:
     overhead: float
     low: float
     high: float
+    bubble: float = 0.0  #: a rank of a pipeline waits for the others
 
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        return self.forward + self.backward + self.exchange + self.optimizer + self.input + self.overhead
+        return self.forward + self.backward + self.bubble + self.exchange + self.optimizer + self.input + self.overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

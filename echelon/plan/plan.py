@@ -7,9 +7,13 @@ from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
 from echelon.plan.mesh import Mesh
+from echelon.plan.placement import Placement, Uncut
+from echelon.plan.segment import Segment
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 BatchNorm = Literal["local", "sync"]
+Recompute = Literal["none", "block", "selective"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +21,7 @@ class Plan(Document):
     """How to compute a job. Every field is a decision that the engine executes as written."""
 
     KIND: ClassVar[str] = "plan"
+    VERSION: ClassVar[int] = 2
 
     mesh: Mesh = field(default_factory=Mesh)
     #: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too.
@@ -31,6 +36,8 @@ class Plan(Document):
     precision: Precision | None = None
     #: Batch statistics: each micro-batch its own ("local"), or over the data ranks ("sync").
     batchnorm: BatchNorm = "local"
+    #: Activations of repeated blocks: kept; computed again in backward from the block's input; or from that and its products' outputs.
+    recompute: Recompute = "none"
     compile: bool = False
     #: Fused optimizer kernels where torch has them.
     fused: bool = True
@@ -38,6 +45,17 @@ class Plan(Document):
     threads: int | None = None
     #: Megabytes of gradient that one exchange carries (zero=0).
     bucket: int = 25
+    #: How modules are cut over tp.
+    placements: tuple[Placement, ...] = ()
+    #: Modules with parameters that tp leaves whole.
+    uncut: tuple[Uncut, ...] = ()
+    #: Between the modules that tp cuts each rank has a part of the sequence only: norms, dropouts and residuals keep less.
+    sequence: bool = False
+    #: Where that is so.
+    segments: tuple[Segment, ...] = ()
+    #: Where the stages of pp after the first begin, in units in the order of their calls; several per rank under interleaved schedules.
+    stages: tuple[int, ...] = ()
+    schedule: Schedule = "1f1b"
     #: Fingerprint of the model this plan was made for; None: any.
     model: str | None = None
 
@@ -60,6 +78,13 @@ class Plan(Document):
     def sharded(self) -> bool:
         """Whether parameters are sharded at rest: a ZeRO stage, and ranks to shard over."""
         return self.zero > 0 and self.mesh.dp > 1
+
+    @property
+    def open(self) -> bool:
+        """Whether it leaves to be found how this model is cut: the short form does."""
+        cuts = self.mesh.tp > 1 and not self.placements and not self.uncut
+        parts = self.mesh.tp > 1 and self.sequence and not self.segments
+        return cuts or parts or (self.mesh.pp > 1 and not self.stages)
 
     def __str__(self) -> str:
         from echelon.plan.text import to_text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,15 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """One call of a module that a pipeline does not cut in two, in the order of forward's calls: a stage may begin at each."""
+
+    path: str
+    work: float  #: about what it costs beside the others
+    crossing: Amount = Amount()  #: bytes that would pass to a stage that begins here, from those before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """What the optimizer costs: its state and what a step makes on the side."""
 
@@ -131,6 +141,8 @@ class Rule:
     elements: int  #: trainable elements
     fused: bool = False  #: whether torch has a fused kernel for it
     fused_sharded: bool = False  #: and one that takes sharded parameters
+    #: Whether it computes with a parameter as a whole (its norm, factors of it), and not with each number by itself.
+    whole: bool = False
 
     def fuses(self, *, sharded: bool) -> bool:
         """Whether a plan that asks for fused kernels gets one."""
@@ -142,7 +154,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     model: str  #: fingerprint: see `fingerprint`
     name: str
@@ -157,6 +169,8 @@ class Profile(Document):
     buffers: int = 0  #: bytes
     units: tuple[str, ...] = ()
     unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
+    #: Where a pipeline can be cut; empty: nowhere.
+    visits: tuple[Visit, ...] = ()
     #: Whether the gradient of one sample depends on the others of its batch other than through batch norms (contrastive losses).
     coupled: bool = False
     #: Paths of batch norms, the coupling that `batchnorm=` decides on.
@@ -203,6 +217,11 @@ class Profile(Document):
     def kept(self, samples: float) -> float:
         """Bytes that a micro-batch of `samples` keeps for backward."""
         return max(moment.kept.at(samples) for moment in self.moments)
+
+
+def fold_path(path: str) -> str:
+    """`blocks.3.up` as `blocks.*.up`."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:

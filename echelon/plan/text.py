@@ -1,6 +1,7 @@
 """The plan's short form, for people and the command line: `dp=2 zero=3 micro=8`. Both ways, exactly.
 
-What stands at its default is left out, except dp. The model that a plan was made for does not fit a short form; the file has it.
+What stands at its default is left out, except dp. The model that a plan was made for, and how it is cut over tp and pp, do not fit a
+short form: the file has them, and they are found again for a plan without.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from typing import Any, get_args
 
 from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import BatchNorm, Plan, Precision
+from echelon.plan.plan import BatchNorm, Plan, Precision, Recompute, Schedule
 
 _AXES = tuple(field.name for field in fields(Mesh))
 _NUMBERS = ("zero", "micro", "threads", "bucket")
-_WORDS = {"precision": get_args(Precision), "batchnorm": get_args(BatchNorm)}
+_WORDS = {
+    "precision": get_args(Precision),
+    "batchnorm": get_args(BatchNorm),
+    "schedule": get_args(Schedule),
+    "recompute": get_args(Recompute),
+}
 #: word in the text -> (field, value): a switch away from the default.
 _SWITCHES = {
     "keep": ("keep_gradients", True),
     "whole": ("whole", True),
+    "sequence": ("sequence", True),
     "compile": ("compile", True),
     "unfused": ("fused", False),
 }
@@ -90,7 +97,9 @@ def _meant(name: str) -> str:
 
 def explain(plan: Plan, batch: int | None = None) -> str:
     """The plan in words, one decision a line."""
+    from echelon.plan.cuts import runs
     from echelon.plan.split import rounds
+    from echelon.plan.stages import stage_count
 
     ranks, dp = plan.ranks, plan.mesh.dp
     if ranks == 1:
@@ -99,7 +108,18 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         lines = [f"{ranks} ranks, each with its own samples"]
     else:
         lines = [f"{ranks} ranks, {'all' if dp == 1 else f'each {ranks // dp} of them'} with the same samples"]
-    lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in _AXES if axis != "dp" and getattr(plan.mesh, axis) > 1]
+    if plan.mesh.tp > 1:
+        lines.append(f"tp={plan.mesh.tp}: modules are cut into {plan.mesh.tp} parts, one on each rank of the axis")
+    if plan.sequence:
+        where = "; ".join(", ".join(runs(each.units)) for each in plan.segments)
+        lines.append(
+            f"each rank has a part of the sequence{f' in {where}' if where else ''}, but where modules need the whole"
+        )
+    if plan.mesh.pp > 1:
+        stages = stage_count(plan)
+        each = f", {stages // plan.mesh.pp} on each rank" if stages > plan.mesh.pp else ""
+        lines.append(f"pp={plan.mesh.pp}: {stages} stages, one after another{each}, in the order of {plan.schedule}")
+    lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1]
     if dp > 1:
         lines.append(_ZERO[plan.zero])
     if plan.keep_gradients:
@@ -118,6 +138,13 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         + (", compiled" if plan.compile else "")
         + ("" if plan.fused else ", optimizer kernels not fused")
     )
+    if plan.recompute != "none":
+        kept = (
+            "only its input"
+            if plan.recompute == "block"
+            else "its input and the outputs of its products and attentions"
+        )
+        lines.append(f"each block keeps {kept} and is computed again in backward")
     if plan.batchnorm == "sync":
         lines.append("batch-norm statistics are taken over all ranks")
     if plan.threads:
@@ -140,9 +167,14 @@ _ZERO = (
 def diff(left: Plan, right: Plan) -> list[str]:
     """What differs between two plans, field by field, both sides named; empty when they are equal."""
 
+    def shown(value: object) -> object:
+        if isinstance(value, tuple) and value and not isinstance(value[0], int):  # hundreds of modules
+            return f"{len(value)} module{'s' * (len(value) > 1)}"
+        return list(value) if isinstance(value, tuple) else value
+
     def flat(plan: Plan) -> dict[str, object]:
         rest = {field.name: getattr(plan, field.name) for field in fields(Plan) if field.name != "mesh"}
         return {axis: getattr(plan.mesh, axis) for axis in _AXES} | rest
 
     here, there = flat(left), flat(right)
-    return [f"{name}: {here[name]} -> {there[name]}" for name in here if here[name] != there[name]]
+    return [f"{name}: {shown(here[name])} -> {shown(there[name])}" for name in here if here[name] != there[name]]

@@ -29,6 +29,10 @@ def explain(candidates: Sequence[Candidate]) -> str:
             )
         else:
             lines.append("  one process: nothing is exchanged")
+    if best.plan.ranks > best.plan.mesh.dp or best.plan.recompute != "none":
+        lines.append(
+            "  no plan of the data axis alone fits or can be executed: this one cuts the model, or computes blocks again"
+        )
     lines += [f"  note: {note}" for note in best.notes]
     for candidate in candidates[1:]:
         lines.append(f'"{candidate.plan}": {_against(best, candidate.forecast)}')
@@ -52,7 +56,7 @@ def _against(best: Forecast, other: Forecast) -> str:
     slower = other.time.step - best.time.step
     causes = {
         name: getattr(other.time, name) - getattr(best.time, name)
-        for name in ("forward", "backward", "exchange", "optimizer", "input", "overhead")
+        for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
     }
     cause = max(causes, key=lambda name: causes[name] * (1 if slower > 0 else -1))
     more = other.memory.peak - best.memory.peak
@@ -64,7 +68,7 @@ def _against(best: Forecast, other: Forecast) -> str:
 
 def _time(forecast: Forecast) -> str:
     time = forecast.time
-    parts = ("forward", "backward", "exchange", "optimizer", "input", "overhead")
+    parts = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
     told = ", ".join(
         f"{name} {_seconds(getattr(time, name))}" for name in parts if getattr(time, name) > time.step / 200
     )

@@ -1,25 +1,37 @@
-"""The best plans of a job on a cluster: every dp, thread count, ZeRO stage and micro-batch, forecast and sorted."""
+"""The best plans of a job on a cluster: every dp, thread count, ZeRO stage and micro-batch, forecast and sorted.
+
+Where none of these fits, or none can be executed, blocks are computed again and the model is cut over tp and pp: that costs time and
+saves memory.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 from echelon.errors import PlanError
 from echelon.plan.check import Problem, check
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import Plan
+from echelon.plan.plan import Plan, Recompute
 from echelon.plan.profile import Profile
+from echelon.plan.stages import find_stages
 from echelon.simulator.load import require_one_kind
 from echelon.simulator.step import price
 
 #: So many reasons are told when all plans are refused.
 _REASONS = 8
+#: The tensor axis talks in every block: beyond one machine's usual devices it is not searched.
+_TENSOR = 8
 #: A plan must be this much faster to be preferred to one with fewer processes: forecasts are not finer than that.
 _WORTH = 0.02
+
+
+#: Fills in how a plan cuts the model; it looks into the model, which the planner cannot.
+Complete = Callable[[Plan], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +42,20 @@ class Candidate:
     forecast: Forecast
 
 
-def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | None = None) -> tuple[Candidate, ...]:
-    """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks."""
+def search(
+    profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | None = None, complete: Complete | None = None
+) -> tuple[Candidate, ...]:
+    """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks.
+
+    `complete`: without it no plan has a tensor axis, whose cuts only a look into the model tells.
+    """
     everything = candidates(profile, cluster, ranks=ranks)
+    fitting = [candidate for candidate in everything if candidate.forecast.fits]
+    if not fitting:
+        everything += _priced(_cut_plans(profile, cluster, ranks, complete), profile, cluster)
+        fitting = [candidate for candidate in everything if candidate.forecast.fits]
     if not everything:
         raise _no_plan(profile, cluster, ranks)
-    fitting = [candidate for candidate in everything if candidate.forecast.fits]
     if not fitting:
         raise _too_large(everything, cluster.kind)
     fitting.sort(key=_order)
@@ -48,13 +68,14 @@ def search(profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | Non
 
 
 def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:
-    """Every plan that passes `check`, whether it fits or not."""
+    """Every plan of the data axis that passes `check`, whether it fits or not."""
     require_one_kind(cluster)
-    found = []
-    for plan in _plans(profile, cluster, ranks):
-        if not _errors(plan, profile, cluster):
-            found.append(Candidate(plan=plan, forecast=price(profile, cluster, plan)))
-    return found
+    return _priced(_plans(profile, cluster, ranks), profile, cluster)
+
+
+def _priced(plans: Iterable[Plan], profile: Profile, cluster: Cluster) -> list[Candidate]:
+    good = (plan for plan in plans if not _errors(plan, profile, cluster))
+    return [Candidate(plan=plan, forecast=price(profile, cluster, plan)) for plan in good]
 
 
 def _errors(plan: Plan, profile: Profile, cluster: Cluster) -> list[Problem]:
@@ -84,6 +105,56 @@ def _plans(profile: Profile, cluster: Cluster, ranks: int | None) -> Iterator[Pl
                 )
 
 
+def _cut_plans(profile: Profile, cluster: Cluster, ranks: int | None, complete: Complete | None) -> Iterator[Plan]:
+    """Plans that hold less: blocks computed again, and the model cut over tp, pp or both, with the rest of the ranks on dp."""
+    if profile.units:
+        yield from (replace(plan, recompute="block") for plan in _plans(profile, cluster, ranks))
+    cuts: dict[int, Plan | None] = {}
+    for size in [ranks] if ranks is not None else _sizes(cluster.ranks):
+        for tp, pp in product(_powers(min(size, _TENSOR)), _powers(size)):
+            dp = size // (tp * pp)
+            if tp == pp == 1 or dp * tp * pp != size or dp > profile.batch or pp > max(len(profile.visits), 1):
+                continue
+            if tp not in cuts:
+                cuts[tp] = Plan() if tp == 1 else _tensor_cuts(tp, complete)
+            cut = cuts[tp]
+            if cut is not None:
+                yield from _variants(replace(cut, mesh=Mesh(dp=dp, tp=tp, pp=pp)), profile, cluster)
+
+
+def _variants(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Plan]:
+    """A mesh with the micro-batches, ZeRO stages and recomputation that may make it fit."""
+    share = -(-profile.batch // plan.mesh.dp)
+    threads = max(cluster.cores // plan.ranks, 1) if cluster.kind == "cpu" else None
+    if plan.mesh.pp > 1:
+        stages = find_stages(plan, profile.visits)
+        if stages is None:
+            return
+        plan = replace(plan, stages=stages)
+        micros = list(dict.fromkeys(max(share // (turns * plan.mesh.pp), 1) for turns in (1, 2, 4, 8)))
+    else:
+        micros = [micro or share for micro in _micros(share)]
+    again: list[Recompute] = ["none", "block"] if profile.units else ["none"]
+    for zero, micro, recompute in product((0, 1, 3) if plan.mesh.dp > 1 else (0,), micros, again):
+        whole = zero > 0 and profile.traced == "real"
+        yield replace(
+            plan, zero=zero, micro=micro if micro < share else None, recompute=recompute, threads=threads, whole=whole,
+            model=profile.model,
+        )  # fmt: skip
+
+
+def _tensor_cuts(tp: int, complete: Complete | None) -> Plan | None:
+    """A plan that knows how tp cuts the model; None where it cannot."""
+    try:
+        return complete(Plan(mesh=Mesh(tp=tp))) if complete is not None else None
+    except PlanError:
+        return None
+
+
+def _powers(most: int) -> list[int]:
+    return [2**k for k in range(most.bit_length())]
+
+
 def _sizes(most: int) -> list[int]:
     """1, 2, 4 ... and the whole machine."""
     sizes = [1]
@@ -106,9 +177,9 @@ def _order(candidate: Candidate) -> tuple[float, float]:
     return candidate.forecast.time.step, candidate.forecast.memory.peak
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, float, float]:
+def _simplicity(candidate: Candidate) -> tuple[int, int, int, float, float]:
     plan = candidate.plan
-    return plan.ranks, plan.zero, -(plan.micro or math.inf), candidate.forecast.time.step
+    return plan.ranks, plan.ranks // plan.mesh.dp, plan.zero, -(plan.micro or math.inf), candidate.forecast.time.step
 
 
 def _no_plan(profile: Profile, cluster: Cluster, ranks: int | None) -> PlanError:
@@ -149,5 +220,6 @@ def _remedy(everything: list[Candidate], closest: Candidate, kind: str) -> str:
     room = closest.forecast.capacity - fixed
     if room <= 0:
         return "one sample alone fills a device: a smaller model or shorter samples are needed"
-    state = (_needed(closest.forecast) - fixed) * (closest.plan.mesh.dp if closest.plan.zero == 3 else 1)
-    return f"about {max(math.ceil(state / room), closest.plan.mesh.dp + 1)} devices of this size under zero=3 would hold it"
+    plan = closest.plan
+    state = (_needed(closest.forecast) - fixed) * (plan.ranks if plan.zero == 3 or plan.mesh.dp == 1 else 1)
+    return f"about {max(math.ceil(state / room), plan.ranks + 1)} devices of this size under zero=3 would hold it"

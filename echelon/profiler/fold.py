@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from echelon.plan.profile import Amount, Module, Moment, Operator
+from echelon.plan.profile import Amount, Module, Moment, Operator, fold_path
 from echelon.profiler.trace import Call, Figures, Trace
 
 #: Micro-batches and shares of the gradients at which a moment may be the peak; a moment that never is, is dropped.
 _SIZES = tuple(2**k for k in range(17))
 _SHARES = (0.0, 0.25, 0.5, 1.0)
-
-
-def fold_path(path: str) -> str:
-    """`blocks.3.up` as `blocks.*.up`."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 class Line:

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, call_loss, call_model
-from echelon.plan.profile import Parameter, Profile, fingerprint, units
+from echelon.plan.profile import Parameter, Profile, Visit, fingerprint, units
 from echelon.profiler.build import built, made, unquestioned
+from echelon.profiler.chain import chain
 from echelon.profiler.coupling import coupling, first_line
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
@@ -47,8 +48,13 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             parameters=sum(p.numel() for p in model.parameters()),
             flops=sum(call.flops for call in second.calls) / second.samples,
         )
+        visits: tuple[Visit, ...] = ()
+        with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
+            visits = chain(job, example)
     notes += unsure
-    return _assemble(job, example, model, first, second, device=device, how=how, coupled=coupled, notes=notes)
+    return _assemble(
+        job, example, model, first, second, device=device, how=how, coupled=coupled, visits=visits, notes=notes
+    )
 
 
 def _step_somehow(
@@ -79,6 +85,7 @@ def _assemble(
     device: str,
     how: Literal["fake", "real"],
     coupled: bool,
+    visits: tuple[Visit, ...],
     notes: list[str],
 ) -> Profile:
     parameters = _parameters(model)
@@ -102,6 +109,7 @@ def _assemble(
         unit_bytes=tuple(
             sum(p.numel() * p.element_size() for p in model.get_submodule(path).parameters()) for path in blocks
         ),
+        visits=visits,
         coupled=coupled,
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
         input_bytes=example.bytes,

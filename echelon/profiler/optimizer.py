@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,26 +20,68 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 #: State per parameter element where a step on the meta device fails: what nearly all optimizers hold at most.
 _GUESS = 2
+#: Numbers along each side of what optimizers are tried on.
+_SMALL = 4
 
 
 def rules(job: Job, parameters: dict[str, Tensor]) -> tuple[tuple[Rule, ...], list[str]]:
     """One rule per optimizer, and notes on what had to be guessed. `parameters`: the trainable ones, of any device."""
     standins = {name: nn.Parameter(torch.empty_like(value, device="meta")) for name, value in parameters.items()}
-    try:
-        made = job.optimizer(iter(standins.items()))
-    except (TypeError, AttributeError, ValueError):
-        made = job.optimizer(iter(standins.values()))
-    optimizers = list(made) if isinstance(made, list | tuple) else [made]
     notes: list[str] = []
-    found = []
+    whole = _whole(job, {name: tuple(value.shape) for name, value in parameters.items()})
+    made = _made(job, standins)
+    return tuple(_rule(each, notes, place in whole) for place, each in enumerate(made)), notes
+
+
+def _made(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
+    try:
+        made = job.optimizer(iter(parameters.items()))
+    except (TypeError, AttributeError, ValueError):
+        made = job.optimizer(iter(parameters.values()))
+    optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
-        found.append(_rule(optimizer, notes))
-    return tuple(found), notes
+    return optimizers
 
 
-def _rule(optimizer: Optimizer, notes: list[str]) -> Rule:
+def _whole(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> set[int]:
+    """Which of the optimizers do not treat each number by itself, found by trying: small parameters, and halves of them, are trained
+    side by side. What cannot be tried is taken for one that does."""
+    found: set[int] = set()
+    for last in (False, True):
+        numbers = torch.Generator().manual_seed(0)
+        whole: dict[str, nn.Parameter] = {}
+        cuts: dict[str, tuple[int, int]] = {}
+        for name, shape in shapes.items():
+            small = tuple(min(size, _SMALL) for size in shape)
+            dims = [dim for dim, size in enumerate(small) if size > 1]
+            cuts[name] = (dims[-1 if last else 0], _SMALL // 2) if dims else (0, 1)
+            whole[name] = nn.Parameter(torch.randn(small, generator=numbers, dtype=torch.float64))
+        half = {name: nn.Parameter(_half(value.detach(), *cuts[name])) for name, value in whole.items()}
+        try:
+            both = [_made(job, each) for each in (whole, half)]
+            for _ in range(2):
+                for name, value in whole.items():
+                    value.grad = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
+                    half[name].grad = _half(value.grad, *cuts[name])
+                for optimizer in (*both[0], *both[1]):
+                    optimizer.step()
+        except Exception:  # a user's own, which wants other shapes or more than gradients
+            return found
+        for place, optimizer in enumerate(both[0]):
+            held = {id(value) for group in optimizer.param_groups for value in group["params"]}
+            mine = [name for name, value in whole.items() if id(value) in held]
+            if not all(torch.allclose(_half(whole[n].detach(), *cuts[n]), half[n], 1e-9, 1e-12) for n in mine):
+                found.add(place)
+    return found
+
+
+def _half(value: Tensor, dim: int, length: int) -> Tensor:
+    return value.narrow(dim, 0, min(length, value.shape[dim])).clone() if value.dim() else value.clone()
+
+
+def _rule(optimizer: Optimizer, notes: list[str], whole: bool) -> Rule:
     held = [value for group in optimizer.param_groups for value in group["params"]]
     size = sum(value.numel() * value.element_size() for value in held)
     temporary = 0.0
@@ -58,6 +101,7 @@ def _rule(optimizer: Optimizer, notes: list[str]) -> Rule:
         elements=sum(value.numel() for value in held),
         fused=type(optimizer) in FUSED,
         fused_sharded=type(optimizer) in FUSED_SHARDED,
+        whole=whole,
     )
 
 

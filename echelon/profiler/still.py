@@ -30,7 +30,14 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
+#: What a proof computes in, in place of what a model asks for.
+WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
 
 _DROPOUTS: tuple[Callable[..., Any], ...] = (
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
@@ -160,8 +167,8 @@ class _Hold(TorchFunctionMode):
         if self._what.narrow:
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
                 func = Tensor.double
-            args = tuple(torch.float64 if _narrow(value) else value for value in args)
-            kwargs = {key: torch.float64 if _narrow(value) else value for key, value in kwargs.items()}
+            args = tuple(_widened(value) for value in args)
+            kwargs = {key: _widened(value) for key, value in kwargs.items()}
         if self._what.random and func in _MIDDLES:
             return _held(func, args, kwargs)
         return func(*args, **kwargs)
@@ -175,8 +182,8 @@ def _held(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return made if out is None else out.resize_(made.shape).copy_(made)
 
 
-def _narrow(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in NARROW
+def _widened(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def silence(model: nn.Module) -> list[str]:

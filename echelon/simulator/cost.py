@@ -55,13 +55,13 @@ def optimizer_seconds(rule: Rule, load: Load, *, fused: bool, share: float) -> f
     )
 
 
-def message_seconds(load: Load, operation: str, size: float) -> float:
-    """One collective over the ranks of the node. Unmeasured: through memory, twice."""
-    if load.ranks < 2 or not size:
+def message_seconds(load: Load, operation: str, size: float, ranks: int) -> float:
+    """One collective over `ranks` of the node. Unmeasured: through memory, twice."""
+    if ranks < 2 or not size:
         return 0.0
-    link = load.node.link(operation, load.ranks)
+    link = load.node.link(operation, ranks)
     if link is None:
         return 2 * stream_seconds(load, "copy_", 2 * size)
     # A ring moves (n - 1) / n of the data per rank whatever n: carried over from the number of ranks measured.
-    scale = ((load.ranks - 1) / load.ranks) / ((link.ranks - 1) / link.ranks)
+    scale = ((ranks - 1) / ranks) / ((link.ranks - 1) / link.ranks)
     return link.seconds(size) * max(scale, 1.0) * load.crowding

@@ -28,13 +28,13 @@ class Held:
     passing: float
 
 
-def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
-    """(memory, where it peaks)."""
+def memory(profile: Profile, plan: Plan, load: Load, waiting: float = 0.0, freed: float = 0.0) -> tuple[Memory, str]:
+    """(memory, where it peaks). `waiting`: bytes that are kept beside the micro-batch at work; `freed`: that were given back before."""
     device = load.device
     held = _held(profile, plan, load)
     moment, samples = _peak(profile, load, held), load.largest
-    alive = moment.alive.at(samples) + _workspace(moment, load)
-    kept = min(moment.kept.at(samples), alive)
+    alive = moment.alive.at(samples) + waiting + _workspace(moment, load)
+    kept = min(moment.kept.at(samples) + waiting, alive)
     gradients = held.gradients + held.growing * moment.gradients
     where = f"{moment.where} ({moment.phase})"
     end = held.gradients + held.growing * profile.gradient_bytes
@@ -53,9 +53,11 @@ def memory(profile: Profile, plan: Plan, load: Load) -> tuple[Memory, str]:
     gradients = taken(gradients, large)
     activations = taken(kept, moment.blocks)
     loose = taken(alive - kept, moment.blocks) + taken(held.passing, large)
-    # Activations are taken in one order and given back in the other; what comes and goes otherwise leaves gaps between blocks.
+    # Activations are taken in one order and given back in the other, unless several micro-batches are under way; what comes and goes
+    # otherwise leaves gaps between blocks.
+    freed += activations if waiting else 0.0
     gathered = parameters - profile.bytes / plan.mesh.dp if plan.sharded else 0.0
-    unreturned = device.retained * (loose + gradients + max(gathered, 0.0))
+    unreturned = device.retained * (loose + gradients + max(gathered, 0.0) + freed)
     temporary = loose + unreturned + device.workspace
     buckets = taken(held.buckets, large)
     peak = parameters + gradients + optimizer + activations + temporary + buckets

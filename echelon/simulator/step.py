@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast, Time
-from echelon.plan.plan import Plan
-from echelon.plan.profile import Phase, Profile
+from echelon.plan.plan import Plan, Precision
+from echelon.plan.profile import Operator, Phase, Profile
+from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
-from echelon.simulator.exchange import talk
+from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
+from echelon.simulator.part import parts
+from echelon.simulator.schedule import bubble
+from echelon.simulator.shares import Shares
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -26,19 +32,29 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
 
 def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     """`simulate` on a cluster that passed `require_one_kind`: a search asks that once for hundreds of plans."""
-    for axis in ("tp", "pp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         if getattr(plan.mesh, axis) > 1:
-            raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: only the data axis is forecast; use {axis}=1")
+            raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: this axis is not forecast; use {axis}=1")
+    if plan.open:
+        raise PlanError(
+            f'"{plan}" leaves open how the model is cut, and a forecast needs to know: `echelon simulate FILE --plan ...` finds it'
+        )
     if profile.batch < plan.mesh.dp:
         raise PlanError(
             f"dp={plan.mesh.dp}: a batch of {profile.batch} cannot feed so many ranks; use dp={profile.batch} or less"
         )
     load = load_of(profile, cluster, plan)
-    held, where = memory(profile, plan, load)
+    ranks = parts(profile, plan, load.micros)
+    held, where = max(
+        (memory(part.profile, plan, load, part.waiting, part.freed) for part in ranks), key=lambda each: each[0].peak
+    )
     return Forecast(
         plan=plan,
         batch=profile.batch,
-        time=_time(profile, plan, load),
+        time=max(
+            (_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)),
+            key=lambda each: each.step,
+        ),
         memory=held,
         capacity=load.capacity,
         peak_at=where,
@@ -46,13 +62,20 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     )
 
 
-def _time(profile: Profile, plan: Plan, load: Load) -> Time:
-    forward, backward, calls = 0.0, 0.0, 0
+def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -> Time:
+    """The step as the rank `rank` of pp spends it; `profile` is its part of the `whole`."""
+    shares = Shares(whole, plan)
+    forward, backward, calls, within = 0.0, 0.0, 0, 0.0
     for samples in sorted(set(load.micros)):
         times = load.micros.count(samples)
         forward += times * _compute(profile, plan, load, samples, "forward")
         backward += times * _compute(profile, plan, load, samples, "backward")
         calls += times * sum(operator.count for operator in profile.operators)
+        within += times * tensor_seconds(whole, plan, load, shares, rank, samples)
+        again = computed_again(whole, profile, plan)
+        backward += times * _priced(again, plan.precision or profile.precision, load, samples)
+        calls += times * sum(operator.count for operator in again)
+        within += times * pipeline_seconds(whole, plan, load, rank, samples)
     if len(load.micros) > 1:
         backward += (len(load.micros) - 1) * stream_seconds(load, "add_", 3 * profile.gradient_bytes)
     host = calls * load.device.overhead * load.crowding
@@ -71,27 +94,31 @@ def _time(profile: Profile, plan: Plan, load: Load) -> Time:
     )
     if profile.clip:
         optimizer += stream_seconds(load, "mul", 3 * share * profile.gradient_bytes)
-    parts = {
+    causes = {
         "forward": forward,
         "backward": backward,
-        "exchange": words.total - hidden,
+        "bubble": (forward + backward + within + host) * bubble(plan, len(load.micros)),
+        "exchange": words.total - hidden + within,
         "optimizer": optimizer,
         "input": reading,
         "overhead": host,
     }
-    step = sum(parts.values())
-    return Time(**parts, hidden=hidden, low=step * (1 - _SPREAD), high=step * (1 + _SPREAD))
+    step = sum(causes.values())
+    return Time(**causes, hidden=hidden, low=step * (1 - _SPREAD), high=step * (1 + _SPREAD))
 
 
 def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phase) -> float:
     operators = [operator for operator in profile.operators if operator.phase == phase]
-    precision = plan.precision or profile.precision
-    seconds = sum(o.count * operator_seconds(o, samples, load, precision) for o in operators)
+    seconds = _priced(operators, plan.precision or profile.precision, load, samples)
     if load.device.fault:
         # What a step keeps was given back after the last one: the system hands it out anew. So are gradients of one rank alone.
         fresh = profile.kept(samples) if phase == "forward" else profile.gradient_bytes * (plan.mesh.dp == 1)
         seconds += load.device.fault * fresh * load.crowding
     return seconds
+
+
+def _priced(operators: Sequence[Operator], precision: Precision, load: Load, samples: int) -> float:
+    return sum(o.count * operator_seconds(o, samples, load, precision) for o in operators)
 
 
 def _overlap(load: Load) -> float:

@@ -1,4 +1,4 @@
-"""One proof as rank 0 sees it: what is held still, what rounding is granted, what differs, and what a reader must be told."""
+"""The truth on one device, as rank 0 sees it: what is held still, what rounding is granted, and references to compare with."""
 
 from __future__ import annotations
 
@@ -6,49 +6,67 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.profiler.coupling import first_line
 from echelon.profiler.still import Stillness, silence
-from echelon.verifier import diagnose, noise
-from echelon.verifier.compare import Bounds, Difference
+from echelon.verifier import noise
+from echelon.verifier.basis import Basis, Referee, listed, without_dropout
+from echelon.verifier.compare import Bounds
 from echelon.verifier.feed import Feed
+from echelon.verifier.footing import Footing
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.survey import Survey
 
 
-class Case:
-    """What is known before the runs. `still` and `bounds` follow from a survey of one step of the reference."""
+class Case(Basis):
+    """One device tells. `still` and `bounds` follow from a survey of the reference's first step."""
 
-    def __init__(self, job: Job, plan: Plan, feed: Feed, device: torch.device, steps: Sequence[int]) -> None:
-        self.job, self.plan, self.feed, self.device, self.steps = job, plan, feed, device, steps
-        self.still = Stillness()
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        feed: Feed,
+        steps: Sequence[int],
+        device: torch.device | str = "cpu",
+        footing: Footing | None = None,
+    ) -> None:
+        super().__init__(job, plan, feed, steps, footing or Footing())
+        self.device = torch.device(device)
         needed = ""
         try:
-            seen, reference, silenced = self._survey()
+            seen, truth = self._survey()
         except RuntimeError as error:
             # Layers that cast their inputs to a type of their own (Keras) do not run beside weights that are now float64.
             needed, self.still = first_line(error), Stillness(narrow=True)
-            seen, reference, silenced = self._survey()
-        self.model = reference.fingerprint
+            seen, truth = self._survey()
         left = seen
         if seen.random or seen.narrow:
             self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow or needed))
-            left, _, _ = self._survey()
-        self.bounds = Bounds()
+            del truth  # before the next one is made
+            left, truth = self._survey()
+        self._truth: Truth | None = truth
+        self.model = truth.reference.fingerprint
         self._shake = noise.SHAKE_NARROW if left.narrow else noise.SHAKE
         if left.narrow:
             self.bounds = self._widened(noise.NARROW)
-        self.notes = [*_scope(reference, feed, steps), *_held(silenced, seen, left)]
+        self.notes = [*_scope(truth.reference, feed, steps), *_held(truth.silenced, seen, left)]
         if needed:
             self.notes.append(
                 f"casts below float64 are lifted to float64 in both runs: the model does not run without that ({needed})"
             )
 
+    def take(self) -> Truth:
+        """The reference that the survey has made; whoever takes it holds it alone, so that it goes when they have done with it."""
+        truth, self._truth = self._truth, None
+        assert truth is not None
+        return truth
+
     def reconsider(self, proof: Referee) -> None:
-        """Before a no: rounding alone may be larger than the bounds. What it explains is granted, and said."""
-        if not proof.divergent:
+        """Rounding alone may be larger than the bounds. What it explains is granted, and said."""
+        if proof.worst is None:
             return
         wider = self._widened(self.bounds.least)
         eased = [each for each in proof.differences if not self.bounds.hold(each) and wider.hold(each)]
@@ -57,7 +75,7 @@ class Case:
             proof.repeat()
             names = list(dict.fromkeys(f"{each.kind} of {each.name}, to {wider.of(each):.0e}" for each in eased))
             self.notes.append(
-                f"ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by that: {_list(names)}"
+                f"ill-conditioned, so that the reference differs from itself when its parameters are off by one rounding; bounds widened by that: {listed(names)}"
             )
 
     def _widened(self, least: float) -> Bounds:
@@ -70,7 +88,15 @@ class Case:
         silence(reference.model)
         return reference
 
-    def _survey(self) -> tuple[Survey, Reference, list[str]]:
+    def at(self, step: int) -> Reference:
+        """A fresh one that has trained up to `step`."""
+        reference = self.reference()
+        for earlier in self.steps[: self.steps.index(step)]:
+            reference.step(earlier)
+        return reference
+
+    def _survey(self) -> tuple[Survey, Truth]:
+        """What the first step does, and the reference that made it."""
         reference = Reference(self.job, self.plan, self.feed, device=self.device)
         silenced = silence(reference.model)
         survey = Survey(reference.model)
@@ -80,51 +106,26 @@ class Case:
             with self.still(), survey:
                 yield
 
+        buffers = {name: value.clone() for name, value in reference.model.named_buffers()}
         reference.still = watched
-        reference.backward(self.steps[0])
-        return survey, reference, silenced
+        loss = reference.backward(self.steps[0])
+        reference.still = self.still
+        return survey, Truth(reference, loss, buffers, silenced)
 
 
-class Referee:
-    """Runs the reference beside a plan's run and keeps how far they are apart. `exact`: the run is in float64 too."""
+class Truth:
+    """A reference whose first step's gradients are made already; its parameters are still those of the start."""
 
-    def __init__(self, case: Case, *, exact: bool) -> None:
-        self._case, self._reference, self._exact = case, case.reference(), exact
-        self._slack = noise.Slack(dict(self._reference.model.named_parameters()))
-        self.differences: list[Difference] = []
-        #: The first divergent tensor, in words; empty as long as there is none.
-        self.divergent = ""
-        self._zero: dict[str, None] = {}
+    def __init__(self, reference: Reference, loss: Tensor, buffers: dict[str, Tensor], silenced: list[str]) -> None:
+        self.reference, self.silenced = reference, silenced
+        self._loss: Tensor | None = loss
+        #: What the run starts from. Forward has changed the buffers since; the parameters change with `step`.
+        self.start: dict[str, Tensor] = dict(reference.model.named_parameters()) | buffers
 
-    @property
-    def notes(self) -> list[str]:
-        """What was left out."""
-        names = list(self._zero)
-        return (
-            [f"drift leaves out gradients that are zero in truth and rounding alone: {_list(names)}"] if names else []
-        )
-
-    def judge(self, mine: Record) -> None:
-        """Compare a step of the plan's run with the reference's."""
-        true = self._reference.step(mine.step)
-        made = noise.differences(mine, true, self._slack)
-        if not self._exact:
-            # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
-            self._zero.update(dict.fromkeys(noise.zeros(true.gradients)))
-            made = [each for each in made if diagnose.owner(each) not in self._zero]
-        self.differences += made
-        worst = diagnose.first(made, self._case.bounds, self._reference.order)
-        if worst is not None and not self.divergent:
-            self.divergent = self._describe(worst, made, diagnose.pair(worst, mine, true))
-
-    def repeat(self) -> None:
-        """Name the first divergent tensor again, under the case's bounds as they are now."""
-        worst = diagnose.first(self.differences, self._case.bounds, self._reference.order)
-        self.divergent = "" if worst is None else self._describe(worst, self.differences, None)
-
-    def _describe(self, worst: Difference, made: Sequence[Difference], pair: diagnose.Pair | None) -> str:
-        samples = self._case.feed.size(worst.step)
-        return diagnose.describe(worst, made, self._case.bounds, pair, self._case.plan, samples)
+    def step(self, number: int) -> Record:
+        """As the reference's."""
+        loss, self._loss = self._loss, None
+        return self.reference.step(number, loss)
 
 
 def _scope(reference: Reference, feed: Feed, steps: Sequence[int]) -> list[str]:
@@ -143,27 +144,23 @@ def _held(silenced: Sequence[str], seen: Survey, left: Survey) -> list[str]:
     """What was made comparable, and what could not be."""
     notes = []
     if silenced:
-        notes.append(f"dropout is off in both runs: {_list(silenced)}")
+        notes.append(without_dropout(silenced))
     if seen.random:
         notes.append(
-            f"random numbers are held at the middle of their distribution in both runs: {_list(_where(seen.random))}"
+            f"random numbers are held at the middle of their distribution in both runs: {listed(_where(seen.random))}"
         )
     if left.random:
         notes.append(
-            f"random numbers that could not be held: {_list(_where(left.random))}; the runs draw different ones"
+            f"random numbers that could not be held: {listed(_where(left.random))}; the runs draw different ones"
         )
     if seen.narrow:
-        notes.append(f"casts below float64 are lifted to float64 in both runs: {_list(_where(seen.narrow))}")
+        notes.append(f"casts below float64 are lifted to float64 in both runs: {listed(_where(seen.narrow))}")
     if left.narrow:
         notes.append(
-            f"computed below float64 all the same, with bounds from the reference's own rounding: {_list(_where(left.narrow))}"
+            f"computed below float64 all the same, with bounds from the reference's own rounding: {listed(_where(left.narrow))}"
         )
     return notes
 
 
 def _where(found: dict[str, str]) -> list[str]:
     return [f"{path} ({operator})" for path, operator in found.items()]
-
-
-def _list(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

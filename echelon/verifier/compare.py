@@ -20,7 +20,8 @@ FLOOR = 1e-6
 BROKEN = sys.float_info.max
 
 #: In the order in which a step makes them; the first that is off is the one to name.
-KINDS = ("gradient", "loss", "norm", "buffer", "parameter", "optimizer")
+#: `start`: the ranks' copies before the first step, `copy`: after a step.
+KINDS = ("start", "gradient", "loss", "norm", "buffer", "parameter", "optimizer", "copy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

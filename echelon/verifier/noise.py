@@ -34,8 +34,9 @@ SHAKE, SHAKE_NARROW = float(torch.finfo(torch.float64).eps), NARROW / 16
 class Slack:
     """How far each element of the parameters may be off because its gradient is noise."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._start = {name: value.detach().to("cpu", torch.float64, copy=True) for name, value in parameters.items()}
+    def __init__(self, start: Mapping[str, Tensor]) -> None:
+        """`start`: where the parameters began, `copied`."""
+        self._start = start
         self._error: dict[str, Tensor] = {}
 
     def note(self, plan: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> None:
@@ -60,6 +61,11 @@ class Slack:
         return {name: error * largest for name, error in self._error.items()}
 
 
+def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In float64 on the CPU, safe from what becomes of them."""
+    return {name: wide(value).clone() for name, value in values.items()}
+
+
 def zeros(gradients: Mapping[str, Tensor | None]) -> list[str]:
     """The parameters whose gradient is zero in truth: in float64 it is nothing but rounding, yet not exactly zero."""
     sizes = {name: magnitude(value) for name, value in gradients.items() if value is not None}
@@ -70,7 +76,7 @@ def zeros(gradients: Mapping[str, Tensor | None]) -> list[str]:
 def widened(reference: Reference, twin: Reference, steps: Iterable[int], *, least: float = BOUND) -> Bounds:
     """Bounds from the reference against its twin, none below `least`."""
     granted: dict[tuple[str, str], float] = {}
-    slack = Slack(dict(reference.model.named_parameters()))
+    slack = Slack(copied(dict(reference.model.named_parameters())))
     for number in steps:
         for each in differences(twin.step(number), reference.step(number), slack):
             if each.value > WIDEST and not each.small:

@@ -9,10 +9,12 @@ What one device runs in a step:
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,10 @@ from echelon.plan.split import split
 from echelon.verifier import recipe
 from echelon.verifier.feed import Feed
 from echelon.verifier.identity import model_hash
+from echelon.world import usable_cores
+
+#: Parameters from which on threads are worth their start.
+_SOME_SIZE = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,10 @@ class Record:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    #: The learning rate of each parameter group in this step.
+    rates: tuple[float, ...] = ()
+    #: The norm of the gradients that rank 0 holds, before clipping.
+    own: Tensor | None = None
 
 
 class Reference:
@@ -66,6 +76,8 @@ class Reference:
         self.schedules = recipe.schedules(job, self.optimizers, feed.total)
         #: Module path -> when the first forward entered it.
         self.order: dict[str, int] = {}
+        #: What the last step made.
+        self.last: Record | None = None
 
     @property
     def coupled(self) -> bool:
@@ -86,23 +98,26 @@ class Reference:
             np.concatenate([np.arange(part.start, part.stop) for part in turn]) for turn in zip(*shares, strict=True)
         ]
 
-    def step(self, number: int) -> Record:
-        """Train on the batch of step `number`."""
-        loss = self.backward(number)
+    def step(self, number: int, loss: Tensor | None = None) -> Record:
+        """Train on the batch of step `number`; `loss`: what `backward` of it gave, where it is done already."""
+        loss = self.backward(number) if loss is None else loss
         gradients = {name: value.grad for name, value in self.model.named_parameters()}
         if self.job.clip is None:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
         else:
             gradients = {name: None if grad is None else grad.clone() for name, grad in gradients.items()}
             norm = clip_grad_norm_(self.model.parameters(), self.job.clip)
+        rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         for optimizer in self.optimizers:
             optimizer.step()
         for schedule in self.schedules:
             schedule.step()
-        return Record(
+        self.last = Record(
             step=number, loss=loss, norm=norm, gradients=gradients, parameters=dict(self.model.named_parameters()),
             buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
+            rates=rates,
         )  # fmt: skip
+        return self.last
 
     def backward(self, number: int) -> Tensor:
         """Leave the gradients of step `number`'s global loss in the model; give that loss."""
@@ -110,20 +125,29 @@ class Reference:
         hooks = [] if self.order else self._note_order()
         total, count = torch.zeros((), dtype=torch.float64), 0.0
         for piece in self.pieces(self.feed.size(number)):
-            batch = recipe.cast(self.feed.take(number, piece), self.device)
-            with self.still():
-                value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
-                # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
-                part, weight = value if isinstance(value, tuple) else (value * len(piece), len(piece))
+            batch = self.batch(number, piece)
+            with self.still(), _cores(self.model):
+                part, weight = self.loss(batch, len(piece))
                 part.backward()
             total += part.detach().double().cpu()
-            count += float(weight)
+            count += weight
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(count)
         for hook in hooks:
             hook.remove()
         return total / count
+
+    def batch(self, number: int, piece: np.ndarray) -> Any:
+        """These positions of step `number`'s batch. Not to be read inside `still`: data sets may draw and cast as they like."""
+        return recipe.cast(self.feed.take(number, piece), self.device)
+
+    def loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
+        """What a batch of so many samples adds to the loss, as a sum, and what it counts."""
+        value = call_loss(self.job, call_model(self.job, self.model, batch), batch, self.model)
+        # A mean is a sum over samples: both kinds of loss are sums over the step, divided by its count in the end.
+        part, weight = value if isinstance(value, tuple) else (value * samples, samples)
+        return part, float(weight)
 
     def _note_order(self) -> list[RemovableHandle]:
         def note(path: str) -> None:
@@ -133,6 +157,18 @@ class Reference:
             module.register_forward_pre_hook(lambda *_, path=path: note(path))
             for path, module in self.model.named_modules()
         ]
+
+
+@contextlib.contextmanager
+def _cores(model: nn.Module) -> Iterator[None]:
+    """All cores for a model of some size: the other ranks wait, so theirs are free."""
+    before = torch.get_num_threads()
+    if sum(value.numel() for value in model.parameters()) >= _SOME_SIZE:
+        torch.set_num_threads(usable_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _shake(model: nn.Module, size: float) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public name; used throughout torch's own tools
 from torch.utils._pytree import tree_leaves
 
-from echelon.profiler.still import NARROW
+from echelon.profiler.still import WIDE
 
 
 class Survey(TorchDispatchMode):
@@ -47,7 +47,7 @@ class Survey(TorchDispatchMode):
             self.random.setdefault(where, str(func))
         # Slices and constants of a float32 table round nothing; arithmetic on such values does.
         computed = not func.is_view and any(_floating(leaf) for leaf in tree_leaves((args, kwargs)))
-        if computed and any(_floating(leaf) and leaf.dtype in NARROW for leaf in tree_leaves(result)):
+        if computed and any(_floating(leaf) and leaf.dtype in WIDE for leaf in tree_leaves(result)):
             self.narrow.setdefault(where, str(func))
         return result
 

@@ -1,38 +1,37 @@
-"""The proof: one device and the plan, step by step beside each other, and the certificate of how far they were apart.
+"""The proof: the truth and the plan, step by step beside each other, and the certificate of how far they were apart.
 
-Every rank of the world calls `verify`. All of them execute the plan through the engine; rank 0 also runs the reference and
-compares, so that nothing is kept longer than one step. Twice: in float64, which decides, and in the plan's own precision,
-which is told for information.
+Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's
+own precision, which is told for information. Rank 0 also runs the reference and compares, so that nothing is kept longer than one step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from echelon.engine.ranks import Ranks
-from echelon.engine.run import Run
-from echelon.engine.state import whole
 from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.profiler import profile as make_profile
-from echelon.profiler.still import Stillness, silence
-from echelon.verifier.case import Case, Referee
+from echelon.profiler.still import Stillness
+from echelon.verifier import noise
+from echelon.verifier.basis import Basis, Referee
+from echelon.verifier.case import Case
 from echelon.verifier.compare import Bounds, findings
-from echelon.verifier.feed import open_feed
+from echelon.verifier.feed import Feed, open_feed
+from echelon.verifier.footing import Footing, asked, choose, free, surely_fits
 from echelon.verifier.identity import versions
-from echelon.verifier.reference import Record
+from echelon.verifier.look import Look, look
+from echelon.verifier.peer import Peer, Versus
+from echelon.verifier.trial import Trial
 from echelon.world import World, read_world
 
 T = TypeVar("T")
@@ -50,11 +49,15 @@ def verify(
     job_hash: str = "",
     device: torch.device | None = None,
     profile: Profile | None = None,
+    reference: str = "auto",
+    memory: int | None = None,
 ) -> Certificate:
     """Prove that `plan` computes what one device computes. Called by every rank; each gets the same certificate.
 
     Looks at the first `steps` steps, and at the epoch's last where it is short. `job_hash` is `identity.job_hash` of the job's
     file: without it the certificate covers no file. A plan that `check` refuses for the job's `profile` is refused here too.
+    `reference`: what to compare with, "device", "host" or another plan; "auto" is the strongest for which one device has the
+    memory: `memory` bytes, or what is free.
     """
     world = world or read_world()
     if plan.ranks != world.size:
@@ -63,33 +66,71 @@ def verify(
         )
     if steps < 1:
         raise VerificationError(f"steps={steps}: a proof needs at least one step")
+    require(plan, profile)
     ranks = Ranks(world, device)
     try:
         with ranks.together():
-            if world.main:
-                _require(job, plan, profile)
-        with ranks.together():
             feed = open_feed(job)
             chosen = feed.steps(steps)
-            case = Case(job, plan, feed, ranks.device, chosen) if world.main else None
-        still = _from_main(ranks, case.still if case else None)
-        proof, _ = _beside(job, plan, ranks, chosen, case, still, torch.float64)
-        drift, skipped = _beside(job, plan, ranks, chosen, case, dataclasses.replace(still, narrow=False), None)
+            decided = _footing(job, plan, ranks, profile, reference, memory) if world.main else None
+        footing, known = _from_main(ranks, decided)
+        basis: Basis | None = None
         with ranks.together():
-            certificate = _certificate(case, proof, drift, skipped, job_hash) if case and proof and drift else None
+            if world.rank == world.size - 1 and not known:
+                _require(job, plan)  # beside rank 0's first step: it takes about as long
+            if world.main:
+                basis = _basis(job, plan, feed, chosen, footing, ranks)
+        still = _from_main(ranks, basis.still if basis else None)
+        proof, drift, skipped = _beside(job, plan, ranks, chosen, basis, still, footing)
+        with ranks.together():
+            if basis and proof:
+                basis.reconsider(proof)
+        seen = _look_again(job, plan, ranks, chosen, basis, proof, still)
+        with ranks.together():
+            certificate = (
+                _certificate(basis, proof, drift, seen, skipped, job_hash) if basis and proof and drift else None
+            )
         text = _from_main(ranks, certificate.to_json() if certificate else None)
         return Certificate.from_json(text, source="the certificate of rank 0")
     finally:
         ranks.close()
 
 
-def _require(job: Job, plan: Plan, profile: Profile | None) -> None:
+def _footing(
+    job: Job, plan: Plan, ranks: Ranks, profile: Profile | None, reference: str, memory: int | None
+) -> tuple[Footing, bool]:
+    """What to compare with, and whether the plan was held against a profile."""
+    if reference != "auto":
+        return asked(reference, plan, job), profile is not None
+    limit = free(ranks.device) if memory is None else memory
+    if memory is None and profile is None and surely_fits(job, limit):
+        return Footing(), False
+    if profile is None:
+        profile = _profile(job)
+        require(plan, profile)
+    return choose(plan, job, profile, device=ranks.device, memory=limit, host=free(torch.device("cpu"))), True
+
+
+def _require(job: Job, plan: Plan) -> None:
     """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell."""
-    if profile is None and (plan.mesh.dp > 1 or plan.micro is not None):
-        # Far cheaper than the proof. A job that cannot be profiled may still be proved, or fail there for its own reason.
-        with contextlib.suppress(Exception):
-            profile = make_profile(job)
-    require(plan, profile)
+    if plan.mesh.dp > 1 or plan.micro is not None:
+        require(plan, _profile(job))
+
+
+def _profile(job: Job) -> Profile | None:
+    """None: a job that cannot be profiled may still be proved, or fail there for its own reason."""
+    with contextlib.suppress(Exception):
+        from echelon.profiler import profile
+
+        return profile(job)
+    return None
+
+
+def _basis(job: Job, plan: Plan, feed: Feed, steps: Sequence[int], footing: Footing, ranks: Ranks) -> Basis:
+    if footing.kind == "plan":
+        return Versus(job, plan, feed, steps, footing)
+    device = ranks.device if footing.kind == "device" else torch.device("cpu")
+    return Case(job, plan, feed, steps, device, footing)
 
 
 def _beside(
@@ -97,75 +138,91 @@ def _beside(
     plan: Plan,
     ranks: Ranks,
     steps: Sequence[int],
-    case: Case | None,
+    basis: Basis | None,
     still: Stillness,
-    dtype: torch.dtype | None,
-) -> tuple[Referee | None, int]:
-    """The plan's run and, on rank 0, the reference beside it. Also the number of steps that a loss scale made the run skip."""
-    if isinstance(job.model, nn.Module):
-        job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
-    skipped = 0
-    run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
-    try:
-        silence(run.model)
+    footing: Footing,
+) -> tuple[Referee | None, Referee | None, int]:
+    """The plan's runs in float64 and in its own precision, held against the truth; and the number of steps that a loss scale made the
+    second skip. The referees are rank 0's."""
+    with contextlib.ExitStack() as stack:
+        exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64))
+        own = stack.enter_context(Trial(job, plan, ranks, dataclasses.replace(still, narrow=False), None))
+        peer = stack.enter_context(Peer(job, footing.plan, ranks, still)) if footing.plan is not None else None
+        start = peer.start() if peer is not None else {}
+        before = exact.holdings()
+        proof = drift = truth = None
         with ranks.together():
-            referee = Referee(case, exact=dtype is not None) if case is not None else None
+            if peer is not None and basis is not None:
+                basis.model = own.run.fingerprint  # of the model as it is, before float64
+                peer.tell(basis)
+            elif isinstance(basis, Case):
+                truth = basis.take()
+                start = truth.start
+            if basis is not None:
+                began, order = noise.copied(start), truth.reference.order if truth else peer.order if peer else {}
+                proof, drift = (Referee(basis, began, order, exact=each) for each in (True, False))
+                proof.begin(before, steps[0])
         for number in steps:
-            mine, skip = _step(run, number, still)
-            skipped += skip
+            mine, rough = exact.step(number), own.step(number)
+            other = peer.step(number) if peer is not None else None
+            after = exact.holdings()
             with ranks.together():
-                if referee is not None and mine is not None:
-                    referee.judge(mine)
-        return referee, skipped
-    finally:
-        run.close()
+                if proof and drift and mine and rough:
+                    true = truth.step(number) if truth is not None else other
+                    assert true is not None
+                    proof.judge(mine, true, after)
+                    drift.judge(rough, true)
+        return proof, drift, own.skipped
 
 
-def _step(run: Run, number: int, still: Stillness) -> tuple[Record | None, bool]:
-    """One step of the plan's run; the record is rank 0's."""
-    (batch,) = run.loader.steps(number, number + 1)
-    with still():
-        loss = run.backward(batch)
-    gradients = {
-        name: None if value.grad is None else whole(value.grad) for name, value in run.model.named_parameters()
-    }
-    step = run.update(loss, batch.samples)
-    after = run.gather()
-    if after is None:
-        return None, step.skipped
-    record = Record(
-        step=number,
-        loss=step.loss,
-        norm=step.norm,
-        gradients=gradients,
-        parameters=after.parameters,
-        buffers=after.buffers,
-        optimizer=after.optimizer,
-    )
-    return record, step.skipped
+def _look_again(
+    job: Job,
+    plan: Plan,
+    ranks: Ranks,
+    steps: Sequence[int],
+    basis: Basis | None,
+    proof: Referee | None,
+    still: Stillness,
+) -> Look | None:
+    """Why the proof failed, on rank 0; None where it did not, or where there is no one device to look at."""
+    case = basis if isinstance(basis, Case) else None
+    number = _from_main(ranks, proof.worst.step if case and proof and proof.worst else -1)
+    if number < 0:
+        return None
+    # Compiled modules do not tell what those inside them give.
+    with Trial(job, dataclasses.replace(plan, compile=False), ranks, still, torch.float64) as trial:
+        return look(trial, ranks, steps[: steps.index(number) + 1], case, proof)
 
 
-def _certificate(case: Case, proof: Referee, drift: Referee, skipped: int, job_hash: str) -> Certificate:
-    case.reconsider(proof)
-    found = findings(proof.differences, case.bounds)
-    notes = [*case.notes, *drift.notes]
-    precision = case.plan.precision or case.job.precision
+def _certificate(
+    basis: Basis, proof: Referee, drift: Referee, seen: Look | None, skipped: int, job_hash: str
+) -> Certificate:
+    found, footing = findings(proof.differences, basis.bounds), basis.footing
+    if seen is not None and seen.outputs is not None:
+        found = (seen.outputs, *found)
+    notes = [*filter(None, [footing.note]), *basis.notes, *drift.notes]
+    remarks = seen.remarks if seen is not None else ()
+    if proof.worst is not None and footing.plan is not None:
+        remarks = (f'either the plan is wrong or its reference "{footing.plan}" is: this proof cannot tell which',)
+    precision = basis.plan.precision or basis.job.precision
     if skipped:
-        notes.append(f"in {precision} {skipped} of {len(case.steps)} steps were skipped while the loss scale settled")
+        notes.append(f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled")
     if not any(each.kind == "norm" for each in found):
         notes.append("the gradient norm is not compared: the job does not clip, so the plan does not compute it")
     return Certificate(
-        plan=case.plan,
+        plan=basis.plan,
         job=job_hash,
-        model=case.model,
+        model=basis.model,
         versions=versions(),
-        batch=case.job.batch,
-        steps=len(case.steps),
+        batch=basis.job.batch,
+        steps=len(basis.steps),
         verified=all(each.good for each in found),
         findings=found,
-        divergent=proof.divergent,
+        divergent="; ".join(filter(None, [proof.divergent, *remarks])),
         drift=findings(drift.differences, Bounds(least=DRIFT[precision])),
         notes=tuple(notes),
+        reference=footing.kind,
+        peer=footing.plan,
     )
 
 

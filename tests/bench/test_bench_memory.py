@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from bench.memory import LIMIT, hold
 from bench.workloads import WORKLOADS
+from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 
 
 def test_fully_sharded_the_largest_rank_holds_a_quarter(ranks: Pool) -> None:
-    alone = ranks.run(1, hold, "gpt", 0)[0]
-    replicated, sharded = (max(held["state"] for held in ranks.run(4, hold, "gpt", zero)) for zero in (0, 3))
+    alone = ranks.run(1, hold, "gpt", Plan())[0]
+    plans = (from_text("dp=4"), from_text("dp=4 zero=3"))
+    replicated, sharded = (max(held["state"] for held in ranks.run(4, hold, "gpt", plan)) for plan in plans)
     assert (
         alone["state"] == 16 * alone["parameters"] // 4 + 4 * _parameters()
     )  # AdamW: two moments and a step count each

@@ -38,9 +38,9 @@ def test_a_plan_file_is_read_like_its_short_form(tmp_path: Path) -> None:
 
 
 def test_why_not_names_the_difference_and_the_rule() -> None:
-    _, text = explain("dp=2", "--why-not", "dp=2 tp=2")
-    assert "tp: 1 -> 2" in text
-    assert "the tensor axis is not executed yet; use dp instead of tp" in text
+    _, text = explain("dp=2", "--why-not", "dp=2 cp=2")
+    assert "cp: 1 -> 2" in text
+    assert "the context axis is not executed yet; use dp instead of cp" in text
     assert "it is the same plan" in explain("dp=2", "--why-not", "dp=2")[1]
 
 
@@ -69,3 +69,23 @@ def test_more_ranks_than_a_machine_bears_are_remarked(tmp_path: Path) -> None:
     machine("cuda", 2).save(tmp_path / "cluster.json")
     assert "there are 2; use dp=2 or less" in explain("dp=4", "--cluster", str(tmp_path / "cluster.json"))[1]
     assert "devices" not in explain("dp=2")[1]
+
+
+def test_with_a_job_the_cuts_are_told_module_by_module(tmp_path: Path) -> None:
+    machine("cpu", 4).save(tmp_path / "cluster.json")
+    code, text = explain("tp=2", "--job", JOB, "--cluster", str(tmp_path / "cluster.json"))
+    assert code == 0, text
+    assert "how modules are cut: 99% of the parameters' bytes" in text
+    assert "  0: column (pair)\n  2: row (pair)" in text
+    code, text = explain("pp=2 micro=4", "--job", JOB, "--cluster", str(tmp_path / "cluster.json"), "--json")
+    stages = json.loads(text)["stages"]
+    assert [stage["units"] for stage in stages] == [["0"], ["2"]]
+    assert sum(stage["share"] for stage in stages) == pytest.approx(1)
+
+
+def test_more_stages_than_units_is_wrong_use(tmp_path: Path) -> None:
+    machine("cpu", 4).save(tmp_path / "cluster.json")
+    code, text = explain("pp=3", "--job", JOB, "--cluster", str(tmp_path / "cluster.json"))
+    assert code == 2
+    assert "pp=3: 3 stages, and the model has 2 units" in text
+    assert "use pp=2 or less, or dp=3 zero=3" in text

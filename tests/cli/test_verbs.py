@@ -14,6 +14,7 @@ import pytest
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from tests.machine import environment
+from tests.whole import only_whole
 
 JOB = str(Path(__file__).with_name("job.py"))
 
@@ -129,6 +130,40 @@ def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
     assert answer["loss"] > 0
     assert Certificate.load(echelon.folder / "runs" / "small" / "certificate.json").plan.zero == 1
     assert echelon.json("report", "runs/small") == {"report": "runs/small/report.html"}
+
+
+@pytest.mark.slow
+def test_a_weaker_proof_opens_the_gate_and_the_training_says_so(echelon: Shell) -> None:
+    told = echelon("verify", JOB, "--plan", "dp=2 zero=1", "-o", "weak.json", "--memory", "0.000001").stdout
+    assert "note: reference: dp=2 zero=3, as the model needs" in " ".join(told.split())
+    assert 'verified: "dp=2 zero=1" computes what the plan "dp=2 zero=3" computes (weaker:' in " ".join(told.split())
+    gate = ["--plan", "dp=2 zero=1", "--require-certificate", "weak.json", "--out", "weak"]
+    assert echelon.json("train", JOB, *gate)["reason"] == "finished"
+    events = (echelon.folder / "weak" / "events.jsonl").read_text()
+    assert "weak.json is a weaker proof: it was compared with the plan" in events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2 schedule=1f1b micro=2", marks=only_whole)])
+def test_a_plan_that_cuts_the_model_is_written_in_short_form_everywhere(echelon: Shell, plan: str) -> None:
+    folder = plan[:2]
+    assert echelon.json("simulate", JOB, "--plan", plan)["fits"]
+    certificate = echelon.json("verify", JOB, "--plan", plan, "-o", f"{folder}.json")
+    assert certificate["verified"] is True
+    answer = echelon.json("train", JOB, "--plan", plan, "--out", folder, "--require-certificate", f"{folder}.json")
+    assert (answer["reason"], answer["step"]) == ("finished", 12)
+    kept = Plan.load(echelon.folder / folder / "plan.json")
+    assert bool(kept.placements) is (kept.mesh.tp > 1)
+    assert bool(kept.stages) is (kept.mesh.pp > 1)
+    assert kept == Certificate.load(echelon.folder / f"{folder}.json").plan
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_started_share_the_cuts_that_one_found(echelon: Shell) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = echelon("verify", JOB, "--plan", "tp=2", "-o", "cut.json", "--json", by=torchrun)
+    assert json.loads(done.stdout)["verified"] is True
+    assert Certificate.load(echelon.folder / "cut.json").plan.placements
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from echelon.engine.statistics import StepStatistics
 from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
 
@@ -192,9 +193,15 @@ def averaged() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=None), nn.ReLU(), nn.Linear(6, 4))
 
 
+def live(world: World, name: str, plan: str, dtype: torch.dtype | None = None) -> Run:
+    """The run of a job under a plan in its short form."""
+    job = JOBS[name]()
+    return Run(job, complete(from_text(plan), job), world, dtype=dtype)
+
+
 def trained(world: World, name: str, plan: str, *, double: bool = True, steps: int | None = None) -> dict[str, Any]:
     """Train a job and return what it came to."""
-    run = Run(JOBS[name](), from_text(plan), world, dtype=torch.float64 if double else None)
+    run = live(world, name, plan, torch.float64 if double else None)
     losses = [float(run.step(batch).loss) for batch in run.batches(steps)]
     state = run.gather()
     rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
@@ -208,7 +215,7 @@ def trained(world: World, name: str, plan: str, *, double: bool = True, steps: i
 
 def apart(world: World, name: str, plan: str) -> list[set[str]]:
     """The buffers that differ between ranks after each step."""
-    run = Run(JOBS[name](), from_text(plan), world)
+    run = live(world, name, plan)
     found = []
     for batch in run.batches():
         run.step(batch)
@@ -221,7 +228,7 @@ def apart(world: World, name: str, plan: str) -> list[set[str]]:
 
 def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     """The same in the order in which an accelerator's host goes: it hears of a step after the next one's backward."""
-    run = Run(JOBS[name](), from_text(plan), world)
+    run = live(world, name, plan)
     run._statistics = StepStatistics(run.model, run.ranks, later=True)
     found = []
 
@@ -283,7 +290,7 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
 
 def saved(world: World, name: str, plan: str, folder: str, steps: int) -> list[float]:
     """Train some steps and save."""
-    run = Run(JOBS[name](), from_text(plan), world)
+    run = live(world, name, plan)
     losses = [float(run.step(batch).loss) for batch in run.batches(steps)]
     run.save(Path(folder))
     run.close()
@@ -292,7 +299,7 @@ def saved(world: World, name: str, plan: str, folder: str, steps: int) -> list[f
 
 def resumed(world: World, name: str, plan: str, folder: str) -> dict[str, Any]:
     """Go on from a checkpoint to the end."""
-    run = Run(JOBS[name](), from_text(plan), world)
+    run = live(world, name, plan)
     run.load(Path(folder))
     first = run.gather()
     begin = run.step_number
@@ -302,9 +309,21 @@ def resumed(world: World, name: str, plan: str, folder: str) -> dict[str, Any]:
     return {"begin": begin, "losses": losses, "first": first, "last": last}
 
 
+def evaluated(world: World, name: str, plan: str, metrics: bool = True) -> dict[str, float]:
+    """Loss and a metric over a job's own data, after two steps."""
+    job = JOBS[name]()
+    job = replace(job, evaluation=job.data, metrics={"half": lambda output, batch: (output.sum() * 0 + 3.0, 6)})
+    run = Run(job, complete(from_text(plan), job), world, dtype=torch.float64)
+    for batch in run.batches(2):
+        run.step(batch)
+    found = run.evaluate()
+    run.close()
+    return found
+
+
 def load_failure(world: World, name: str, plan: str, folder: str) -> str:
     """The message with which loading fails on this rank."""
-    run = Run(JOBS[name](), from_text(plan), world)
+    run = live(world, name, plan)
     try:
         run.load(Path(folder))
     except EchelonError as error:

@@ -20,6 +20,7 @@ from echelon.plan.plan import Plan
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS, resumed, saved, trained
+from tests.whole import pairs
 
 STEPS = 2
 
@@ -50,9 +51,13 @@ def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, 
 
 
 @pytest.mark.parametrize(
-    "name", ["two", "groups", "schedule", "lora", "norm", "clip", "tokens", "dropout", "stream", "averages"]
+    ("plan", "name"),
+    pairs(
+        ["dp=1 micro=4", "dp=2", "dp=4 zero=1 micro=2", "dp=3 zero=2", "dp=4 zero=3 micro=2"],
+        ["two", "groups", "schedule", "lora", "norm", "clip", "tokens", "dropout", "stream", "averages"],
+        each=2,
+    ),
 )
-@pytest.mark.parametrize("plan", ["dp=1 micro=4", "dp=2", "dp=4 zero=1 micro=2", "dp=3 zero=2", "dp=4 zero=3 micro=2"])
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(ranks: Pool, tmp_path: Path, name: str, plan: str) -> None:
     count, folder = int(plan[3]), str(tmp_path / "here")
     if torch.cuda.is_available() and name == "averages" and count > 1:

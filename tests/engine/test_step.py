@@ -16,6 +16,7 @@ from echelon.testing.ranks import Pool
 from echelon.world import World, usable_cores
 from tests.engine.jobs import JOBS as JOBS_BY_NAME
 from tests.engine.jobs import Averages, mlp, trained
+from tests.whole import pairs
 
 BOUND = 1e-9
 ON_CPU = pytest.mark.skipif(
@@ -52,8 +53,7 @@ PLANS = [
 JOBS = ["clip", "tokens", "tied", "lonely", "lora", "two", "groups", "schedule", "stream"]
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "name"), pairs(PLANS, JOBS, each=3))
 def test_every_job_trains_as_on_one_device(ranks: Pool, alone: Any, name: str, plan: str) -> None:
     one, many = alone(name), ranks.run(int(plan[3]), "tests.engine.jobs:trained", name, plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)

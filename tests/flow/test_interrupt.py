@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.whole import only_whole
+
 ROOT = Path(__file__).parents[2]
 JOB = """
 import time
@@ -80,7 +82,7 @@ def test_the_advice_goes_on_with_the_run(tmp_path: Path, plan: str) -> None:
     assert shlex.split(advice) == [sys.executable, *TRAIN, "--plan", plan]
 
 
-@pytest.mark.parametrize("plan", [pytest.param("dp=1", marks=pytest.mark.slow), "dp=2"])
+@pytest.mark.parametrize("plan", [pytest.param("dp=1", marks=only_whole), "dp=2"])
 def test_a_fresh_run_goes_on_where_it_was(tmp_path: Path, plan: str) -> None:
     (tmp_path / "my run").mkdir()
     process = start(tmp_path, *TRAIN, "--plan", plan, "--fresh", "--json")
@@ -110,7 +112,7 @@ def test_an_interrupt_before_the_first_step_is_no_error(tmp_path: Path, plan: st
     assert (code, err) == (130, "interrupted before the first step; nothing to save\n")
 
 
-@pytest.mark.parametrize("plan", ["dp=1", pytest.param("dp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["dp=1", pytest.param("dp=2", marks=only_whole)])
 def test_a_failure_is_told_once_and_machines_hear_of_it(tmp_path: Path, plan: str) -> None:
     code, out, err = end(start(tmp_path, "-m", "echelon", "train", "slow.py:wrong", "--plan", plan))
     assert code == 1, err
@@ -121,7 +123,7 @@ def test_a_failure_is_told_once_and_machines_hear_of_it(tmp_path: Path, plan: st
     assert "the loss is nan" in json.loads(out)["error"]
 
 
-@pytest.mark.parametrize("plan", ["dp=1", pytest.param("dp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["dp=1", pytest.param("dp=2", marks=only_whole)])
 def test_a_reader_who_leaves_does_not_end_the_training(tmp_path: Path, plan: str) -> None:
     (tmp_path / "slow.py").write_text(JOB.replace("epochs=500", "epochs=5"))
     command = shlex.join([sys.executable, "-m", "echelon", "train", "slow.py", "--plan", plan, "--out", "run"])

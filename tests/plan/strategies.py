@@ -16,10 +16,13 @@ plans = st.builds(
     micro=st.none() | st.integers(1, 10**6),
     keep_gradients=st.booleans(),
     whole=st.booleans(),
+    sequence=st.booleans(),
     precision=st.sampled_from([None, "fp32", "tf32", "bf16", "fp16"]),
     batchnorm=st.sampled_from(["local", "sync"]),
     compile=st.booleans(),
     fused=st.booleans(),
     threads=st.none() | st.integers(1, 512),
     bucket=st.integers(1, 1000),
+    recompute=st.sampled_from(["none", "block", "selective"]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
 )

@@ -10,8 +10,9 @@ from hypothesis import given
 from echelon.errors import PlanError
 from echelon.plan.check import check, require
 from echelon.plan.cluster import Cluster, Curve, Device, Node, Point
+from echelon.plan.placement import Placement, Slice, Uncut
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Moment, Parameter, Profile
+from echelon.plan.profile import Amount, Moment, Parameter, Profile, Visit
 from echelon.plan.text import from_text
 from tests.plan.strategies import plans
 
@@ -32,8 +33,15 @@ def machine(kind: str, count: int) -> Cluster:
 @pytest.mark.parametrize(
     ("plan", "path", "words"),
     [
-        ("tp=2", "tp", "the tensor axis is not executed yet; use dp instead"),
-        ("pp=2", "pp", "the pipeline axis is not executed yet"),
+        ("cp=2", "cp", "the context axis is not executed yet; use dp instead"),
+        ("ep=2 dp=2", "ep", "the expert axis is not executed yet"),
+        ("pp=2", "pp", "the model cannot be cut into stages"),
+        ("sequence", "sequence", "sequences are cut over tp, and tp is 1; use tp=2 or more, or leave `sequence` out"),
+        (
+            "tp=2 pp=2 sequence",
+            "sequence",
+            "what passes between the stages of a pipeline is whole; leave `sequence` out, or use pp=1",
+        ),
         ("dp=2 zero=1 keep", "keep_gradients", "zero=1 keeps full gradients as it is"),
         ("dp=32", "dp", "a batch of 16 gives some rank no sample; use dp=16 or less"),
         ("dp=2 micro=9", "micro", "a rank's share of batch=16 over dp=2 is 8 samples; use micro=8 or less"),
@@ -100,7 +108,7 @@ def test_untraced_models_are_sharded_whole() -> None:
 @given(plans)
 def test_a_check_never_fails_and_says_something_for_other_axes(plan: Plan) -> None:
     problems = check(plan, PROFILE, machine("cpu", 2))
-    others = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
+    others = [axis for axis in ("pp", "cp", "ep") if getattr(plan.mesh, axis) > 1]
     assert set(others) <= {problem.path for problem in problems}
 
 
@@ -110,3 +118,93 @@ def test_a_batch_of_more_than_there_is_is_a_warning() -> None:
     assert str(problem).startswith("batch=1000: the data set has 40 samples: a step takes them all")
     assert check(Plan(), replace(PROFILE, batch=40, samples=40)) == ()
     assert check(Plan(), replace(PROFILE, batch=1000, samples=0)) == ()  # a stream
+
+
+STAGED = replace(PROFILE, samples=0, visits=tuple(Visit(path=f"blocks.{i}", work=1.0) for i in range(5)))
+
+
+def refused(plan: Plan, profile: Profile | None = None) -> list[str]:
+    return [str(problem) for problem in check(plan, profile) if problem.severity == "error"]
+
+
+def test_a_plan_that_is_still_to_be_completed_may_pass() -> None:
+    assert refused(from_text("dp=2 tp=2 pp=2 zero=1 micro=1"), STAGED) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("pp=6", "pp=6: 6 stages, and the model has 5 units that forward calls one after another; use pp=5 or less, or dp=6 zero=3"),
+        ("pp=3 schedule=interleaved", "6 stages, and the model has 5 units that forward calls one after another; use schedule=1f1b"),
+        ("dp=2 pp=2 zero=1 schedule=zero-bubble", "use schedule=interleaved, or zero=0"),
+        ("pp=2 schedule=zero-bubble recompute=block", "use schedule=interleaved, or leave `recompute` out"),
+        ("pp=2 compile", "leave `compile` out, or use pp=1"),
+    ],
+)  # fmt: skip
+def test_pipelines_that_cannot_be(plan: str, words: str) -> None:
+    (problem,) = refused(from_text(plan), STAGED)
+    assert words in problem
+
+
+def test_few_micro_batches_leave_a_pipeline_empty() -> None:
+    (problem,) = check(from_text("pp=4"), STAGED)
+    assert problem.severity == "warning"
+    assert "micro=None: 1 micro-batch through 4 stages" in str(problem)
+    assert "use micro=2" in str(problem)
+    assert check(from_text("pp=4 micro=2"), STAGED) == ()
+    assert check(from_text("pp=4 micro=3"), STAGED) == ()  # micro-batches need not divide the batch
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages", "words"),
+    [
+        ("pp=2", (1, 2), "they make 3 stages, and schedule=1f1b needs one per rank of pp=2; give 1 places"),
+        ("pp=2 schedule=interleaved", (1, 2), "needs a multiple of pp=2; give 1 places where a stage begins, or 3"),
+        ("pp=3", (2, 2), "each after the one before"),
+        ("pp=2", (5,), "the model has 5 units, and each stage needs one"),
+        ("dp=2", (2,), "stages are spread over pp, and pp is 1; use pp=2"),
+    ],
+)
+def test_stages_that_cannot_be(plan: str, stages: tuple[int, ...], words: str) -> None:
+    assert any(words in problem for problem in refused(replace(from_text(plan), stages=stages), STAGED))
+
+
+def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
+    (problem,) = refused(replace(from_text("tp=7"), uncut=(Uncut(path="up", why="3 outputs are too few for 7 ranks"),)))
+    assert problem == (
+        "tp=7: it divides no module of this model (up: 3 outputs are too few for 7 ranks); use a smaller tp, or dp=7 zero=3, which also "
+        "shares the memory"
+    )
+
+
+def test_cuts_of_another_model_name_the_module_and_the_model() -> None:
+    wanted = replace(
+        from_text("tp=2"), placements=(Placement(path="blocks.0.up", cut="gather", slices=(Slice("weight", 0),)),)
+    )
+    (problem,) = refused(wanted, STAGED)
+    assert "placements=blocks.0.up: job (model mmmmmmmmmmmm) has no such module" in problem
+
+
+def test_a_tensor_axis_that_cuts_little_is_a_warning() -> None:
+    large = replace(
+        STAGED, parameters=(Parameter(name="a.weight", shape=(2, 2)), Parameter(name="b.weight", shape=(99, 9)))
+    )
+    (problem,) = check(
+        replace(from_text("tp=2"), placements=(Placement(path="a", cut="gather", slices=(Slice("weight", 0),)),)), large
+    )
+    assert problem.severity == "warning"
+    assert "only 0% of the parameters' bytes are cut" in str(problem)
+
+
+def test_ranks_of_other_axes_count_as_devices() -> None:
+    found = [
+        str(each) for each in check(from_text("dp=2 tp=2"), STAGED, machine("cuda", 2)) if each.severity == "error"
+    ]
+    assert found == ["ranks=4: the plan needs 4 devices and there are 2; use axes whose product is 2 or less"]
+
+
+def test_recomputation_needs_blocks_and_no_compiler() -> None:
+    assert "leave one of `recompute` and `compile` out" in refused(from_text("recompute=block compile"))[0]
+    (problem,) = check(from_text("recompute=block"), STAGED)
+    assert (problem.severity, problem.path) == ("warning", "recompute")
+    assert "no repeated blocks" in str(problem)

@@ -9,7 +9,9 @@ from hypothesis import given
 
 from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
+from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan
+from echelon.plan.segment import Segment
 from echelon.plan.text import diff, explain, from_text, to_text
 from tests.plan.strategies import plans
 
@@ -74,6 +76,22 @@ def test_in_words() -> None:
 
 def test_ranks_of_other_axes_have_no_samples_of_their_own() -> None:
     assert explain(from_text("dp=2")).startswith("2 ranks, each with its own samples\n")
-    assert explain(from_text("tp=2")).startswith("2 ranks, all with the same samples\ntp=2\n")
-    assert explain(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2\n")
+    assert explain(from_text("tp=2")).startswith(
+        "2 ranks, all with the same samples\ntp=2: modules are cut into 2 parts"
+    )
+    segment = Segment(units=("h.0", "h.1", "h.2"), argument="0", dim=1, gathers=(), draws=False, partial=())
+    parted = replace(from_text("tp=2 sequence"), segments=(segment,))
+    assert "each rank has a part of the sequence in h.0-2" in explain(parted)
+    assert explain(from_text("dp=3 tp=2")).startswith("6 ranks, each 2 of them with the same samples\ntp=2: ")
     assert "every rank holds the whole model" not in explain(from_text("tp=2"))
+
+
+def test_a_pipeline_in_words() -> None:
+    assert "pp=2: 2 stages, one after another, in the order of gpipe" in explain(from_text("pp=2 schedule=gpipe"))
+    assert "pp=2: 4 stages, one after another, 2 on each rank" in explain(from_text("pp=2 schedule=interleaved"))
+
+
+def test_cuts_differ_by_their_number() -> None:
+    left = from_text("tp=2 pp=2")
+    right = replace(left, placements=(Placement(path="a", cut="row"), Placement(path="b", cut="row")), stages=(3,))
+    assert diff(left, right) == ["placements: [] -> 2 modules", "stages: [] -> [3]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from echelon.errors import PlanError
 from echelon.plan.check import check
+from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import explain, search, why_not
 from echelon.planner.search import candidates
-from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, profiles
+from tests.simulator.cases import cut, make_cluster, make_gpus, make_profile, make_stack, plan, profiles
 
 
 @given(profiles, st.sampled_from([1, 2, 4]), st.sampled_from([1e9, 4e9, 64e9]))
@@ -29,7 +31,9 @@ def test_plans_pass_check_and_fit(profile: Profile, cores: int, memory: float) -
         assert candidate.forecast.fits
         assert not [problem for problem in check(candidate.plan, profile, cluster) if problem.severity == "error"]
     steps = [candidate.forecast.time.step for candidate in candidates(profile, cluster) if candidate.forecast.fits]
-    assert found[0].forecast.time.step <= min(steps) * 1.02 + 1e-12
+    assert found[0].forecast.time.step <= min(steps, default=math.inf) * 1.02 + 1e-12
+    simple = [each.plan.ranks == each.plan.mesh.dp and each.plan.recompute == "none" for each in found]
+    assert all(simple) is bool(steps)  # other axes and recomputation only where they are needed
 
 
 def test_one_process_wins_where_exchange_costs_more_than_it_saves() -> None:
@@ -119,3 +123,35 @@ def test_explain_and_why_not_name_cause_and_constraint() -> None:
     assert "cannot be executed" in why_not(profile, cluster, plan(dp=32), found[0].plan)
     small = make_cluster(cores=2, memory=1e9)
     assert "does not fit" in why_not(make_profile(blocks=12, width=2048), small, plan(), found[0].plan)
+
+
+def test_memory_forces_recomputation_then_other_axes() -> None:
+    profile = make_stack(blocks=8, width=512, batch=4, length=4096)
+    roomy = [each for each in candidates(profile, make_gpus(4, 1e12)) if each.plan.ranks == 4]
+    least = min(each.forecast.memory.high + each.forecast.memory.framework for each in roomy)
+    found = search(profile, make_gpus(4, 0.8 * least), top=100, complete=lambda wanted: cut(wanted, profile))
+    assert all(each.forecast.fits for each in found)
+    assert {each.plan.recompute for each in found} == {"none", "block"}
+    assert {each.plan.mesh.tp for each in found} >= {1, 2}
+    assert not [each.plan for each in found if each.plan.open]
+
+
+def test_more_ranks_than_samples_are_put_on_other_axes() -> None:
+    profile = make_stack(blocks=8, width=256, batch=2)
+    found = search(profile, make_gpus(8, 64e9), ranks=8, top=100, complete=lambda wanted: cut(wanted, profile))
+    assert {each.plan.ranks for each in found} == {8}
+    assert all(each.plan.mesh.dp <= 2 for each in found)
+    assert any(each.plan.mesh.tp > 1 for each in found)
+    assert any(each.plan.mesh.pp > 1 for each in found)
+    without = search(profile, make_gpus(8, 64e9), ranks=8, top=100)
+    assert {each.plan.mesh.tp for each in without} == {1}
+
+
+def test_a_tensor_axis_that_cannot_be_is_left_out() -> None:
+    profile = make_stack(blocks=2, width=256, batch=1)
+
+    def never(wanted: Plan) -> Plan:
+        raise PlanError(f"{wanted}: no")
+
+    found = search(profile, make_gpus(2, 64e9), ranks=2, complete=never)
+    assert {(each.plan.mesh.tp, each.plan.mesh.pp) for each in found} == {(1, 2)}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from hypothesis import strategies as st
 
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.mesh import Mesh
+from echelon.plan.placement import Placement, Slice
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Module, Moment, Operator, Parameter, Profile, Rule
+from echelon.plan.profile import Amount, Module, Moment, Operator, Parameter, Profile, Rule, Visit
+from echelon.plan.stages import find_stages
 
 
 def make_profile(
@@ -57,6 +60,65 @@ def make_profile(
         samples=samples,
         clip=clip,
     )  # fmt: skip
+
+
+def make_stack(*, blocks: int = 4, width: int = 256, batch: int = 16, length: int = 32) -> Profile:
+    """Blocks of two linear layers with an activation between them, four times as wide inside, as the profiler would describe them."""
+    inner, size = 4 * width, 4 * length
+    names = {"up": (inner, width), "down": (width, inner)}
+    parameters = tuple(
+        Parameter(name=f"blocks.{i}.{name}.weight", shape=shape) for i in range(blocks) for name, shape in names.items()
+    )
+    bytes_in = 2 * 4 * width * inner
+    product = Amount(0.0, 2.0 * length * width * inner)
+    elements = sum(parameter.elements for parameter in parameters)
+    kept = Amount(0.0, float(size * (width + 2 * inner)))
+
+    def module(path: str, kind: str, parts: int, keeps: float, gives: int) -> Module:
+        return Module(
+            path=path, kind=kind, count=blocks, parameters=parts, kept=Amount(0.0, size * keeps), output=Amount(0.0, float(size * gives)),
+        )  # fmt: skip
+
+    def operator(name: str, phase: str, layer: str) -> Operator:
+        outer, deep = names[layer]
+        return Operator(
+            name=name, kind="matmul", phase=phase, module=f"blocks.*.{layer}", count=blocks, flops=product,
+            dims=(Amount(1.0), Amount(0.0, float(length)), Amount(float(outer)), Amount(float(deep))),
+        )  # fmt: skip
+
+    calls = (("addmm:nt", "forward"), ("mm:nn", "backward"), ("mm:tn", "backward"))
+    return Profile(
+        model="stack", name="Stack", batch=batch, precision="fp32", device="cpu", parameters=parameters,
+        modules=(
+            module("blocks.*", "Block", bytes_in, width + 2 * inner, width),
+            module("blocks.*.up", "Linear", bytes_in // 2, width, inner),
+            module("blocks.*.act", "GELU", 0, inner, inner),
+            module("blocks.*.down", "Linear", bytes_in // 2, inner, width),
+        ),
+        operators=tuple(operator(name, phase, layer) for name, phase in calls for layer in names),
+        moments=(Moment(where="loss", phase="backward", alive=kept * blocks, kept=kept * blocks, gradients=0.0),),
+        optimizers=(Rule(name="AdamW", state=8 * elements, temporary=0, elements=elements, fused=True, fused_sharded=True),),
+        units=tuple(f"blocks.{i}" for i in range(blocks)),
+        unit_bytes=(bytes_in,) * blocks,
+        visits=tuple(Visit(path=f"blocks.{i}", work=1.0, crossing=Amount(0.0, float(size * width) * (i > 0))) for i in range(blocks)),
+        input_bytes=size,
+    )  # fmt: skip
+
+
+def cut(plan: Plan, profile: Profile) -> Plan:
+    """`plan` completed for a model of `make_stack`."""
+    pairs = [
+        (
+            Placement(path=f"{unit}.up", cut="column", slices=(Slice("weight", 0), Slice("bias", 0)), source="pair"),
+            Placement(path=f"{unit}.down", cut="row", slices=(Slice("weight", 1),), source="pair"),
+        )
+        for unit in profile.units
+    ]  # fmt: skip
+    if plan.mesh.tp > 1:
+        plan = replace(plan, placements=tuple(chain.from_iterable(pairs)))
+    if plan.mesh.pp > 1:
+        plan = replace(plan, stages=find_stages(plan, profile.visits) or ())
+    return plan
 
 
 def make_cluster(

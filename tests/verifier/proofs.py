@@ -1,9 +1,9 @@
-"""Jobs to prove, and ways to break a run, called on every rank of the pool."""
+"""Jobs to prove, called on every rank of the pool, with faults in the run where they are asked for."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from echelon.engine import norm
-from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.testing.catalogue import injected
 from echelon.testing.models import GPT, MLP
 from echelon.verifier.verify import verify
 from echelon.world import World
+from tests.zoo import ZOO
 
 TOKENS = torch.randint(0, 32, (21, 9), generator=torch.Generator().manual_seed(1))
 X = torch.randn(33, 8, generator=torch.Generator().manual_seed(2))
@@ -86,152 +88,25 @@ def prove(world: World, proofs: list[Proof]) -> list[str]:
     texts = []
     for name, fault, plan in proofs:
         made = Plan(mesh=Mesh(dp=world.size), **{"threads": 1} | plan)
-        with Broken(FAULTS[fault]):
+        with injected(fault) if fault else nullcontext():
             texts.append(verify(make_job(name), made, world=world).to_json())
     return texts
 
 
-class Broken:
-    """Puts a fault into Run for a while."""
-
-    def __init__(self, fault: Callable[[type[Run]], None]) -> None:
-        self._fault = fault
-        self._kept: dict[str, Any] = {}
-
-    def __enter__(self) -> None:
-        self._kept = dict(vars(Run))
-        self._fault(Run)
-
-    def __exit__(self, *error: object) -> None:
-        for key, value in self._kept.items():
-            if vars(Run).get(key) is not value:
-                setattr(Run, key, value)
+def any_job(name: str, fault: str = "") -> Job:
+    """One of the above or of the zoo, with what a fault needs to show."""
+    job = ZOO[name]() if name in ZOO else make_job(name)
+    if "learning rate" in fault and job.schedule is None:
+        return dataclasses.replace(job, schedule=torch.optim.lr_scheduler.CosineAnnealingLR)
+    return job
 
 
-def _after_backward(change: Callable[[Run, Any], None]) -> Callable[[type[Run]], None]:
-    def install(kind: type[Run]) -> None:
-        original = kind.backward
-
-        def backward(self: Run, batch: Any) -> Tensor:
-            loss = original(self, batch)
-            change(self, batch)
-            return loss
-
-        kind.backward = backward  # type: ignore[method-assign]
-
-    return install
+def plan_for(name: str, text: str) -> str:
+    """The plan document of a short form, with its placements and stages for a model."""
+    return complete(from_text(f"{text} threads=1"), any_job(name)).to_json()
 
 
-def _scaled_by_dp(run: Run, batch: Any) -> None:
-    for value in run.model.parameters():
-        if value.grad is not None:
-            value.grad.mul_(run.world.size)
-
-
-def _one_not_reduced(kind: type[Run]) -> None:
-    """The gradient of one parameter is what rank 0's own samples give, as if its exchange had been left out."""
-    original = kind.backward
-
-    def backward(self: Run, batch: Any) -> Tensor:
-        mine: list[Tensor] = []
-        weight = self.model.get_parameter("positions.weight")
-        hook = weight.register_hook(lambda grad: mine.append(grad.detach().clone()))
-        loss = original(self, batch)
-        hook.remove()
-        assert weight.grad is not None
-        weight.grad.copy_(torch.stack(mine).sum(0))
-        return loss
-
-    kind.backward = backward  # type: ignore[method-assign]
-
-
-def _equal_micro_batches(kind: type[Run]) -> None:
-    """Every micro-batch weighs the same, whatever its size."""
-    original = kind.backward
-
-    def backward(self: Run, batch: Any) -> Tensor:
-        even = batch.samples / len(batch.micros) / self.world.size
-        micros = tuple(dataclasses.replace(micro, samples=even) for micro in batch.micros)
-        return original(self, dataclasses.replace(batch, micros=micros))
-
-    kind.backward = backward  # type: ignore[method-assign]
-
-
-def _local_norm(kind: type[Run]) -> None:
-    """Clipping by the norm of some of the gradients, as of those that a rank holds."""
-    original = kind.update
-
-    def update(self: Run, *args: Any) -> Any:
-        whole = norm.total_norm
-        norm.total_norm = lambda grads, ranks: whole(grads[: len(grads) // 2], ranks)
-        try:
-            return original(self, *args)
-        finally:
-            norm.total_norm = whole
-
-    kind.update = update  # type: ignore[method-assign]
-
-
-def _stale_buffer(kind: type[Run]) -> None:
-    """Running statistics stay as they were before the step."""
-    original = kind.backward
-
-    def backward(self: Run, batch: Any) -> Tensor:
-        before = [value.clone() for value in self.model.buffers()]
-        loss = original(self, batch)
-        for value, old in zip(self.model.buffers(), before, strict=True):
-            value.copy_(old)
-        return loss
-
-    kind.backward = backward  # type: ignore[method-assign]
-
-
-def _last_row_not_updated(kind: type[Run]) -> None:
-    """The last rows of a parameter stay as they were, as if a rank's uneven shard had been left out of the update."""
-    original = kind.update
-
-    def update(self: Run, *args: Any) -> Any:
-        weight = [value for value in self.model.parameters() if value.ndim == 2][-1]
-        before = weight.detach().clone()
-        step = original(self, *args)
-        with torch.no_grad():
-            rest = weight.to_local() if hasattr(weight, "to_local") else weight
-            kept = before.to_local() if hasattr(before, "to_local") else before
-            if self.world.rank == self.world.size - 1 or self.plan.zero == 0:
-                rest[-1:].copy_(kept[-1:])
-        return step
-
-    kind.update = update  # type: ignore[method-assign]
-
-
-def _rate_per_micro_batch(kind: type[Run]) -> None:
-    """The learning rate moves once per micro-batch."""
-    original = kind.update
-
-    def update(self: Run, *args: Any) -> Any:
-        step = original(self, *args)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
-        return step
-
-    kind.update = update  # type: ignore[method-assign]
-
-
-def _doubled_report(kind: type[Run]) -> None:
-    """The loss that is reported is doubled; gradients are right."""
-    original = kind.backward
-    kind.backward = lambda self, batch: original(self, batch) * 2  # type: ignore[method-assign]
-
-
-FAULTS: dict[str, Callable[[type[Run]], None]] = {
-    "": lambda kind: None,
-    "scaled by dp": _after_backward(_scaled_by_dp),
-    "one not reduced": _one_not_reduced,
-    "equal micro-batches": _equal_micro_batches,
-    "local norm": _local_norm,
-    "stale buffer": _stale_buffer,
-    "last row": _last_row_not_updated,
-    "rate": _rate_per_micro_batch,
-    "reported loss": _doubled_report,
-}
+def prove_broken(world: World, name: str, plan: str, fault: str, **options: Any) -> str:
+    """The certificate of a job under a plan document while a fault of the catalogue is in the run (empty: none)."""
+    with injected(fault) if fault else nullcontext():
+        return verify(any_job(name, fault), Plan.from_json(plan), world=world, **options).to_json()

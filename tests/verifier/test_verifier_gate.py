@@ -51,6 +51,17 @@ def test_a_stale_certificate_names_both_sides(tmp_path: Path, changes: dict[str,
         assert word in str(caught.value)
 
 
+def test_a_weaker_certificate_opens_the_gate_and_says_that_it_is_weaker(tmp_path: Path) -> None:
+    weaker = dataclasses.replace(GOOD, reference="plan", peer=Plan(mesh=Mesh(dp=2), zero=3))
+    weaker.save(tmp_path / "certificate.json")
+    found = require(tmp_path / "certificate.json", **NOW)
+    assert found.against == 'the plan "dp=2 zero=3"'
+    assert found.weakness.endswith("an error that both share is not seen")
+    assert GOOD.weakness == dataclasses.replace(GOOD, reference="host").weakness == ""
+    with pytest.raises(ValueError, match="the peer is the plan"):
+        dataclasses.replace(GOOD, reference="plan")
+
+
 def test_every_reason_is_named(tmp_path: Path) -> None:
     off = dataclasses.replace(FINDING, worst=1.0)
     failed = dataclasses.replace(GOOD, verified=False, findings=(off,), divergent="loss at step 0")

@@ -136,7 +136,7 @@ class Recogniser(nn.Module):
 
 def ctc() -> Job:
     def loss(output: Tensor, batch: list[Tensor]) -> Tensor:
-        steps = torch.full((output.shape[1],), output.shape[0], dtype=torch.long)
+        steps = torch.full((output.shape[1],), output.shape[0], dtype=torch.long, device=output.device)
         return F.ctc_loss(output, batch[2], steps, batch[1])
 
     return train(

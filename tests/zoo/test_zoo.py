@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench import zoo as table
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
@@ -20,9 +20,8 @@ from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.feed import open_feed
+from tests.whole import WHOLE, only_whole
 from tests.zoo import ZOO, prove
-
-ALL = os.environ.get("ECHELON_ZOO") == "all"
 
 #: What cannot be proved under dp=2, and what is said of it.
 KNOWN = {
@@ -73,12 +72,12 @@ def test_a_step(name: str) -> None:
     assert sum(moved) > 0.5 * len(trained)
 
 
-@pytest.mark.parametrize("name", GOOD if ALL else random.Random(4).sample(GOOD, 5))
+@pytest.mark.parametrize("name", GOOD if WHOLE else random.Random(4).sample(GOOD, 5))
 def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
     require_proved(ranks, name)
 
 
-@pytest.mark.skipif(not ALL, reason="ECHELON_ZOO=all runs it")
+@only_whole
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_limits(ranks: Pool, name: str) -> None:
     """Whoever lifts one takes it out of KNOWN."""
@@ -91,6 +90,30 @@ def require_proved(ranks: Pool, name: str) -> None:
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, "dp=2 threads=1", timeout=120)[0])
     assert certificate.verified, certificate.divergent
     assert any("the epoch's last" in note for note in certificate.notes), "a short batch is where weights go wrong"
+
+
+#: Of `python -m bench.zoo`, which makes the whole table.
+CELLS = random.Random(7).sample(
+    [(name, plan) for name in ZOO for plan in table.PLANS if "tp" in plan or "pp" in plan], 60 if WHOLE else 4
+)
+
+
+@pytest.mark.parametrize(("name", "plan"), CELLS)
+def test_proved_under_tensor_and_pipeline_parallelism(ranks: Pool, name: str, plan: str) -> None:
+    need(name)
+    cell = table.judge(ranks, name, plan)
+    assert cell.good, cell.why
+    assert cell.worst <= cell.bound
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("name", ["gpt-untied", "llama", "hf-gpt2", "resnet", "vgg", "transformer", "lstm"])
+def test_proved_on_one_gpu_that_ranks_share(ranks: Pool, name: str, plan: str) -> None:
+    need(name)
+    cell = table.judge(ranks, name, plan)
+    assert cell.verdict == "verified", cell.why
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.coupled == "loss"])

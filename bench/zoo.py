@@ -1,0 +1,308 @@
+"""The zoo under every plan at 2 and 4 ranks: verified, falls back to, or refused because.
+
+    python -m bench.zoo [--models gpt-tied,resnet] [--plans "tp=2,dp=2 zero=3"] [--sample 20] [--jobs 1] [--json OUT] [--docs FILE]
+
+As a person would do it: where `check` refuses a plan for a model and proposes `whole`, that is taken; where nothing can be cut, the
+plan falls back to sharded data parallelism, which is a column of its own. Each cell is a proof in float64 against one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench.common import Row, machine, publish
+from echelon.errors import EchelonError, PlanError
+from echelon.plan.certificate import Certificate
+from echelon.plan.check import check
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+from echelon.plan.text import from_text
+from echelon.profiler import profile
+from echelon.profiler.complete import complete
+from echelon.testing.ranks import Pool, RankError
+from tests.zoo import ZOO
+from tests.zoo.prove import prove_and_count
+
+LIMIT = 1e-9
+ZEROS = ("", " zero=1", " zero=2", " zero=3")
+PLANS = (
+    *(f"dp=2{zero}" for zero in ZEROS),
+    "tp=2",
+    "pp=2",
+    *(f"dp=4{zero}" for zero in ZEROS),
+    "tp=4",
+    "pp=4",
+    *(f"dp=2 tp=2{zero}" for zero in ZEROS),
+    *(f"dp=2 pp=2{zero}" for zero in ZEROS),
+    "tp=2 pp=2",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One model under one plan."""
+
+    model: str
+    plan: str
+    #: verified, falls back, refused, not verified, failed
+    verdict: str
+    why: str = ""
+    #: The largest relative difference, and what it may be for this model.
+    worst: float = 0.0
+    bound: float = LIMIT
+    #: Bytes that the busiest rank hands to others in a step, in the job's own precision.
+    sent: int = 0
+    #: Of the parameters' bytes: cut over tp, of those in pairs or by heads, at rest only; the most that a rank holds of all.
+    cut: float = 0.0
+    paired: float = 0.0
+    stored: float = 0.0
+    held: float = 1.0
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether it is as it should be."""
+        return self.verdict in ("verified", "falls back", "refused")
+
+
+@cache
+def _pool() -> Pool:
+    return Pool()
+
+
+@cache
+def _profile(name: str) -> Profile | None:
+    try:
+        return profile(ZOO[name]())
+    except EchelonError:
+        raise
+    except Exception:  # a model that cannot be profiled may still train
+        return None
+
+
+@cache
+def _completed(name: str, mesh: str) -> Plan:
+    """The cuts depend on the mesh alone."""
+    return complete(from_text(mesh), ZOO[name](), _profile(name))
+
+
+def judge(pool: Pool, name: str, text: str) -> Cell:
+    """The cell of a model and a plan."""
+    began = time.monotonic()
+    try:
+        cell = _judged(pool, name, text)
+    except RankError as error:
+        cell = Cell(model=name, plan=text, verdict="failed", why=str(error).strip())
+    except EchelonError as error:
+        cell = Cell(model=name, plan=text, verdict="refused", why=str(error).strip())
+    return dataclasses.replace(cell, seconds=time.monotonic() - began)
+
+
+def _judged(pool: Pool, name: str, text: str) -> Cell:
+    wanted, why = from_text(text), ""
+    problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
+    if problems and all("`whole`" in each.remedy for each in problems):
+        wanted, why = dataclasses.replace(wanted, whole=True), "whole, as check asks"
+        problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
+    if problems:
+        shared = all(each.path in ("tp", "pp") and f"dp={wanted.ranks} zero=3" in each.remedy for each in problems)
+        why = "; ".join(map(str, problems))
+        return Cell(model=name, plan=text, verdict="falls back" if shared else "refused", why=why)
+    try:
+        if wanted.open:
+            found = _completed(name, " ".join(each for each in text.split() if not each.startswith("zero")))
+            wanted = dataclasses.replace(
+                wanted, placements=found.placements, uncut=found.uncut, stages=found.stages, model=found.model
+            )
+    except PlanError as error:
+        return Cell(model=name, plan=text, verdict="falls back", why=str(error))
+    known = _profile(name)
+    told = pool.run(
+        wanted.ranks, prove_and_count, name, wanted.to_json(), known.to_json() if known else None, timeout=180
+    )
+    certificate = Certificate.from_json(told[0].certificate)
+    worst = max(certificate.findings, key=lambda each: each.worst / each.bound)
+    notes = [each for each in certificate.notes if "all the same" in each or "could not" in each or "ill-cond" in each]
+    return Cell(
+        model=name,
+        plan=text,
+        verdict="verified" if certificate.verified else "not verified",
+        why="; ".join(each for each in (why, "" if certificate.verified else certificate.divergent, *notes) if each),
+        worst=worst.worst,
+        bound=worst.bound,
+        sent=max(each.sent for each in told),
+        held=max(each.held for each in told),
+        **_shares(wanted, known),
+    )
+
+
+def _shares(plan: Plan, known: Profile | None) -> dict[str, float]:
+    if known is None or plan.mesh.tp == 1:
+        return {}
+
+    def share(*cuts: str) -> float:
+        names = {
+            f"{each.path}.{part.name}" if each.path else part.name
+            for each in plan.placements
+            if not cuts or each.cut in cuts
+            for part in each.slices
+        }
+        return sum(each.bytes for each in known.parameters if names & {each.name, *each.aliases}) / known.bytes
+
+    return {"cut": share(), "paired": share("column", "between", "row", "attention"), "stored": share("stored")}
+
+
+def _model(name: str, plans: Sequence[str]) -> list[Cell]:
+    return [judge(_pool(), name, text) for text in plans]
+
+
+def cells(wanted: Sequence[tuple[str, str]], jobs: int) -> Iterator[Cell]:
+    """Every cell, as it comes; the plans of one model after each other, as they share what is found of it."""
+    by_model: dict[str, list[str]] = {}
+    for name, text in wanted:
+        by_model.setdefault(name, []).append(text)
+    if jobs == 1:
+        for name, plans in by_model.items():
+            yield from (judge(_pool(), name, text) for text in plans)
+            _profile.cache_clear()
+            _completed.cache_clear()
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as workers:
+        for done in as_completed([workers.submit(_model, name, plans) for name, plans in by_model.items()]):
+            yield from done.result()
+
+
+# The table for the docs
+
+SIGNS = {"verified": "✓", "falls back": "→", "refused": "–", "not verified": "✗", "failed": "✗"}
+
+
+def page(found: Sequence[Cell], where: Mapping[str, Any]) -> str:
+    """The docs' page."""
+    by_model: dict[str, dict[str, Cell]] = {}
+    for cell in found:
+        by_model.setdefault(cell.model, {})[cell.plan] = cell
+    plans = [text for text in PLANS if any(text in row for row in by_model.values())]
+    verified = sum(cell.verdict == "verified" for cell in found)
+    lines = [
+        "# The zoo under every plan",
+        "",
+        f"Made by `python -m bench.zoo --docs docs/zoo.md` (torch {where['torch']}, {where['processor']}): {len(by_model)} unchanged "
+        f"models, {len(plans)} plans at 2 and 4 ranks, {len(found)} cells, {verified} of them proved in float64 against one device.",
+        "",
+        "✓ verified, within 1e-9 of one device; ≈ verified within a wider bound that the model's own rounding asks for; → nothing to cut "
+        "in this way: falls back to sharded data parallelism, whose column is beside it; – refused, with the remedy; ✗ not as it should "
+        "be.",
+        "",
+        "| model | " + " | ".join(plan.replace(" zero=", " z") for plan in plans) + " |",
+        "|---|" + "---|" * len(plans),
+    ]
+    for name, row in by_model.items():
+        lines.append(f"| {name} | " + " | ".join(_sign(row.get(plan)) for plan in plans) + " |")
+    lines += ["", "## What is cut, and what it costs to talk", "", *_shares_table(by_model), "", "## Why not", ""]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for cell in found:
+        if cell.why:
+            reasons.setdefault((cell.model, f"{cell.verdict}: {cell.why}"), []).append(cell.plan)
+    lines += [f"- **{name}**, {', '.join(plans)}: {' '.join(why.split())}" for (name, why), plans in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _sign(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    return "≈" if cell.verdict == "verified" and cell.worst > LIMIT else SIGNS[cell.verdict]
+
+
+def _shares_table(by_model: Mapping[str, Mapping[str, Cell]]) -> Iterator[str]:
+    yield "Shares of the parameters' bytes. Held: by the rank that holds most. Sent: by the busiest rank, in a step."
+    yield ""
+    yield "| model | tp=2: cut | in pairs or by heads | at rest only | held | sent | pp=2: held | sent | dp=2: sent | zero=3: sent |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for name, row in by_model.items():
+        told = []
+        for plan in ("tp=2", "pp=2", "dp=2", "dp=2 zero=3"):
+            cell = row.get(plan)
+            proved = cell is not None and cell.verdict == "verified"
+            if plan == "tp=2":
+                told += [f"{share:.0%}" for share in (cell.cut, cell.paired, cell.stored)] if proved else ["", "", ""]
+            if plan in ("tp=2", "pp=2"):
+                told.append(f"{cell.held:.0%}" if proved else "")
+            told.append(f"{cell.sent / 1e3:,.0f} kB" if proved else "")
+        yield f"| {name} | {' | '.join(told)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0 when every cell is as it should be."""
+    parser = argparse.ArgumentParser(prog="python -m bench.zoo", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="")
+    parser.add_argument("--plans", default="")
+    parser.add_argument("--sample", type=int, help="so many cells, drawn with a seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="models at once; each takes up to 4 processes")
+    parser.add_argument(
+        "--json", type=Path, help="where cells are kept as they come; those that are there are not made again"
+    )
+    parser.add_argument("--docs", type=Path, help="write the table there")
+    given = parser.parse_args(arguments)
+    names = [each for each in given.models.split(",") if each] or [
+        name for name, entry in ZOO.items() if all(importlib.util.find_spec(each) for each in entry.needs)
+    ]
+    plans = [each.strip() for each in given.plans.split(",") if each.strip()] or list(PLANS)
+    wanted = [(name, text) for name in names for text in plans]
+    if given.sample is not None:
+        wanted = sorted(random.Random(given.seed).sample(wanted, min(given.sample, len(wanted))))
+    known = _kept(given.json)
+    for cell in cells([each for each in wanted if each not in known], given.jobs):
+        known[cell.model, cell.plan] = cell
+        line = (
+            f"{cell.model:20} {cell.plan:16} {cell.verdict:12} {cell.worst:.0e} {cell.seconds:5.1f} s  {cell.why[:200]}"
+        )
+        print(line.rstrip(), file=sys.stderr, flush=True)
+        if given.json is not None:
+            kept = {"machine": machine(), "cells": [asdict(each) for each in known.values()]}
+            given.json.write_text(json.dumps(kept, indent=0))
+    found = [known[each] for each in wanted]
+    if given.docs is not None:
+        given.docs.write_text(page(found, machine()))
+    return publish("The zoo", list(_rows(found)))
+
+
+def _kept(path: Path | None) -> dict[tuple[str, str], Cell]:
+    if path is None or not path.exists():
+        return {}
+    return {(each["model"], each["plan"]): Cell(**each) for each in json.loads(path.read_text())["cells"]}
+
+
+def _rows(found: Sequence[Cell]) -> Iterator[Row]:
+    plans = list(dict.fromkeys(cell.plan for cell in found))
+    for text in plans:
+        mine = [cell for cell in found if cell.plan == text]
+        proved = [cell for cell in mine if cell.verdict == "verified"]
+        bad = [cell for cell in mine if not cell.good]
+        real = [cell for cell in proved if cell.cut > 0.5 or (cell.held < 0.75 and "pp" in text)]
+        what = {
+            "plan": text,
+            "verified": f"{len(proved)} of {len(mine)}",
+            "more than half cut or staged": str(len(real)) if "tp" in text or "pp" in text else "",
+            "falls back, refused": ", ".join(c.model for c in mine if c.good and c not in proved),
+            "beyond 1e-9": ", ".join(f"{c.model} {c.worst:.0e}" for c in proved if c.worst > LIMIT),
+        }
+        yield Row(what=what, value=len(bad), text=", ".join(c.model for c in bad) or "none", limit=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

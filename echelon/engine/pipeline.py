@@ -1,0 +1,236 @@
+"""The pipeline axis: this rank's stages of a model, and micro-batches through all of them, on torch's own stages and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from echelon.engine.layout import local
+from echelon.engine.ranks import Group
+from echelon.engine.stage import Stage
+from echelon.errors import PlanError
+from echelon.plan.plan import Plan
+from echelon.profiler.ghost import Forward, Ghost, shape_key
+from echelon.profiler.visits import Visit
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+    "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+#: Before this version torch's stages want a gradient for everything that they receive.
+_CARRIES_ANY = "2.13"
+
+
+class Pipeline:
+    """This rank's stages among all of them."""
+
+    def __init__(self, model: nn.Module, forward: Forward, example: Any, plan: Plan, ranks: Group) -> None:
+        """`forward(model, batch)` computes the loss; `example` is a batch of it."""
+        self._model, self._forward, self._plan, self._ranks = model, forward, plan, ranks
+        #: Where values lie that pass between stages: gloo sends none from a GPU's memory.
+        self._post = torch.device("cpu") if ranks.staged else ranks.device
+        self._ghost = Ghost(model, ranks.device)
+        visits = self._ghost.visits(forward, example)
+        bounds = _bounds(plan, visits, ranks.size)
+        self._total = len(bounds) - 1
+        self.rank = ranks.rank
+        #: Tensor, by each of its names -> the ranks of the axis that hold it; one that no unit holds is held by all.
+        self.owners = _owners(model, visits, bounds, ranks.size)
+        self._numbers = range(ranks.rank, self._total, ranks.size)
+        self._stages = [Stage(model, self._ghost, visits, bounds[n], bounds[n + 1]) for n in self._numbers]
+        #: The units that this rank computes.
+        self.units = list(dict.fromkeys(v.path for s in self._stages for v in visits[s.first : s.last] if v.path))
+        #: Whether the loss is computed here.
+        self.final = any(stage.final for stage in self._stages)
+        self._batches: Sequence[Any] = ()
+        self._loss: Callable[[Any, int], Tensor] | None = None
+        self._made: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Let go of what only other ranks' stages need: it stays by name and shape, without numbers."""
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        foreign = {id(value) for name, value in named if self._ranks.rank not in self.owners[name]}
+        done: dict[int, Any] = {}
+        for module in self._model.modules():
+            for slots in (module._parameters, module._buffers):
+                for name, value in slots.items():
+                    if value is not None and id(value) in foreign:
+                        slots[name] = done.setdefault(id(value), _emptied(value))
+
+    def shared(self) -> list[str]:
+        """Parameters (by first name) that several ranks hold: tied over stages, or used between units."""
+        return [name for name, _ in self._model.named_parameters() if len(self.owners[name]) > 1]
+
+    def run(self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor], others: Group | None = None) -> None:
+        """Forward and backward of every micro-batch; `loss(output, index)` gives what backward starts from, on the last stage.
+
+        torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together. `others`: ranks
+        with whom parameters are exchanged meanwhile, which must therefore go through in the same order.
+        """
+        keys = [shape_key(batch) for batch in batches]
+        turns = torch.tensor([after != before for before, after in pairwise(keys)], dtype=torch.int32)
+        if others is not None:
+            others.sum(turns)
+        bounds = [0, *(index + 1 for index, turn in enumerate(turns.tolist()) if turn), len(batches)]
+        for first, last in pairwise(bounds):
+            self._batches = batches[first:last]
+            self._loss = lambda output, index, first=first: loss(output, first + index)
+            self._run()
+        self._batches, self._loss = (), None
+
+    def _run(self) -> None:
+        count = len(self._batches)
+        schedule = self._ready(count)
+        numbers = torch.arange(count)
+        given = (torch.zeros(count, device=self._post),) if 0 in self._numbers else ()
+        target = {"target": numbers, "losses": []} if self.final else {}
+        schedule.step(*given, index=numbers, **target, return_outputs=False)
+
+    def forward(self, batch: Any, forward: Forward) -> tuple[Tensor, ...]:
+        """What `forward(model, batch)` gives, on the rank of the last stage; nothing on the others. Without gradients."""
+        found: tuple[Tensor, ...] = ()
+        for number, stage in zip(self._numbers, self._stages, strict=True):
+            incoming, _ = stage.shapes(batch, forward)
+            received = [torch.empty(each.shape, dtype=each.dtype, device=self._post) for each in incoming]
+            for value in received:
+                dist.recv(value, group_src=(number - 1) % self._ranks.size, group=self._ranks.group)
+            sent = stage(*(value.to(self._ranks.device) for value in received), batch=batch, forward=forward)
+            if stage.final:
+                found = sent
+                continue
+            for value in sent:
+                dist.send(
+                    value.contiguous().to(self._post),
+                    group_dst=(number + 1) % self._ranks.size,
+                    group=self._ranks.group,
+                )
+        return found
+
+    def _ready(self, count: int) -> Any:
+        """The schedule for so many micro-batches of this shape."""
+        key = count, shape_key(self._batches[0])
+        if key not in self._made:
+            kind = _SCHEDULES[self._plan.schedule]
+            several = issubclass(kind, PipelineScheduleMulti)
+            if count < self._total or (several and count % self._ranks.size):
+                # Too few to fill the pipe in that order (the short end of an epoch): all forwards, then all backwards.
+                kind = torch_schedules.ScheduleLoopedBFS if several else torch_schedules.ScheduleGPipe
+            parts = [self._part(number, stage) for number, stage in zip(self._numbers, self._stages, strict=True)]
+            self._made[key] = kind(parts if several else parts[0], count, loss_fn=self._loss_of, scale_grads=False)
+        return self._made[key]
+
+    def _part(self, number: int, stage: Stage) -> PipelineStage:
+        incoming, outgoing = stage.shapes(self._batches[0], self._forward)
+        if torch.__version__ < _CARRIES_ANY and not all(each.requires_grad for each in incoming):
+            raise PlanError(
+                f"pp={self._ranks.size}: values without a gradient (whole numbers, a mask) pass between stages, which torch "
+                f"{torch.__version__} cannot carry; use torch {_CARRIES_ANY}, or pp=1 (dp with zero=3 also shares the memory)"
+            )
+        return PipelineStage(
+            _Fed(stage, self),
+            number,
+            self._total,
+            self._post,
+            input_args=incoming if number else (torch.zeros(1, device="meta"),),
+            output_args=outgoing,
+            group=self._ranks.mesh().get_group(),
+        )
+
+    def _loss_of(self, output: Any, index: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output, int(index))
+
+
+class _Fed(nn.Module):
+    """A stage that takes its micro-batch by number: every rank reads the batch itself."""
+
+    def __init__(self, stage: Stage, pipeline: Pipeline) -> None:
+        super().__init__()
+        # Not as a submodule: torch would give up its gathered parameters whenever a schedule for another shape is made, on the
+        # ranks that happen to make one.
+        self._held = (stage, pipeline)
+
+    def forward(self, *received: Tensor, index: Tensor) -> Any:
+        stage, pipeline = self._held
+        here, post = pipeline._ranks.device, pipeline._post
+        given = [value.to(here) for value in received] if stage.first else []
+        out = stage(*given, batch=pipeline._batches[int(index)], forward=pipeline._forward)
+        return out if stage.final else tuple(value.to(post) for value in out)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """What a split backward computes gradients for."""
+        return (value for value in self._held[0].parameters(recurse) if not value.is_meta)
+
+
+def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:
+    """Where stages begin, and the end."""
+    if not visits:
+        raise PlanError(
+            f"pp={ways}: the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative; use pp=1 "
+            "(dp with zero=3 also shares the memory)"
+        )
+    bounds = [0, *plan.stages, len(visits)]
+    if not plan.stages or (len(bounds) - 1) % ways:
+        raise PlanError(
+            f"pp={ways}: the plan has {len(bounds) - 1} stages; have it completed: echelon plan FILE, or give {ways - 1} places where a stage "
+            f"begins (stages=), of {len(visits) - 1} units"
+        )
+    if sorted(set(bounds)) != bounds or len(visits) - 1 <= bounds[-2]:
+        raise PlanError(
+            f"stages={list(plan.stages)}: places among {len(visits) - 1} units, in order, at least one unit each"
+        )
+    return bounds
+
+
+def _owners(
+    model: nn.Module, visits: Sequence[Visit], bounds: Sequence[int], ways: int
+) -> Mapping[str, frozenset[int]]:
+    found: dict[int, set[int]] = {}
+    for stage, (first, last) in enumerate(pairwise(bounds)):
+        for path in {visit.path for visit in visits[first:last] if visit.path}:
+            module = model.get_submodule(path)
+            for value in (*module.parameters(), *module.buffers()):
+                found.setdefault(id(value), set()).add(stage % ways)
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: frozenset(found.get(id(value), range(ways))) for name, value in named}
+
+
+def _emptied(value: Tensor) -> Tensor:
+    empty = torch.empty_like(value, device="meta")
+    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+@torch.no_grad()
+def add_up(parameters: Sequence[nn.Parameter], ranks: Group) -> None:
+    """Sum the gradients of parameters of which each rank has a share; one that no rank used keeps none."""
+    for _, same in groupby(sorted(parameters, key=lambda each: str(each.dtype)), key=lambda each: each.dtype):
+        held = list(same)
+        unused = [place for place, each in enumerate(held) if each.grad is None]
+        used = torch.ones(len(held))
+        for place in unused:
+            used[place], held[place].grad = 0.0, torch.zeros_like(held[place])
+        grads = [local(each.grad) for each in held]  # type: ignore[arg-type]
+        flat = ranks.sum(torch.cat([*(grad.reshape(-1) for grad in grads), used.to(grads[0])]))
+        *parts, users = flat.split([*(grad.numel() for grad in grads), len(held)])
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+        if unused:  # else there is nothing to learn, and an accelerator need not be waited for
+            counts = users.tolist()
+            for place in unused:
+                held[place].grad = held[place].grad if counts[place] else None

@@ -1,0 +1,69 @@
+"""Where the stages of a pipeline begin. Pure; stages are runs of visits, in the order of forward's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from itertools import accumulate, pairwise
+from math import inf
+
+from echelon.plan.placement import Placement
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Visit
+
+#: Stages per rank of schedules that interleave them.
+VIRTUAL = 2
+INTERLEAVING = ("interleaved", "zero-bubble")
+
+
+def stage_count(plan: Plan) -> int:
+    """How many stages a plan has, or will have once it is completed."""
+    return len(plan.stages) + 1 if plan.stages else plan.mesh.pp * (VIRTUAL if plan.schedule in INTERLEAVING else 1)
+
+
+def stage_ranges(plan: Plan, visits: int) -> list[range]:
+    """The visits of each stage; stage `n` is on rank `n % pp` of the axis."""
+    return [range(first, last) for first, last in pairwise((0, *plan.stages, visits))]
+
+
+def pairs(plan: Plan) -> Iterator[tuple[list[Placement], Placement]]:
+    """(columns, row) as they were placed: columns first, their row next."""
+    columns: list[Placement] = []
+    for each in plan.placements:
+        if each.cut in ("column", "between"):
+            columns.append(each)
+        elif each.cut == "row":
+            yield columns, each
+            columns = []
+
+
+def find_stages(plan: Plan, visits: Sequence[Visit]) -> tuple[int, ...] | None:
+    """Where the stages of `plan` begin, but the first; None: there are too few places. What is cut between a column and its row must
+    not pass from one stage to another."""
+    bound: set[int] = set()
+    for columns, row in pairs(plan):
+        paths = {each.path for each in (*columns, row)}
+        places = [place for place, visit in enumerate(visits) if visit.path in paths]
+        bound |= set(range(min(places) + 1, max(places) + 1)) if places else set()
+    return divide([visit.work for visit in visits], stage_count(plan), bound)
+
+
+def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) -> tuple[int, ...] | None:
+    """Where `count` stages of consecutive visits begin, but the first, such that the heaviest is as light as can be; none begins at a
+    place in `bound`. None: that cannot be."""
+    sums = [0.0, *accumulate(weights)]
+    size = len(weights)
+    #: For each number of stages: (heaviest stage, where the last one begins) over the first n visits.
+    best: list[list[tuple[float, int]]] = [[(sums[n], 0) for n in range(size + 1)]]
+    for stage in range(1, count):
+        row = [(inf, 0)] * (size + 1)
+        for end in range(stage + 1, size + 1):
+            places = [begin for begin in range(stage, end) if begin not in bound]
+            row[end] = min(((max(best[-1][b][0], sums[end] - sums[b]), b) for b in places), default=(inf, 0))
+        best.append(row)
+    if best[-1][size][0] == inf:
+        return None
+    bounds, end = [], size
+    for stage in range(count - 1, 0, -1):
+        end = best[stage][end][1]
+        bounds.append(end)
+    return tuple(reversed(bounds))

@@ -1,0 +1,62 @@
+"""The units of a job's model in the order of their calls, and what passes from one to the next: where a pipeline can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from echelon.job import Job, call_loss, call_model
+from echelon.plan.profile import Amount
+from echelon.plan.profile import Visit as Planned
+from echelon.profiler.build import built
+from echelon.profiler.example import Example
+from echelon.profiler.ghost import Ghost, Returned
+from echelon.profiler.visits import Value, Visit, crossing
+
+#: Samples of the two batches that tell a fixed part from a part per sample.
+_SIZES = (2, 4)
+
+
+def chain(job: Job, example: Example | None = None) -> tuple[Planned, ...]:
+    """Nothing is computed. Empty: the model cannot be cut into stages. Whatever its code says to tensors without numbers is raised."""
+    example = example or Example(job)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return call_loss(job, call_model(job, model, batch), batch, model)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = built(job).train()
+    ghost = Ghost(model, torch.device("cpu"))
+    visits = ghost.visits(loss, example.batch(_SIZES[0]))
+    paths = list(dict.fromkeys(visit.path for visit in visits if visit.path))
+    small, large = (ghost.returned(loss, example.batch(size), paths, training=True, visits=visits) for size in _SIZES)
+    if not len(visits) == len(small) == len(large):
+        return ()  # which units are called depends on the batch
+    return tuple(
+        Planned(path=visit.path, work=_work(model, visit), crossing=_passing(crossing(visits, place), small, large))
+        for place, visit in enumerate(visits[:-1])
+    )
+
+
+def _work(model: nn.Module, visit: Visit) -> float:
+    """About what a unit costs: its products, and a little for each parameter where there are none."""
+    return visit.flops + 2.0 * sum(value.numel() for value in model.get_submodule(visit.path).parameters())
+
+
+def _passing(values: Sequence[Value], small: Sequence[Returned], large: Sequence[Returned]) -> Amount:
+    few, many = (sum(_bytes(found[visit], place) for visit, place in values) for found in (small, large))
+    slope = (many - few) / (_SIZES[1] - _SIZES[0])
+    return Amount(few - slope * _SIZES[0], slope)
+
+
+def _bytes(found: Returned, place: int) -> float:
+    value = found.leaves[found.tensors[place]]
+    assert isinstance(value, Tensor)
+    try:
+        return float(value.numel() * value.element_size())
+    except Exception:  # its size follows from values (nonzero), which are not there
+        return 0.0

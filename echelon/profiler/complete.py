@@ -1,0 +1,174 @@
+"""What a plan leaves open about a model: how the tensor axis cuts its modules, and where the stages of a pipeline begin."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from echelon.errors import EchelonError, PlanError
+from echelon.job import Job, call_loss, call_model, lift
+from echelon.plan.check import require
+from echelon.plan.mesh import Mesh
+from echelon.plan.placement import Placement, Uncut
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile, fingerprint
+from echelon.plan.stages import find_stages, stage_count
+from echelon.profiler.build import built, made
+from echelon.profiler.chain import chain
+from echelon.profiler.coupling import first_line, random_states
+from echelon.profiler.example import Example
+from echelon.profiler.sequence import find_segments
+from echelon.profiler.sharding import Sharding, shard
+
+Found = TypeVar("Found")
+
+
+def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
+    """`plan` with the placements and stages that it lacks, for this model. `profile`: where it is known already.
+
+    A plan that cannot be completed is refused with what to use instead.
+    """
+    if not plan.open:
+        return plan
+    if plan.mesh.tp > 1 and not plan.placements:
+        plan = _cut(plan, job)
+    if plan.sequence and not plan.segments:
+        require(plan)  # looking for them where they cannot be used is not worth the time
+        plan = _parted(plan, job)
+    if plan.mesh.pp > 1:
+        plan = dataclasses.replace(plan, placements=tuple(map(_gathered, plan.placements)))
+    if plan.mesh.pp > 1 and not plan.stages:
+        plan = _staged(plan, job, profile)
+    require(plan)
+    return dataclasses.replace(plan, model=plan.model or (profile.model if profile else _fingerprint(job)))
+
+
+def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
+    """For a plan that nobody insists on: completed, or else zero=3 over as many data ranks, and why."""
+    try:
+        return complete(plan, job), ""
+    except PlanError as error:
+        shared = dataclasses.replace(
+            plan,
+            mesh=Mesh(dp=plan.ranks),
+            zero=3,
+            micro=None,
+            placements=(),
+            uncut=(),
+            sequence=False,
+            segments=(),
+            stages=(),
+            schedule=Plan().schedule,
+        )
+        return shared, str(error)
+
+
+def _fingerprint(job: Job) -> str:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        named = list(built(job).named_parameters())
+    return fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
+
+
+def _cut(plan: Plan, job: Job) -> Plan:
+    tp, instead = plan.mesh.tp, f"use dp={plan.ranks} zero=3, which also shares the memory"
+    try:
+        found = cuts(job, tp)
+    except EchelonError:
+        raise
+    except Exception as error:  # a user's forward that does not run so
+        raise PlanError(
+            f"tp={tp}: the cuts are found by running the model on the CPU, and there it fails ({type(error).__name__}: "
+            f"{first_line(error)}); {instead}"
+        ) from error
+    if not found.placements:
+        why = next(iter(found.whole.values()), "it has no parameters")
+        raise PlanError(f"tp={tp}: nothing of the model can be cut ({why}); {instead}")
+    uncut = tuple(Uncut(path=path, why=why) for path, why in found.whole.items())
+    return dataclasses.replace(plan, placements=found.placements, uncut=uncut)
+
+
+def _parted(plan: Plan, job: Job) -> Plan:
+    """With where each rank has a part of the sequence."""
+    found = _tried(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
+    if not found.segments:
+        raise PlanError(
+            f"sequence: no blocks of the model work on a part of the sequence ({found.why}); put what mixes positions into "
+            "a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well"
+        )
+    return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
+
+
+def cuts(job: Job, ways: int) -> Sharding:
+    """How the job's model is cut over so many ranks, and what stays whole."""
+    return _tried(job, lambda model, step: shard(model, step, ways))
+
+
+def _tried(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
+    """What `find(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
+    with random_states():
+        try:
+            return _found(job, find, torch.float64)
+        except EchelonError:
+            raise
+        except Exception:  # some models run in no other type than their own
+            return _found(job, find, None)
+
+
+def _found(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None) -> Found:
+    torch.manual_seed(job.seed)
+    own = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
+    model, batch = own.eval(), Example(job).batch(2)
+    if dtype is not None:
+        model, batch = lift(model, dtype), _lifted(batch)
+    return find(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))
+
+
+def _gathered(placement: Placement) -> Placement:
+    """What passes between stages is whole."""
+    return dataclasses.replace(placement, cut="gather") if placement.cut == "logits" else placement
+
+
+def _lifted(batch: Any) -> Any:
+    return tree_map(
+        lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch
+    )
+
+
+def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
+    count, pp = stage_count(plan), plan.mesh.pp
+    instead = f"use dp={plan.ranks} zero=3, which also shares the memory"
+    visits = profile.visits if profile is not None else ()
+    if not visits:
+        try:
+            visits = chain(job)
+        except EchelonError:
+            raise
+        except Exception as error:  # whatever a user's forward does with values it does not have
+            raise PlanError(
+                f"pp={pp}: stages are found by running the model without numbers, and there it fails ({type(error).__name__}: "
+                f"{first_line(error)}); {instead}"
+            ) from error
+    if not visits:
+        raise PlanError(
+            f"pp={pp}: the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative; {instead}"
+        )
+    if len(visits) < count:
+        fewer = f"use pp={len(visits)} or less" if count == pp else "use schedule=1f1b, which has one stage per rank"
+        raise PlanError(
+            f"pp={pp}: {count} stages, and the model has {len(visits)} units that forward calls one after another; {fewer}, or "
+            f"{instead.removeprefix('use ')}"
+        )
+    stages = find_stages(plan, visits)
+    if stages is None:
+        raise PlanError(
+            f"pp={pp}: {count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts; use fewer "
+            f"stages, or tp=1, or {instead.removeprefix('use ')}"
+        )
+    return dataclasses.replace(plan, stages=stages)

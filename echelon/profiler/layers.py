@@ -1,0 +1,41 @@
+"""Layers that the tensor axis knows: what multiplies, what works channel by channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A layer that multiplies the last dimension: torch's own, or transformers'."""
+    return type(module) is nn.Linear or is_flipped(module)
+
+
+def is_flipped(module: nn.Module) -> bool:
+    """transformers' linear layer, whose weight lies transposed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_product(module: nn.Module) -> bool:
+    """A linear layer, or a convolution in which every output sees every input."""
+    return is_linear(module) or (isinstance(module, _CONVOLUTIONS) and module.groups == 1)
+
+
+def channelwise(module: Any) -> tuple[str, ...] | None:
+    """The attributes that count the channels of a module that works channel by channel; None: it does not, or is not known to."""
+    if isinstance(module, _NormBase):
+        return ("num_features",)
+    if type(module) is nn.GroupNorm:
+        return "num_groups", "num_channels"
+    if type(module) in _CONVOLUTIONS and module.groups == module.in_channels == module.out_channels:
+        return "groups", "in_channels", "out_channels"
+    return () if type(module) is nn.PReLU and module.num_parameters > 1 else None
+
+
+def outputs(module: Any) -> int:
+    """How many outputs a product has."""
+    return int(next(getattr(module, name) for name in ("out_features", "out_channels", "nf") if hasattr(module, name)))

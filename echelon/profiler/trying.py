@@ -1,0 +1,408 @@
+"""Whether layers can be cut in pairs: the module that holds a pair is run on one rank's columns.
+
+Whether the code between them works on a part of the columns is not guessed from operators. What reaches the row must be exactly that
+rank's part of what reached it before. Counts of heads that the code holds in attributes are divided for that, and views by a width that the code took
+from elsewhere are fitted (nn/views.py); the plan notes which.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from echelon.nn.views import Fitted
+from echelon.plan.placement import portion, shares
+from echelon.profiler.layers import channelwise, is_flipped, is_linear, outputs
+
+_EQUAL = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What may be a pair: the row reads the columns alone, through the modules between, and nothing else reads those."""
+
+    columns: tuple[str, ...]
+    row: str
+    between: tuple[str, ...] = ()
+    hinted: bool = False  #: the model's authors say so
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of its modules."""
+        return (*self.columns, *self.between, self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the columns of a pair are dealt out."""
+
+    parts: tuple[int, ...]  #: of the columns' outputs, where there is one column and it is fused
+    divide: tuple[tuple[str, str], ...]  #: (module path, attribute)
+    unit: int  #: columns that stay together
+    ways: int
+    fits: str | None = None  #: the module in which views ask for all columns
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A candidate that works."""
+
+    candidate: Candidate
+    layout: Layout
+    draws: bool  #: whether the module that holds it draws random numbers in training
+    #: Parameters that stay whole and act on the columns (a learnt scale, a norm of each head): each rank has a share of their gradients.
+    partial: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Seen:
+    """The call of the module that holds a pair, what came out of it, and what the row in it was given and gave."""
+
+    holder: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    reached: Tensor
+    gave: Tensor
+    dim: int  #: of `reached` that is cut
+
+    @property
+    def width(self) -> int:
+        """Of what the row was given."""
+        return self.reached.shape[self.dim]
+
+
+def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[], Any]) -> dict[Candidate, Seen]:
+    """The model as it is."""
+    above = {each: list(_above(each.paths)) for each in candidates}
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    outs: dict[str, Any] = {}
+    rows: dict[str, tuple[Tensor, Tensor]] = {}
+    hooks = []
+    for path in {path for paths in above.values() for path in paths}:
+
+        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            calls[path] = copied((args, kwargs))
+
+        def after(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
+            outs[path] = copied(out)
+
+        hooks.append(model.get_submodule(path).register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(model.get_submodule(path).register_forward_hook(after))
+    for row in {each.row for each in above}:
+
+        def note(_: nn.Module, args: Any, out: Any, row: str = row) -> None:
+            rows[row] = args[0].detach().clone(), out.detach().clone()
+
+        hooks.append(model.get_submodule(row).register_forward_hook(note))
+    try:
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {}
+    for candidate, paths in above.items():
+        holder = next((path for path in paths if path in calls), None)
+        if holder is not None and candidate.row in rows:
+            module: Any = model.get_submodule(candidate.row)
+            dim = -1 if is_linear(module) else -1 - len(module.kernel_size)
+            found[candidate] = Seen(holder, *calls[holder], outs[holder], *rows[candidate.row], dim)
+    return found
+
+
+def copied(tree: Any) -> Any:
+    """Tensors copied, so that what happens later does not change them; anything else copied if it can be."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        try:
+            return copy.copy(leaf)
+        except Exception:  # not ours: kept as it is
+            return leaf
+
+    return tree_map(one, tree)
+
+
+def _plain(tree: Any) -> Any:
+    """The same without gradients: code may change it in place."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, copied(tree))
+
+
+def _above(paths: Sequence[str]) -> Iterator[str]:
+    """The modules that contain all of them, innermost first. Not all are called: a ModuleDict only holds."""
+    split = [path.split(".")[:-1] for path in paths]
+    shared: list[str] = []
+    for names in zip(*split, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    for length in range(len(shared), -1, -1):
+        yield ".".join(shared[:length])
+
+
+def tried(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Seen, ways: int) -> Pair | None:
+    """The candidate as a pair, in the first way that works."""
+    for layout in _layouts(model, candidate, seen, ways):
+        if _works(model, candidate, seen, layout):
+            partial = _partial(model, step, candidate, seen)
+            return None if partial is None else Pair(candidate, layout, _draws(model, seen), partial)
+    return None
+
+
+def _layouts(model: nn.Module, candidate: Candidate, seen: Seen, ways: int) -> Iterator[Layout]:
+    for fits in (None, seen.holder):
+        for parts in _parts(model, candidate.columns, seen.width):
+            for divide in _attributes(model, candidate, seen):
+                for unit in _units(model, divide, seen.width, ways):
+                    yield Layout(parts, divide, unit, ways, fits)
+
+
+def _parts(model: nn.Module, columns: tuple[str, ...], width: int) -> Iterator[tuple[int, ...]]:
+    """Ways in which a fused projection may be laid out."""
+    yield ()
+    if len(columns) > 1:
+        return
+    total = outputs(model.get_submodule(columns[0]))
+    if total > width and (total - width) % 2 == 0:
+        yield width, (total - width) // 2, (total - width) // 2
+    if total == 2 * width:
+        yield width, width
+
+
+def _attributes(model: nn.Module, candidate: Candidate, seen: Seen) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Sets of attributes to divide: none but those of the modules between, counts of heads, those and widths, widths alone."""
+    own = tuple((path, name) for path in candidate.between for name in channelwise(model.get_submodule(path)) or ())
+    yield own
+    holder = seen.holder
+    places = {holder}
+    for path in candidate.paths:
+        parent = path.rpartition(".")[0]
+        while len(parent) >= len(holder) and parent not in places:
+            places.add(parent)
+            parent = parent.rpartition(".")[0]
+    numbers = [(place, *each) for place in sorted(places) for each in _numbers(model.get_submodule(place))]
+    heads = [(place, name) for place, name, _ in numbers if _counts_heads(name)]
+    widths = {outputs(model.get_submodule(path)) for path in candidate.columns} | {seen.width}
+    wide = [(place, name) for place, name, value in numbers if value in widths or 3 * value in widths]
+    if heads:
+        yield (*own, *heads)
+    if wide:
+        yield (*own, *dict.fromkeys((*heads, *wide)))
+    alone = [each for each in wide if each not in heads]
+    if heads and alone:
+        yield (*own, *alone)
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Attributes that may count something."""
+    for name, value in vars(module).items():
+        if type(value) is int and value > 1 and not name.startswith("_"):
+            yield name, value
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
+
+
+def _units(model: nn.Module, divide: Sequence[tuple[str, str]], width: int, ways: int) -> list[int]:
+    """How many columns may have to stay together: one, or a head's where the heads cannot be dealt out evenly."""
+    counts = {getattr(model.get_submodule(path), name) for path, name in divide}
+    counts |= {
+        value for path, _ in divide for name, value in _numbers(model.get_submodule(path)) if _counts_heads(name)
+    }
+    return [1, *sorted(width // count for count in counts if count % ways and count < width and width % count == 0)]
+
+
+def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -> bool:
+    """Whether each rank's columns lead to exactly its part of the row's input."""
+    sizes = layout.parts or tuple(outputs(model.get_submodule(path)) for path in candidate.columns)
+    ways = layout.ways
+    if any(not shares(size, ways, layout.unit)[-1] for size in (*sizes, seen.width)):
+        return False
+    if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
+        return all(_right(model, candidate, seen, layout, rank) for rank in {0, ways - 1})
+    even = seen.width == sizes[0] and len(set(sizes)) == 1
+    return even and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
+
+
+def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Seen) -> tuple[str, ...] | None:
+    """Parameters that reach the row beside the columns; None where something does that cannot be added up over the ranks."""
+    leaves: list[Tensor] = []
+    reached: list[Tensor] = []
+
+    def given(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return leaf
+        leaves.append(leaf.detach().requires_grad_(True))
+        return leaves[-1].clone()
+
+    def answer(x: Tensor) -> Tensor:
+        reached.append(x)
+        return seen.gave.clone()
+
+    args, kwargs = tree_map(given, copied((seen.args, seen.kwargs)))
+    own = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    with ExitStack() as stack, torch.enable_grad():
+        for path in (*candidate.columns, *candidate.between):
+            module = model.get_submodule(path)
+            stack.enter_context(calling(module, _detached(module.forward)))
+        stack.enter_context(calling(model.get_submodule(candidate.row), answer))
+        model.get_submodule(seen.holder)(*args, **kwargs)
+        if not reached[0].requires_grad:
+            return ()
+        grads = torch.autograd.grad(reached[0].sum(), [*leaves, *own.values()], allow_unused=True)
+    names = [name for name, grad in zip(own, grads[len(leaves) :], strict=True) if grad is not None]
+    if any(grad is not None for grad in grads[: len(leaves)]) or any(own[name].dim() > 1 for name in names):
+        return None
+    return tuple(names) if _only_there(model, step, candidate.row, [own[name] for name in names]) else None
+
+
+def _detached(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: inner(*args).detach()
+
+
+def _only_there(model: nn.Module, step: Callable[[], Any], row: str, parameters: list[nn.Parameter]) -> bool:
+    """Whether the loss depends on parameters through a row alone."""
+    module = model.get_submodule(row)
+    inner = module.forward
+    with calling(module, lambda x: inner(x.detach())), torch.enable_grad():
+        (total, *_) = (leaf for leaf in tree_leaves(step()) if isinstance(leaf, Tensor))
+        grads = torch.autograd.grad(total.sum(), parameters, allow_unused=True) if total.requires_grad else ()
+    return all(grad is None for grad in grads)
+
+
+def _draws(model: nn.Module, seen: Seen) -> bool:
+    holder = model.get_submodule(seen.holder)
+    args, kwargs = _plain((seen.args, seen.kwargs))
+    buffers = [(value, value.clone()) for value in holder.buffers()]
+    before = torch.random.get_rng_state()
+    try:
+        holder.train()
+        with torch.no_grad():
+            holder(*args, **kwargs)
+        return not torch.equal(before, torch.random.get_rng_state())
+    except Exception:  # it does not run so: to be on the safe side
+        return True
+    finally:
+        holder.eval()
+        torch.random.set_rng_state(before)
+        with torch.no_grad():
+            for value, old in buffers:  # of batch norms
+                value.copy_(old)
+
+
+def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> bool:
+    dealt = shares(seen.width, layout.ways, layout.unit)
+    wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
+    holder = model.get_submodule(seen.holder)
+    args, kwargs = _plain((seen.args, seen.kwargs))
+
+    reached: list[Tensor] = []
+
+    def answer(x: Tensor) -> Tensor:
+        reached.append(x)
+        return seen.gave.clone()
+
+    row = model.get_submodule(candidate.row)
+    fitted = nullcontext() if layout.fits is None else Fitted(seen.width, dealt[rank])
+    with _divided(model, layout, seen.width, rank), _cut(model, candidate, layout, rank), calling(row, answer), fitted:
+        try:
+            out = holder(*args, **kwargs)
+        except Exception:  # whatever the code says to a part of its columns, it does not work on one
+            return False
+    # What else comes out (a bias per head that later layers take over) must be as it was, too.
+    return len(reached) == 1 and equal(reached[0], wanted) and _alike(out, seen.out)
+
+
+def _alike(out: Any, before: Any) -> bool:
+    new, old = tree_leaves(out), tree_leaves(before)
+    return len(new) == len(old) and all(
+        equal(a, b) for a, b in zip(new, old, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)
+    )
+
+
+def equal(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
+    """Whether two tensors are the same but for rounding, by the size of the second or `scale`."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):  # masks hold infinities
+        return torch.equal(a, b)
+    size = b.abs().max().clamp(min=max(scale, 1e-30))
+    bound = _EQUAL if b.dtype is torch.float64 else 1e-5
+    return bool((a - b).abs().max() <= bound * size)
+
+
+@contextmanager
+def _divided(model: nn.Module, layout: Layout, width: int, rank: int) -> Iterator[None]:
+    places = [(model.get_submodule(path), name) for path, name in layout.divide]
+    values = [getattr(module, name) for module, name in places]
+    try:
+        for (module, name), value in zip(places, values, strict=True):
+            setattr(module, name, portion(value, rank, layout.ways, width=width, unit=layout.unit))
+        yield
+    finally:
+        for (module, name), value in zip(places, values, strict=True):
+            setattr(module, name, value)
+
+
+@contextmanager
+def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """`module` computes something else for a while."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before
+
+
+@contextmanager
+def _cut(model: nn.Module, candidate: Candidate, layout: Layout, rank: int) -> Iterator[None]:
+    """The columns and the modules between compute with one rank's part."""
+    slots: list[dict[str, Any]] = [
+        each
+        for path in candidate.between
+        for each in (model.get_submodule(path)._parameters, model.get_submodule(path)._buffers)
+    ]
+    before: list[Mapping[str, Any]] = [dict(each) for each in slots]
+    with ExitStack() as stack:
+        for path in candidate.columns:
+            module = model.get_submodule(path)
+            stack.enter_context(calling(module, _with_part(module, layout, rank)))
+        try:
+            for slot in slots:
+                for name, value in slot.items():
+                    if value is not None and value.dim():
+                        slot[name] = _part(value.detach(), (), layout, rank)
+            yield
+        finally:
+            for slot, values in zip(slots, before, strict=True):
+                slot.update(values)
+
+
+def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Tensor:
+    found = []
+    for each in value.split(list(parts or (value.shape[0],))):
+        dealt = shares(each.shape[0], layout.ways, layout.unit)
+        found.append(each.narrow(0, sum(dealt[:rank]), dealt[rank]))
+    return torch.cat(found)
+
+
+def _with_part(module: Any, layout: Layout, rank: int) -> Callable[[Tensor], Tensor]:
+    weight = _part(module.weight.t() if is_flipped(module) else module.weight, layout.parts, layout, rank)
+    bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
+    if is_linear(module):
+        return lambda x: F.linear(x, weight, bias)
+    return lambda x: module._conv_forward(x, weight, bias)

@@ -1,0 +1,427 @@
+"""The catalogue of faults: mistakes in the mathematics that parallel training systems have shipped, put into a live run.
+
+    with injected("clip by local norm"):
+        certificate = verify(job, plan)
+
+Nothing crashes and the loss goes down: only a comparison with one device tells. Every rank of a world has to inject the same fault,
+before its `Run` is made. The engine knows nothing of this: its parts are replaced from outside, for as long as the context lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from echelon.engine import axis as tensor_axis
+from echelon.engine import norm, statistics, tensor
+from echelon.engine import run as engine
+from echelon.engine.layout import local
+from echelon.engine.pipeline import Pipeline
+from echelon.engine.run import Run
+from echelon.engine.state import optimizer_tensors, piece_of
+from echelon.plan.split import rounds
+
+#: What takes the place of a part of the engine, for a while.
+_Changes = Callable[[], Sequence[AbstractContextManager[object]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One mistake. `needs` says which plans and jobs it shows under: under others it changes nothing."""
+
+    name: str
+    what: str
+    needs: str
+    changes: _Changes
+
+
+#: By name.
+CATALOGUE: dict[str, Fault] = {}
+
+
+@contextlib.contextmanager
+def injected(name: str) -> Iterator[None]:
+    """Runs that are made inside have this fault."""
+    with contextlib.ExitStack() as stack:
+        for change in CATALOGUE[name].changes():
+            stack.enter_context(change)
+        yield
+
+
+def _fault(name: str, what: str, *, needs: str) -> Callable[[_Changes], _Changes]:
+    def enter(changes: _Changes) -> _Changes:
+        CATALOGUE[name] = Fault(name=name, what=what, needs=needs, changes=changes)
+        return changes
+
+    return enter
+
+
+# Factors
+
+
+@_fault("loss times tp", "every rank of the tensor axis brings the whole loss, and they are added up", needs="tp > 1")
+def _loss_times_tp() -> Sequence[AbstractContextManager[object]]:
+    return [_loss(lambda run, value: _times(value, run.axes["tp"].size))]
+
+
+@_fault("loss times dp", "a sum over the data ranks where a mean was due", needs="dp > 1")
+def _loss_times_dp() -> Sequence[AbstractContextManager[object]]:
+    return [_loss(lambda run, value: _times(value, run.data.size))]
+
+
+@_fault("gradients times micro-batches", "accumulated and never divided", needs="several micro-batches")
+def _times_micro_batches() -> Sequence[AbstractContextManager[object]]:
+    weighed = Run._weighed
+
+    def undivided(self: Run, value: Any, micro: Any, batch: Any, sums: Any) -> Tensor:
+        return weighed(self, value, micro, batch, sums) * len(batch.micros)
+
+    return [patch.object(Run, "_weighed", undivided)]
+
+
+# Weights of samples
+
+
+@_fault(
+    "mean of micro-batch means",
+    "the loss is averaged inside each micro-batch, whatever the number of its tokens",
+    needs="a loss that is (sum, count), and dp > 1 or several micro-batches",
+)
+def _mean_of_means() -> Sequence[AbstractContextManager[object]]:
+    return [_loss(lambda run, value: value[0] / value[1] if isinstance(value, tuple) else value)]
+
+
+@_fault(
+    "micro-batches weigh alike",
+    "one with fewer samples counts as much as the others",
+    needs="a loss that is a mean, a batch that micro-batches do not divide",
+)
+def _alike() -> Sequence[AbstractContextManager[object]]:
+    backward = Run.backward
+
+    def even(self: Run, batch: Any) -> Tensor:
+        share = batch.samples / len(batch.micros) / self.data.size
+        micros = tuple(dataclasses.replace(micro, samples=share) for micro in batch.micros)
+        return backward(self, dataclasses.replace(batch, micros=micros))
+
+    return [patch.object(Run, "backward", even)]
+
+
+@_fault(
+    "micro-batch dropped by a stage",
+    "the last micro-batch never goes through the pipeline",
+    needs="pp > 1, several micro-batches",
+)
+def _dropped() -> Sequence[AbstractContextManager[object]]:
+    run = Pipeline.run
+
+    def short(self: Pipeline, batches: Sequence[Any], *others: Any) -> None:
+        run(self, batches[:-1] if len(batches) > 1 else batches, *others)
+
+    return [patch.object(Pipeline, "run", short)]
+
+
+@_fault("data order seeded per rank", "each rank shuffles by itself: samples come twice or never", needs="dp > 1")
+def _own_order() -> Sequence[AbstractContextManager[object]]:
+    opened = Run._open_data
+
+    def shuffled(self: Run) -> Any:
+        job = self.job
+        self.job = dataclasses.replace(job, seed=job.seed + self.data.rank)
+        try:
+            return opened(self)
+        finally:
+            self.job = job
+
+    return [patch.object(Run, "_open_data", shuffled)]
+
+
+# Reductions that are left out
+
+
+@_fault("one parameter not reduced", "one matrix is left out of the exchange", needs="dp > 1, zero=0")
+def _one_left_out() -> Sequence[AbstractContextManager[object]]:
+    def middle(model: nn.Module) -> list[nn.Parameter]:
+        matrices = [value for value in model.parameters() if value.ndim > 1 and value.requires_grad]
+        return [matrices[len(matrices) // 2]]
+
+    return _left_out(middle)
+
+
+@_fault("biases not reduced", "biases of linear layers and convolutions are left out", needs="dp > 1, zero=0")
+def _biases_left_out() -> Sequence[AbstractContextManager[object]]:
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    return _left_out(
+        lambda model: [each.bias for each in model.modules() if isinstance(each, kinds) and each.bias is not None]
+    )
+
+
+@_fault("norm layers not reduced", "parameters of norm layers are left out of the exchange", needs="dp > 1, zero=0")
+def _norms_left_out() -> Sequence[AbstractContextManager[object]]:
+    return _left_out(_norms)
+
+
+@_fault(
+    "norm layers not reduced over tp",
+    "parameters of norm layers keep the gradient of one rank's part of the sequence",
+    needs="tp > 1, sequence",
+)
+def _norms_of_parts() -> Sequence[AbstractContextManager[object]]:
+    chosen: dict[int, Tensor] = {}  # held, as a proof has two runs at once
+    add_up = engine.add_up
+
+    def note(model: nn.Module) -> None:
+        chosen.update({id(each): each for each in _norms(model)})
+
+    def without(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
+        add_up([each for each in parameters if id(each) not in chosen], ranks)
+
+    return [_built(note), patch.object(engine, "add_up", without)]
+
+
+@_fault("no sum over tp in backward", "a column-cut layer hands on its own share of the gradient", needs="tp > 1")
+def _no_sum_in_backward() -> Sequence[AbstractContextManager[object]]:
+    return [patch.object(tensor_axis._Copy, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))]
+
+
+@_fault("bias added by every rank", "a row-cut layer adds its bias before the ranks are added up", needs="tp > 1")
+def _bias_by_all() -> Sequence[AbstractContextManager[object]]:
+    def row(module: Any, axis: tensor.Axis) -> Callable[..., Tensor]:
+        product = tensor._product(module)
+        return lambda x: axis.summed(product(x, module.bias))
+
+    return [patch.dict(tensor._FORWARDS, {"row": row})]
+
+
+@_fault("reported loss of one rank", "gradients are right, the loss that is told is one rank's share", needs="dp > 1")
+def _own_loss() -> Sequence[AbstractContextManager[object]]:
+    send, receive = statistics.StepStatistics.send, statistics.StepStatistics.receive
+    own: list[Tensor] = []
+
+    def keep(self: statistics.StepStatistics, *shares: Tensor) -> None:
+        own[:] = [shares[0].detach().double()]
+        send(self, *shares)
+
+    def told(self: statistics.StepStatistics) -> tuple[Tensor, ...]:
+        return (own[0], *receive(self)[1:])
+
+    return [
+        patch.object(statistics.StepStatistics, "send", keep),
+        patch.object(statistics.StepStatistics, "receive", told),
+    ]
+
+
+# Norm and clipping
+
+
+@_fault("clip by local norm", "each rank clips by the norm of what it holds", needs="clip, and tp, pp or zero > 0")
+def _local_norm() -> Sequence[AbstractContextManager[object]]:
+    def mine(grads: list[Tensor], copies: list[int], ranks: Any) -> Tensor:
+        return norm._norm([local(grad) for grad in grads], ranks)
+
+    return [patch.object(norm, "total_norm", mine)]
+
+
+@_fault("norm counts every copy", "what several ranks hold is in the norm several times", needs="clip, and dp or tp")
+def _copies_counted() -> Sequence[AbstractContextManager[object]]:
+    total = norm.total_norm
+
+    def inflated(grads: list[Tensor], copies: list[int], ranks: Any) -> Tensor:
+        return total(grads, [1] * len(grads), ranks)
+
+    return [patch.object(norm, "total_norm", inflated)]
+
+
+# Weights that are one
+
+
+@_fault(
+    "tied weight untied", "what two modules share becomes two parameters when it is cut", needs="tied, pp = 1, zero=0"
+)
+def _untied() -> Sequence[AbstractContextManager[object]]:
+    def untie(model: nn.Module) -> None:
+        seen: set[int] = set()
+        for module in model.modules():
+            for key, value in module._parameters.items():
+                if value is not None and id(value) in seen:
+                    module._parameters[key] = nn.Parameter(value.detach().clone(), value.requires_grad)
+                seen.add(id(value))
+
+    return [_built(untie)]
+
+
+@_fault("tied weight untied over stages", "each stage trains its own copy of a shared weight", needs="tied, pp > 1")
+def _untied_stages() -> Sequence[AbstractContextManager[object]]:
+    return [patch.object(engine, "add_up", lambda parameters, ranks: None)]
+
+
+@_fault("weights seeded per rank", "each rank starts from its own random weights", needs="zero=0")
+def _own_weights() -> Sequence[AbstractContextManager[object]]:
+    build = engine.build
+
+    def seeded(job: Any, ranks: Any, **options: Any) -> nn.Module:
+        return build(dataclasses.replace(job, seed=job.seed + ranks.world.rank), ranks, **options)
+
+    return [patch.object(engine, "build", seeded), patch.object(engine, "equalise", lambda model, ranks: None)]
+
+
+# Buffers
+
+
+@_fault("stale batch-norm buffers", "running statistics stay as they were", needs="batch norm")
+def _stale() -> Sequence[AbstractContextManager[object]]:
+    backward = Run.backward
+
+    def forgetful(self: Run, batch: Any) -> Tensor:
+        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        kept = [(buffer, buffer.clone()) for each in norms for buffer in each.buffers() if not buffer.is_meta]
+        loss = backward(self, batch)
+        for buffer, old in kept:
+            buffer.copy_(old)
+        return loss
+
+    return [patch.object(Run, "backward", forgetful)]
+
+
+@_fault("batch-norm buffers of one rank", "running statistics are each data rank's own", needs="batch norm, dp > 1")
+def _own_statistics() -> Sequence[AbstractContextManager[object]]:
+    return [patch.object(statistics._Running, "set", lambda self, sums: None)]
+
+
+# The update
+
+
+@_fault(
+    "last shard not updated",
+    "the last rank's smaller shard is left out",
+    needs="zero > 0, rows that dp does not divide",
+)
+def _last_shard() -> Sequence[AbstractContextManager[object]]:
+    update = Run.update
+
+    def skipping(self: Run, *args: Any) -> Any:
+        uneven = [
+            local(each) for each in self._parameters if isinstance(each, DTensor) and each.shape[0] % self.data.size
+        ]
+        before = [each.detach().clone() for each in uneven]
+        step = update(self, *args)
+        if self.data.rank == self.data.size - 1:
+            with torch.no_grad():
+                for each, old in zip(uneven, before, strict=True):
+                    each.copy_(old)
+        return step
+
+    return [patch.object(Run, "update", skipping)]
+
+
+@_fault(
+    "optimizer state in the wrong order", "shards of the state are with the wrong ranks", needs="zero > 0 or tp > 1"
+)
+def _wrong_order() -> Sequence[AbstractContextManager[object]]:
+    update = Run.update
+
+    def shifted(self: Run, *args: Any) -> Any:
+        step = update(self, *args)
+        for name, value in optimizer_tensors(self).items():
+            if isinstance(value, DTensor) or piece_of(self, name, value) is not None:
+                group, here = self.data if isinstance(value, DTensor) else self.axes["tp"], local(value)
+                others = group.gather(here.clone())
+                if all(each.shape == here.shape for each in others):
+                    here.copy_(others[(group.rank + 1) % group.size])
+        return step
+
+    return [patch.object(Run, "update", shifted)]
+
+
+@_fault(
+    "learning rate per micro-batch",
+    "the schedule moves once for each micro-batch",
+    needs="a schedule, several micro-batches",
+)
+def _rate_per_micro_batch() -> Sequence[AbstractContextManager[object]]:
+    update = Run.update
+
+    def hurried(self: Run, loss: Tensor, samples: int) -> Any:
+        step = update(self, loss, samples)
+        for _ in range(rounds(samples, self.data.size, self.plan.micro) - 1):
+            for schedule in self.schedules:
+                schedule.step()
+        return step
+
+    return [patch.object(Run, "update", hurried)]
+
+
+@_fault("gradients not cleared", "a step's gradient still holds that of the step before", needs="two steps")
+def _not_cleared() -> Sequence[AbstractContextManager[object]]:
+    backward, update = Run.backward, Run.update
+    left: weakref.WeakKeyDictionary[Run, list[Tensor | None]] = weakref.WeakKeyDictionary()
+
+    def added(self: Run, batch: Any) -> Tensor:
+        loss = backward(self, batch)
+        for each, old in zip(self._parameters, left.get(self, []), strict=False):
+            if each.grad is not None and old is not None:
+                local(each.grad).add_(old)
+        return loss
+
+    def keeping(self: Run, *args: Any) -> Any:
+        grads = [each.grad for each in self._parameters]
+        step = update(self, *args)
+        left[self] = [None if grad is None else local(grad).clone() for grad in grads]
+        return step
+
+    return [patch.object(Run, "backward", added), patch.object(Run, "update", keeping)]
+
+
+# Ways in
+
+
+def _norms(model: nn.Module) -> list[nn.Parameter]:
+    norms = (each for each in model.modules() if "norm" in type(each).__name__.lower())
+    return [value for each in norms for value in each.parameters(recurse=False)]
+
+
+def _loss(change: Callable[[Run, Any], Any]) -> AbstractContextManager[object]:
+    """The loss of every micro-batch, changed."""
+    loss = Run._loss_of
+    return patch.object(Run, "_loss_of", lambda self, model, batch: change(self, loss(self, model, batch)))
+
+
+def _times(value: Any, factor: int) -> Any:
+    return (value[0] * factor, value[1]) if isinstance(value, tuple) else value * factor
+
+
+def _built(change: Callable[[nn.Module], None]) -> AbstractContextManager[object]:
+    """The model, changed before anything holds its parameters."""
+    build = Run._build
+
+    def changed(self: Run, warn: Any) -> nn.Module:
+        model = build(self, warn)
+        change(model)
+        return model
+
+    return patch.object(Run, "_build", changed)
+
+
+def _left_out(choose: Callable[[nn.Module], Iterable[Tensor]]) -> Sequence[AbstractContextManager[object]]:
+    """Parameters whose gradients the data ranks do not add up."""
+    chosen: set[int] = set()
+    exchange = engine.Exchange
+
+    def note(model: nn.Module) -> None:
+        chosen.clear()
+        chosen.update(map(id, choose(model)))
+
+    def without(parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
+        return exchange([each for each in parameters if id(each) not in chosen], *rest)
+
+    return [_built(note), patch.object(engine, "Exchange", without)]

@@ -1,0 +1,49 @@
+"""The truth where no device holds the model: the same job under another plan, in float64, executed by the engine beside the first.
+
+Nothing is surveyed, because that needs a model on one device: all that draws is held, all casts are lifted. Nor is there a second look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from echelon.engine.ranks import Ranks
+from echelon.job import Job
+from echelon.plan.plan import Plan
+from echelon.profiler.still import Stillness
+from echelon.verifier.basis import Basis, without_dropout
+from echelon.verifier.feed import Feed
+from echelon.verifier.footing import Footing
+from echelon.verifier.trial import Trial
+
+
+class Versus(Basis):
+    """Another plan tells."""
+
+    def __init__(self, job: Job, plan: Plan, feed: Feed, steps: Sequence[int], footing: Footing) -> None:
+        super().__init__(job, plan, feed, steps, footing)
+        self.still = Stillness(random=True, narrow=True)
+        self.notes = [
+            "not surveyed: whatever draws is held at the middle of its distribution, casts are lifted to float64"
+        ]
+
+
+class Peer(Trial):
+    """The other plan's run on this rank."""
+
+    def __init__(self, job: Job, plan: Plan, ranks: Ranks, still: Stillness) -> None:
+        super().__init__(job, plan, ranks, still, torch.float64)
+        #: Module path -> when forward first entered it on this rank.
+        self.order: dict[str, int] = {}
+        for path, module in self.run.model.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: self._enter(path))
+
+    def _enter(self, path: str) -> None:
+        self.order.setdefault(path, len(self.order))
+
+    def tell(self, basis: Basis) -> None:
+        """What is known of the model only when it is there."""
+        if self.silenced:
+            basis.notes.append(without_dropout(self.silenced))

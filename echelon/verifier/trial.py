@@ -1,0 +1,123 @@
+"""The plan's run as a proof sees it: one step after another, each as a record on rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from echelon.data.loader import StepBatch
+from echelon.engine.layout import local, regions
+from echelon.engine.precision import switch
+from echelon.engine.ranks import Ranks
+from echelon.engine.run import Run
+from echelon.engine.state import optimizer_tensors, piece_of, whole
+from echelon.job import Job
+from echelon.plan.plan import Plan
+from echelon.profiler.still import Stillness, silence
+from echelon.verifier.mark import Holdings, Place, mark, weigh
+from echelon.verifier.reference import Record
+
+#: How many ranks hold the same part of a parameter, and the ranks of the pipeline axis that do.
+Held = tuple[int, frozenset[int]]
+
+
+class Trial:
+    """A job under a plan on this rank, held still. Every rank makes the same calls in the same order."""
+
+    def __init__(self, job: Job, plan: Plan, ranks: Ranks, still: Stillness, dtype: torch.dtype | None) -> None:
+        if isinstance(job.model, nn.Module):
+            job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
+        self._ranks, self._still = ranks, still
+        self.run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
+        #: Paths of the modules whose dropout is off.
+        self.silenced = silence(self.run.model)
+        #: Steps that a loss scale made the run skip.
+        self.skipped = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.run.close()
+
+    def batch(self, number: int) -> StepBatch:
+        """What this rank reads for a step."""
+        (batch,) = self.run.loader.steps(number, number + 1)
+        return batch
+
+    def start(self) -> dict[str, Tensor]:
+        """Parameters and buffers before the first step, whole on rank 0."""
+        return whole(self.run, dict(self.run.model.named_parameters()) | dict(self.run.model.named_buffers()))
+
+    def step(self, number: int) -> Record | None:
+        """One step; the record is rank 0's."""
+        with self._switched():
+            return self._step(number)
+
+    @contextlib.contextmanager
+    def _switched(self) -> Iterator[None]:
+        """torch's switches for float32 are the process's, and another run lives beside this one."""
+        restore = switch(self.run.precision)
+        try:
+            yield
+        finally:
+            restore()
+
+    def _step(self, number: int) -> Record | None:
+        run, batch = self.run, self.batch(number)
+        with self._still():
+            loss = run.backward(batch)
+        named = dict(run.model.named_parameters())
+        found = whole(run, {name: value.grad for name, value in named.items() if value.grad is not None})
+        norms = [torch.linalg.vector_norm(local(value.grad)) for value in named.values() if value.grad is not None]
+        step = run.update(loss, batch.samples)
+        self.skipped += step.skipped
+        parameters, buffers, optimizer = (
+            whole(run, each) for each in (named, dict(run.model.named_buffers()), optimizer_tensors(run))
+        )
+        if not run.world.main:
+            return None
+        return Record(
+            step=number,
+            loss=step.loss,
+            norm=step.norm,
+            gradients={name: found.get(name) for name in named},
+            parameters=parameters,
+            buffers=buffers,
+            optimizer=optimizer,
+            rates=tuple(map(float, step.rates)),
+            own=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
+        )
+
+    def holdings(self) -> Holdings:
+        """What each rank holds of the parameters and the floating buffers."""
+        named = [*self.run.model.named_parameters(), *self.run.model.named_buffers()]
+        held = [
+            (Place(name, region.start, tuple(region.values.shape)), region.values)
+            for name, value in named
+            if (value.is_floating_point() or value.is_complex()) and not value.is_meta
+            for region in regions(value, piece_of(self.run, name, value))
+        ]
+        most = max((values.numel() * (1 + values.is_complex()) for _, values in held), default=0)
+        weights = weigh(most, self._ranks.device)
+        mine = {place: mark(values, weights.to(values.device)) for place, values in held}
+        return self._ranks.gather(mine)
+
+    def held(self) -> dict[str, Held]:
+        """By parameter."""
+        run = self.run
+        mine = {
+            name: (run._held_by(name, value), run._owners(name))
+            for name, value in run.model.named_parameters()
+            if not value.is_meta
+        }
+        return {name: found for each in reversed(self._ranks.gather(mine)) for name, found in each.items()}

@@ -1,0 +1,47 @@
+"""What is cut over the tensor axis computes what one device computes, in float64, and keeps a part only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.testing.ranks import Pool
+from tests.engine.parts import CASES, Compared, compare, load, save
+from tests.zoo.prove import completed
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def compared(ranks: Pool, request: pytest.FixtureRequest) -> list[dict[str, Compared]]:
+    """By rank, every case."""
+    return ranks.run(request.param, compare, list(CASES), timeout=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_device(compared: list[dict[str, Compared]], name: str) -> None:
+    found = [each[name] for each in compared]
+    for each in found:
+        assert all(difference < 1e-11 for difference in each.worst.values()), each
+        assert CASES[name].cuts.items() <= each.cuts.items()
+        assert each.share < 0.9
+    assert sum(each.share for each in found) > 0.999
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("logits")])
+def test_logits_are_put_together_only_where_they_must_be(compared: list[dict[str, Compared]], name: str) -> None:
+    whole = {"logits with weights", "logits in part", "logits turned", "logits scaled", "logits kept"}
+    assert [each[name].gathers for each in compared] == [int(name in whole)] * len(compared)
+
+
+@pytest.mark.parametrize("name", ["resnet", "tagger", "dlrm"])
+def test_what_was_saved_in_parts_is_loaded_whole_and_back(ranks: Pool, name: str, tmp_path: Path) -> None:
+    """Pairs with batch norm between, weights that are cut at rest, tables cut by rows."""
+    parted, whole = completed(name, "tp=2"), completed(name, "dp=1")
+    saved = ranks.run(2, save, name, parted, str(tmp_path / "parted"))[0]
+    loaded = ranks.run(1, load, name, whole, str(tmp_path / "parted"))[0]
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(value, loaded[key]) for key, value in saved.items())
+    alone = ranks.run(1, save, name, whole, str(tmp_path / "whole"))[0]
+    again = ranks.run(2, load, name, parted, str(tmp_path / "whole"))[0]
+    assert all(torch.equal(value, again[key]) for key, value in alone.items())

@@ -1,0 +1,110 @@
+"""What a plan leaves open about a model is found once; what no plan can have is refused with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from echelon.errors import PlanError
+from echelon.job import Job
+from echelon.plan.check import check
+from echelon.plan.text import from_text
+from echelon.profiler import profile
+from echelon.profiler.complete import complete, complete_or_share
+from tests.engine.jobs import mlp, tokens
+
+
+def small(model: Callable[[], nn.Module], **changes: Any) -> Job:
+    numbers = torch.randn(32, 5, generator=torch.Generator().manual_seed(0))
+    job = Job(
+        model=model,
+        loss=lambda output, batch: F.mse_loss(output.sum(1), batch[-1]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=TensorDataset(numbers, numbers.sum(1)),
+        batch=8,
+        epochs=1,
+    )
+    return replace(job, **changes)
+
+
+class Undecided(nn.Module):
+    """Which layer runs follows from the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if float(x.sum()) > 0 else self.right(x)
+
+
+def test_the_document_says_what_the_short_form_leaves_open() -> None:
+    job = tokens()
+    known = profile(job)
+    for found in (complete(from_text("tp=2 pp=2 micro=2"), job), complete(from_text("tp=2 pp=2 micro=2"), job, known)):
+        assert str(found) == "dp=1 tp=2 pp=2 micro=2"
+        assert not found.open
+        assert found.model == known.model
+        assert {each.path for each in found.placements} | {each.path for each in found.uncut} == {
+            each.name.rpartition(".")[0] for each in known.parameters
+        }
+        assert len(found.stages) == 1
+        assert complete(found, job) is found
+        assert not [problem for problem in check(found, known) if problem.severity == "error"]
+    assert len(complete(from_text("pp=2 schedule=interleaved"), job).stages) == 3
+
+
+def test_the_generators_are_left_as_they_were() -> None:
+    state = torch.get_rng_state()
+    complete(from_text("tp=2 pp=2"), mlp())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_profile_knows_where_a_pipeline_can_be_cut_and_what_passes() -> None:
+    visits = profile(tokens()).visits
+    assert [visit.path for visit in visits] == ["tokens", "positions", "blocks.0", "blocks.1", "norm", "head"]
+    assert visits[0].crossing.at(1) == 0
+    assert visits[3].crossing.at(3) == 3 * 9 * 16 * 4  # positions x width x bytes
+    assert all(visit.work > 0 for visit in visits)
+    assert profile(small(Undecided)).visits == ()
+
+
+def test_a_tensor_axis_that_divides_nothing_is_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        PlanError, match=r"tp=7: nothing of the model can be cut .*5 outputs are too few for 7 ranks.* dp=7 zero=3"
+    ):
+        complete(from_text("tp=7"), small(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("pp=3", r"pp=3: 3 stages, and the model has 2 units.*use pp=2 or less, or dp=3 zero=3"),
+        ("pp=2 schedule=interleaved", r"4 stages, and the model has 2 units.*use schedule=1f1b"),
+    ],
+)
+def test_more_stages_than_units_are_refused_with_the_remedy(plan: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        complete(from_text(plan), small(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))))
+
+
+def test_a_model_that_looks_at_its_numbers_has_no_stages_and_another_plan_is_taken() -> None:
+    job = small(Undecided)
+    with pytest.raises(
+        PlanError, match=r"pp=2: the model cannot be cut into stages: .*data decide what is called.*dp=2 zero=3"
+    ):
+        complete(from_text("pp=2"), job)
+    plan, why = complete_or_share(from_text("pp=2 micro=2 schedule=gpipe"), job)
+    assert str(plan) == "dp=2 zero=3"
+    assert "pp=2" in why
+    plan, why = complete_or_share(from_text("tp=2"), job)
+    # The other layer is not called by these samples: it is cut at rest.
+    assert sorted(each.cut for each in plan.placements) == ["gather", "stored"]
+    assert not why

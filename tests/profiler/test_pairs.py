@@ -1,0 +1,175 @@
+"""Pairs are found by trying: what works on a part of its columns is one, what does not is none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.profiler.hints import hinted
+from echelon.profiler.pairs import Found, find_pairs
+
+
+def pairs_of(model: nn.Module, *inputs: Any, ways: int = 2, hints: bool = False) -> Found:
+    model = model.double().eval()
+    given = inputs or (torch.randn(3, 8, dtype=torch.float64),)
+    return find_pairs(model, lambda: model(*given).square().sum(), ways, hinted(model) if hints else ())
+
+
+def rows(found: Found) -> list[str]:
+    return [pair.candidate.row for pair in found.pairs]
+
+
+class Between(nn.Module):
+    """Two layers, and what the test puts between them."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.work = nn.Linear(8, 12), nn.Linear(12, 8), work
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.work(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("work", "right"),
+    [
+        (F.gelu, True),
+        (lambda x: x * x.sigmoid(), True),
+        (lambda x: F.dropout(x, 0.5, training=False), True),
+        (lambda x: x.view(-1, 12), False),
+        (lambda x: x.softmax(-1), False),
+        (lambda x: F.layer_norm(x, x.shape[-1:]), False),
+        (lambda x: x.flip(-1), False),
+        (lambda x: x.cumsum(-1), False),
+        (lambda x: x + torch.arange(x.shape[-1]), False),
+    ],
+)
+def test_what_stands_between(work: Any, right: bool) -> None:
+    assert rows(pairs_of(Between(work))) == ["down"] * right
+
+
+class Scaled(Between):
+    def __init__(self, beside: bool) -> None:
+        super().__init__(None)
+        self.scale, self.beside = nn.Parameter(torch.tensor(1.5)), beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.down(self.up(x).relu() * self.scale)
+        return out * self.scale if self.beside else out
+
+
+def test_a_parameter_that_acts_on_the_columns_has_shares_of_its_gradient() -> None:
+    (pair,) = pairs_of(Scaled(beside=False)).pairs
+    assert pair.partial == ("scale",)
+    assert all(pair.partial == () for pair in pairs_of(Between(F.gelu)).pairs)
+    # Used elsewhere too, a part of its gradient would be the whole.
+    assert not pairs_of(Scaled(beside=True)).pairs
+
+
+def test_outputs_that_others_read_stay_whole() -> None:
+    class Both(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            return self.down(hidden.relu()) + hidden.sum(-1, keepdim=True)
+
+    assert not pairs_of(Both(None)).pairs
+
+
+def test_a_layer_that_is_called_twice_is_no_part_of_a_pair() -> None:
+    class Twice(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu()) + self.up(2 * x).sum(-1, keepdim=True)
+
+    assert not pairs_of(Twice(None)).pairs
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.proj = nn.Linear(8, 12 * heads), nn.Linear(4 * heads, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, 4).permute(2, 0, 3, 1, 4)
+        weights = F.dropout((q @ k.transpose(-2, -1)).softmax(-1), self.dropout, self.training)
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+X = torch.randn(2, 5, 8, dtype=torch.float64)
+
+
+def test_a_fused_projection_is_cut_in_three_parts() -> None:
+    (pair,) = pairs_of(Attention(4), X).pairs
+    assert (pair.layout.parts, pair.layout.unit) == ((16, 16, 16), 1)
+    assert pair.layout.divide == (("", "heads"),)
+
+
+def test_odd_heads_stay_whole_heads() -> None:
+    (pair,) = pairs_of(Attention(3), X).pairs
+    assert (pair.layout.parts, pair.layout.unit) == ((12, 12, 12), 4)
+
+
+def test_a_pair_says_whether_something_in_it_draws() -> None:
+    for heads in (3, 4):
+        assert [pair.draws for pair in pairs_of(Attention(heads, dropout=0.1), X).pairs] == [True]
+        assert [pair.draws for pair in pairs_of(Attention(heads), X).pairs] == [False]
+
+
+def test_batch_norm_is_asked_without_being_changed() -> None:
+    model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Conv1d(6, 4, 1))
+    before = model[1].running_mean.clone().double()
+    (pair,) = pairs_of(model, torch.randn(3, 8, 9, dtype=torch.float64)).pairs
+    assert pair.draws
+    assert torch.equal(model[1].running_mean, before)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Attention(4).double().eval()
+    before, state = model(X), {name: value.clone() for name, value in model.state_dict().items()}
+    assert pairs_of(model, X).pairs
+    assert torch.equal(model(X), before)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_channels_are_followed_through_norms() -> None:
+    model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 4, 1))
+    (pair,) = pairs_of(model, torch.randn(3, 8, 9, dtype=torch.float64)).pairs
+    assert pair.candidate.paths == ("0", "1", "3")
+    assert pair.layout.divide == (("1", "num_features"),)
+
+
+class Hinted(Between):
+    def __init__(self, work: Any, plan: dict[str, str]) -> None:
+        super().__init__(work)
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+
+
+def test_a_models_own_hint_is_taken_where_it_is_right() -> None:
+    plan = {"up": "colwise", "down": "rowwise"}
+    (pair,) = pairs_of(nn.Sequential(Hinted(F.gelu, plan)), hints=True).pairs
+    assert pair.candidate.hinted
+    assert pair.candidate.paths == ("0.up", "0.down")
+    assert not pairs_of(Hinted(lambda x: x.softmax(-1), plan), hints=True).pairs
+
+
+def test_hints_with_stars_meet_every_layer() -> None:
+    model = nn.Sequential(*(Between(F.gelu) for _ in range(3)))
+    model.config = SimpleNamespace(base_model_tp_plan={"*.up": "colwise", "*.down": "rowwise"})  # type: ignore[assignment]
+    assert [each.paths for each in hinted(model)] == [(f"{i}.up", f"{i}.down") for i in range(3)]
+
+
+def test_transformers_says_how_llama_is_cut() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2
+    )
+    found = [each.paths for each in hinted(transformers.LlamaForCausalLM(config))]
+    at = "model.layers.0"
+    assert (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj", f"{at}.mlp.down_proj") in found
+    assert tuple(f"{at}.self_attn.{name}_proj" for name in "qkvo") in found

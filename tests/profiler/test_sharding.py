@@ -1,0 +1,149 @@
+"""Which cut a module gets, and what is said of those that get none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from echelon.errors import PlanError
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.profiler.complete import cuts as cuts_of
+from echelon.profiler.sharding import Sharding, shard
+from tests.zoo import ZOO
+from tests.zoo.data import train
+
+
+def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> Sharding:
+    model = model.double().eval()
+    given = inputs or (torch.randn(3, 8, dtype=torch.float64),)
+
+    def loss() -> Tensor:
+        out = model(*given)
+        return (out[0] if isinstance(out, tuple) else out).square().sum()
+
+    return shard(model, loss, ways)
+
+
+def cuts(found: Sharding) -> dict[str, str]:
+    return {each.path: each.cut for each in found.placements}
+
+
+IDS = torch.arange(12).view(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "ways", "why"),
+    [
+        (nn.Sequential(nn.Linear(8, 1)), (), 2, None),
+        (nn.Sequential(nn.LayerNorm(8)), (), 2, "LayerNorm has vectors only"),
+        (nn.Sequential(nn.Linear(1, 2)), (torch.ones(3, 1).double(),), 3, "2 outputs are too few for 3 ranks; use tp=2 or less"),
+        (nn.Sequential(nn.Embedding(12, 4, sparse=True)), (IDS,), 2, "an embedding with sparse gradients is not cut"),
+    ],
+)  # fmt: skip
+def test_what_stays_whole_says_why(model: nn.Module, inputs: Any, ways: int, why: str | None) -> None:
+    found = cut(model, *inputs, ways=ways)
+    assert found.whole == ({} if why is None else {"0": why})
+
+
+@pytest.mark.parametrize(
+    ("model", "ways", "why"),
+    [
+        (nn.MultiheadAttention(8, 2), 3, "2 heads are too few for 3 ranks; use tp=2 or less"),
+        (nn.MultiheadAttention(8, 2, add_zero_attn=True), 2, "attention with bias_k, bias_v or add_zero_attn is not cut by heads"),
+    ],
+)  # fmt: skip
+def test_attention_that_is_not_cut_by_heads_is_cut_at_rest(model: nn.MultiheadAttention, ways: int, why: str) -> None:
+    x = torch.randn(5, 2, model.embed_dim).double()
+    found = cut(model, x, x, x, ways=ways)
+    assert cuts(found) == {"": "stored", "out_proj": "stored"}
+    assert found.resting[""] == why
+
+
+def test_shares_are_of_the_bytes() -> None:
+    found = cut(
+        nn.Sequential(nn.Linear(8, 12, bias=False), nn.ReLU(), nn.Linear(12, 8), nn.LayerNorm(8), nn.GRUCell(8, 2))
+    )
+    total = 96 + 96 + 8 + 16 + (8 * 6 + 2 * 6 + 12)
+    assert found.paired == pytest.approx(192 / total)
+    assert found.stored == pytest.approx(60 / total)
+    assert found.share == pytest.approx(252 / total)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(x).relu()).tanh())
+
+
+def test_a_shared_weight_is_cut_alike_or_not_at_all() -> None:
+    """As a row and as a column it would be two."""
+    found = cut(Tied())
+    assert "down" not in cuts(found)
+    assert "head" not in cuts(found)
+    assert found.whole["down"] == "down and head share a parameter and cannot be cut alike"
+
+
+class Beside(nn.Module):
+    """A weight that the loss reads after forward is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_what_the_loss_reads_stays_whole() -> None:
+    model = Beside().double().eval()
+    x = torch.randn(3, 8).double()
+    found = shard(model, lambda: model(x).sum() + model.inner.weight.square().sum(), 2)
+    assert found.whole == {"inner": "its parameters are also used outside of it"}
+    assert not any(value.isnan().any() for value in model.parameters())
+
+
+def test_most_of_every_zoo_model_is_cut() -> None:
+    names = [name for name, entry in ZOO.items() if not entry.needs and name != "dlrm-sparse"]
+    assert {name for name in names if cuts_of(ZOO[name](), 2).share <= 0.9} == set()
+
+
+def test_a_model_of_which_nothing_can_be_cut_is_refused_with_the_remedy() -> None:
+    job = train(
+        model=lambda: nn.Sequential(nn.LayerNorm(8)),
+        data=TensorDataset(torch.randn(16, 8)),
+        inputs=lambda batch: (batch, {}),
+        loss=lambda output, batch: output.square().mean(),
+    )
+    with pytest.raises(
+        PlanError, match=r"tp=2: nothing of the model can be cut \(LayerNorm has vectors only\); use dp"
+    ):
+        complete(from_text("tp=2"), job)
+
+
+class Positions(nn.Module):
+    """As transformers' CLIP has it: the table is asked for its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.shape[1] > self.table.weight.shape[0]:
+            raise ValueError("too long")
+        return self.out(self.table(ids))
+
+
+def test_a_table_that_is_asked_for_its_size_is_whole_when_that_happens() -> None:
+    found = cut(Positions(), torch.arange(12).view(2, 6), ways=4)
+    (table,) = (each for each in found.placements if each.path == "table")
+    assert (table.cut, table.within) == ("stored", "")
+    assert found.resting == {"table": "the sizes of its parameters are read outside of it"}

@@ -1,0 +1,50 @@
+"""The catalogue: a fault of each kind is caught and named; runs without faults pass. The whole table: `python -m bench.faults`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from echelon.testing.catalogue import CATALOGUE
+from echelon.testing.ranks import Pool
+from echelon.verifier.compare import BOUND
+from tests.verifier.caught import CAUGHT, QUIET, Caught, certify
+
+
+def test_every_fault_of_the_catalogue_is_tried_on_three_models() -> None:
+    for name in CATALOGUE:
+        assert len({model for case in CAUGHT if case.fault == name for model in case.models}) >= 3, name
+    assert len(CATALOGUE) >= 12
+
+
+def test_the_documented_catalogue_is_this_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    table = text.partition("| fault | what happens | shows under |")[2].split("\n\n")[0]
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:4]) for line in table.splitlines()[2:]]
+    assert rows == [(each.name, each.what, each.needs) for each in CATALOGUE.values()]
+
+
+#: Every fault once, on its quickest model.
+SOME = list({case.fault: case for case in reversed(CAUGHT)}.values())
+
+
+@pytest.mark.parametrize("case", SOME, ids=[f"{case.fault}-{case.plan}-{case.models[0]}" for case in SOME])
+def test_a_fault_is_caught_and_named(ranks: Pool, case: Caught) -> None:
+    certificate = certify(ranks, case.models[0], case.plan, case.fault)
+    assert not certificate.verified
+    for words in case.words:
+        assert words in certificate.divergent
+
+
+FEW = random.Random(5).sample(QUIET, 3)
+
+
+@pytest.mark.parametrize(("model", "plan"), FEW, ids=[f"{plan}-{model}" for model, plan in FEW])
+def test_no_false_alarm_where_there_is_no_fault(ranks: Pool, model: str, plan: str) -> None:
+    certificate = certify(ranks, model, plan)
+    assert certificate.verified, certificate.divergent
+    assert all(finding.worst <= BOUND for finding in certificate.findings)
+    assert {"start", "copy"} <= {finding.kind for finding in certificate.findings}
+    assert not any(finding.kind == "output" for finding in certificate.findings), "only a proof that failed looks again"

@@ -1,0 +1,117 @@
+"""What a plan is compared with where one device does not hold the model, and what the certificate says of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from echelon.errors import VerificationError
+from echelon.plan.certificate import Certificate
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.profiler import profile
+from echelon.profiler.complete import complete
+from echelon.testing.ranks import Pool, RankError
+from echelon.verifier.footing import asked, choose, needed, surely_fits
+from echelon.verifier.identity import model_hash
+from echelon.verifier.verify import verify
+from echelon.world import World
+from tests.verifier import proofs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_what_a_reference_needs_grows_with_the_model_and_with_the_batch() -> None:
+    job = proofs.make_job("gpt")
+    small, long = needed(profile(job)), needed(profile(proofs.make_job("gpt", batch=16)))
+    elements = sum(value.numel() for value in job.model().parameters())
+    assert small > 32 * elements, "parameter, gradient and AdamW's two states, eight bytes each"
+    assert long > small
+    assert surely_fits(job, 4 * 32 * elements)
+    assert not surely_fits(job, 4 * 32 * elements - 1)
+
+
+def test_the_strongest_reference_that_fits_is_taken() -> None:
+    job, plan = proofs.make_job("gpt"), Plan(mesh=Mesh(dp=2))
+    known = profile(job)
+    size = int(needed(known)) + 1
+
+    def chosen(device: torch.device, memory: int, host: int) -> str:
+        return choose(plan, job, known, device=device, memory=memory, host=host).kind
+
+    assert chosen(CUDA, size, 0) == "device"
+    assert chosen(CUDA, size // 2, size) == "host"
+    assert chosen(CUDA, size // 2, size // 2) == "plan"
+    assert chosen(CPU, size // 2, size) == "plan", "on a CPU the device is the host"
+
+
+@pytest.mark.parametrize(
+    ("text", "other"), [("tp=2", "dp=2 zero=3"), ("dp=2 zero=1", "dp=2 zero=3"), ("dp=2 zero=3", "dp=1 tp=2")]
+)
+def test_the_other_plan_is_never_the_same_one(text: str, other: str) -> None:
+    job = proofs.make_job("gpt")
+    footing = choose(complete(from_text(text), job), job, profile(job), device=CPU, memory=1, host=1)
+    assert str(footing.plan) == other
+    assert f"reference: {other}, as the model needs" in footing.note
+    assert footing.note.endswith("an error that both plans share is not seen")
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    norm, gpt = proofs.make_job("norm"), proofs.make_job("gpt")
+    with pytest.raises(VerificationError, match="its samples see each other"):
+        choose(Plan(mesh=Mesh(dp=2)), norm, profile(norm), device=CPU, memory=1, host=1)
+    with pytest.raises(VerificationError, match="one rank has no other plan; take a smaller batch"):
+        choose(Plan(micro=2), gpt, profile(gpt), device=CPU, memory=1, host=1)
+    with pytest.raises(VerificationError, match="needs 4 ranks, and the plan has 2"):
+        asked("dp=4", Plan(mesh=Mesh(dp=2)), gpt)
+    with pytest.raises(VerificationError, match="compared with itself proves nothing"):
+        asked("dp=2", Plan(mesh=Mesh(dp=2)), gpt)
+
+
+def test_a_reference_on_the_host_is_as_strong_and_is_told() -> None:
+    certificate = verify(proofs.make_job("keys"), Plan(micro=3), world=World(), reference="host")
+    assert certificate.verified
+    assert certificate.reference == "host"
+    assert certificate.weakness == ""
+    assert "reference: one process on the host's CPU, as was asked for" in certificate.notes
+
+
+def certify(ranks: Pool, plan: str, fault: str = "") -> Certificate:
+    document = proofs.plan_for("gpt", plan)
+    texts = ranks.run(2, proofs.prove_broken, "gpt", document, fault, memory=10_000, timeout=150)
+    assert texts[0] == texts[1]
+    return Certificate.from_json(texts[0])
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2"])
+def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: Pool, plan: str) -> None:
+    certificate = certify(ranks, plan)
+    assert certificate.verified, certificate.divergent
+    assert certificate.reference == "plan"
+    assert certificate.peer is not None
+    assert certificate.peer.mesh == Mesh(dp=2)
+    assert certificate.peer.zero == 3
+    assert certificate.model == model_hash(proofs.make_job("gpt").model())
+    assert "an error that both share is not seen" in certificate.weakness
+    assert certificate.notes[0].startswith("reference: dp=2 zero=3")
+    assert "one device has 10.0 kB: an error that both plans share is not seen" in certificate.notes[0]
+    assert {"start", "gradient", "loss", "norm", "parameter", "optimizer", "copy"} == {
+        each.kind for each in certificate.findings
+    }
+
+
+def test_a_fault_of_one_of_the_two_plans_is_seen(ranks: Pool) -> None:
+    certificate = certify(ranks, "tp=2", "loss times tp")
+    assert not certificate.verified
+    assert certificate.divergent.startswith("gradient of tokens.weight at step 0")
+    assert 'either the plan is wrong or its reference "dp=2 zero=3' in certificate.divergent
+
+
+def test_a_fault_that_both_plans_share_is_not_seen_as_the_certificate_says(ranks: Pool) -> None:
+    assert certify(ranks, "dp=2 zero=1", "loss times dp").verified
+
+
+def test_a_limit_is_told_to_every_rank_or_refused_on_every_rank(ranks: Pool) -> None:
+    with pytest.raises(RankError, match="its samples see each other"):
+        ranks.run(2, proofs.prove_broken, "norm", proofs.plan_for("norm", "dp=2"), "", memory=10_000, timeout=60)

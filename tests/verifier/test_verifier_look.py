@@ -1,0 +1,102 @@
+"""The second look: the first module whose output is off, and nothing that a plan without faults would pay for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from echelon.engine.run import Run
+from echelon.plan.certificate import Certificate
+from echelon.plan.plan import Plan
+from echelon.testing.catalogue import injected
+from echelon.verifier import causes
+from echelon.verifier.look import Watch
+from echelon.verifier.verify import verify
+from echelon.world import World
+from tests.verifier import proofs
+
+
+def alone(job: Any, **plan: Any) -> Certificate:
+    return verify(job, Plan(**plan), world=World())
+
+
+def output(certificate: Certificate) -> Any:
+    return next((each for each in certificate.findings if each.kind == "output"), None)
+
+
+@pytest.mark.parametrize("path", ["tokens", "value", "head"])
+def test_the_first_module_whose_output_is_off_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Run._build
+
+    def wrong(self: Run, warn: Any) -> nn.Module:
+        model = build(self, warn)
+        model.get_submodule(path).register_forward_hook(lambda _, __, value: value * 1.01)
+        return model
+
+    monkeypatch.setattr(Run, "_build", wrong)
+    certificate = alone(proofs.make_job("keys"), micro=4)
+    assert (
+        f"forward is wrong: the first output that is off is that of {path}, which is off by 1.0e-02"
+        in certificate.divergent
+    )
+    finding = output(certificate)
+    assert (finding.where, finding.good) == (path, False)
+    assert "weighed wrongly" not in certificate.divergent
+
+
+def test_a_forward_that_is_right_is_said_to_look_so() -> None:
+    with injected("gradients times micro-batches"):
+        certificate = alone(proofs.make_job("keys"), micro=4)
+    assert "forward looks right: the outputs of 6 modules agree on data rank 0" in certificate.divergent
+    assert output(certificate).good
+
+
+def test_a_plan_that_passes_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watch, "__enter__", lambda self: pytest.fail("a second look"))
+    certificate = alone(proofs.make_job("keys"), micro=4)
+    assert certificate.verified
+    assert output(certificate) is None
+
+
+def test_a_verdict_stands_where_its_cause_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(evidence: causes.Evidence) -> str:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(causes, "likely", fails)
+    with injected("gradients times micro-batches"):
+        certificate = alone(proofs.make_job("keys"), micro=4)
+    assert not certificate.verified
+    assert certificate.divergent.endswith("what it looks like could not be found out: RuntimeError: no such luck")
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Another sample each time that it is asked."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(0, 32, (9,), generator=self.draw)
+        return tokens[:-1], tokens[1:]
+
+    draw = torch.Generator().manual_seed(0)
+
+
+def test_samples_that_differ_by_themselves_are_not_blamed_on_a_rank() -> None:
+    certificate = alone(proofs.make_job("keys", data=Noisy()))
+    assert not certificate.verified
+    assert "read other samples" not in certificate.divergent
+
+
+def test_outputs_are_noted_in_the_order_in_which_they_are_ready() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    with Watch(model) as watch:
+        model(torch.ones(1, 2))
+        model[0](torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert [(each.path, each.call) for each in watch.outputs] == [("0", 1), ("1.0", 1), ("1", 1), ("", 1), ("0", 2)]
+    assert watch.outputs[0].marks == watch.outputs[4].marks

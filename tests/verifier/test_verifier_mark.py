@@ -1,0 +1,57 @@
+"""Marks: equal for equal tensors, and far apart for any others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.verifier.compare import BOUND, BROKEN
+from echelon.verifier.mark import Place, copies, mark, starts
+
+VALUE = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).double()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [VALUE * 2, -VALUE, VALUE.flip(0), VALUE.roll(1, 1), VALUE.roll(3, 0), VALUE + 1e-3, VALUE * 0],
+    ids=["doubled", "sign", "flipped", "rolled", "halves exchanged", "shifted", "zero"],
+)
+def test_other_numbers_leave_another_mark(other: Tensor) -> None:
+    assert mark(other).apart(mark(VALUE)) > 1e-4
+
+
+def test_equal_numbers_leave_the_same_mark_up_to_rounding() -> None:
+    assert mark(VALUE.clone()).apart(mark(VALUE)) == 0.0
+    assert mark(VALUE * (1 + 1e-14)).apart(mark(VALUE)) < BOUND
+    mask = torch.tensor([0.0, -math.inf])
+    assert mark(mask.clone()).apart(mark(mask)) == 0.0
+    assert mark(-mask).apart(mark(mask)) > BOUND
+
+
+def test_another_shape_is_never_the_same() -> None:
+    assert mark(VALUE.T).apart(mark(VALUE)) == BROKEN
+    assert mark(VALUE.to(torch.complex128)).apart(mark(VALUE.to(torch.complex128) * 1j)) > BOUND
+
+
+def test_copies_are_compared_where_ranks_hold_the_same_part() -> None:
+    whole, top, bottom = Place("w", (0, 0), (6, 5)), Place("v", (0, 0), (3, 5)), Place("v", (3, 0), (3, 5))
+    good = [{whole: mark(VALUE), top: mark(VALUE[:3])}, {whole: mark(VALUE), bottom: mark(VALUE[3:])}]
+    assert {each.name: each.value for each in copies(good, 2)} == {"w": 0.0, "v": 0.0}
+    assert all(not each.why for each in copies(good, 2))
+    bad = copies([good[0], {whole: mark(VALUE * 2), bottom: mark(VALUE[3:])}], 2)
+    (off,) = (each for each in bad if each.value > BOUND)
+    assert (off.kind, off.name, off.step, off.why) == ("copy", "w", 2, "rank 1 holds other numbers than rank 0")
+
+
+def test_every_rank_starts_from_its_part_of_the_reference() -> None:
+    top, bottom = Place("w", (0, 0), (3, 5)), Place("w", (3, 0), (3, 5))
+    assert [each.value for each in starts([{top: mark(VALUE[:3])}, {bottom: mark(VALUE[3:])}], {"w": VALUE}, 0)] == [
+        0.0
+    ]
+    (off,) = starts([{top: mark(VALUE[:3])}, {bottom: mark(VALUE[:3])}], {"w": VALUE}, 0)
+    assert off.value > BOUND
+    assert off.why == "rank 1 starts from other numbers than one device does"
+    assert starts([{top: mark(VALUE[:3])}], {}, 0) == []
