@@ -48,6 +48,7 @@ class Pipeline:
         self.rank = ranks.rank
         #: Tensor, by each of its names -> the ranks of the axis that hold it; one that no unit holds is held by all.
         self.owners = _owners(model, visits, bounds, ranks.size)
+        self._between = set[str]().union(*(visit.weights for visit in visits))
         self._numbers = range(ranks.rank, self._total, ranks.size)
         self._stages = [Stage(model, self._ghost, visits, bounds[n], bounds[n + 1]) for n in self._numbers]
         #: The units that this rank computes.
@@ -70,9 +71,11 @@ class Pipeline:
                     if value is not None and id(value) in foreign:
                         slots[name] = done.setdefault(id(value), _emptied(value))
 
-    def shared(self) -> list[str]:
-        """Parameters (by first name) that several ranks hold: tied over stages, or used between units."""
-        return [name for name, _ in self._model.named_parameters() if len(self.owners[name]) > 1]
+    def whole(self) -> list[str]:
+        """Parameters (by first name) that no unit has for itself: tied over stages, or used between units."""
+        return [
+            name for name, _ in self._model.named_parameters() if len(self.owners[name]) > 1 or name in self._between
+        ]
 
     def run(self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor], others: Group | None = None) -> None:
         """Forward and backward of every micro-batch; `loss(output, index)` gives what backward starts from, on the last stage.
@@ -208,6 +211,12 @@ def _owners(
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
+    values = dict(named)
+    for number, visit in enumerate(visits):
+        for name in visit.weights:  # of units that are called as well: each stage that comes so far computes with them
+            found.setdefault(id(values[name]), set()).update(
+                stage % ways for stage, last in enumerate(bounds[1:]) if last > number
+            )
     return {name: frozenset(found.get(id(value), range(ways))) for name, value in named}
 
 

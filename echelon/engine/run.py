@@ -321,7 +321,10 @@ class Run:
                 self._send(sums)
                 if self._exchange is not None:
                     self._exchange.arm()
-            start.backward()
+            if self._sharding is not None:
+                self._sharding.backward(start)
+            else:
+                start.backward()
 
     def _flow(self, pipeline: Pipeline, batch: StepBatch, sums: _Sums) -> None:
         """All micro-batches through the stages, in the order of the schedule."""

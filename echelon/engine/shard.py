@@ -26,7 +26,7 @@ from echelon.engine.build import realise
 from echelon.engine.layout import Piece
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
-from echelon.errors import TrainingError
+from echelon.errors import PlanError
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
@@ -124,11 +124,11 @@ class Sharding:
     def _shard_stages(
         self, model: nn.Module, plan: Plan, ranks: Ranks, pieces: Mapping[str, Piece], pipeline: Pipeline
     ) -> None:
-        """Under a pipeline each unit of this rank's stages is sharded by itself; what several stages hold is left whole."""
+        """Under a pipeline each unit of this rank's stages is sharded by itself; what is not one unit's alone is left whole."""
         foreign = {name for name, owners in pipeline.owners.items() if pipeline.rank not in owners}
         realise(model, "", ranks, {}, pieces, foreign)
         parameters = dict(model.named_parameters())
-        shared = {parameters[name] for name in pipeline.shared()}
+        shared = {parameters[name] for name in pipeline.whole()}
         for path in pipeline.units:
             part = model.get_submodule(path)
             loose = _unshardable(part) | shared
@@ -151,6 +151,19 @@ class Sharding:
                 group.post_backward()
             state._root_post_backward_final_callback()
 
+    def backward(self, start: Tensor) -> None:
+        """`start.backward()`, with words for what torch cannot do here."""
+        try:
+            start.backward()
+        except RuntimeError as error:
+            if "setStorage" not in str(error):
+                raise
+            raise PlanError(
+                f"zero={self._plan.zero}: backward needed parameters that had been given back: the model differentiates its own "
+                f"derivative (autograd.grad with create_graph), which torch {torch.__version__} cannot do with sharded parameters; use "
+                "zero=0, or torch 2.13 or later"
+            ) from error
+
     def finish(self) -> None:
         """After the step's backward: a parameter that no sample of any rank reached has no gradient, as on one device."""
         if not self._parameters:
@@ -162,9 +175,10 @@ class Sharding:
         if not all(mine):  # else there is nothing to learn, and an accelerator need not be waited for
             users = ranks.tolist()
             if not any(users):
-                raise TrainingError(
-                    f"zero={self._plan.zero}: no sharded parameter was reached by any sample: the model computes with tensors that it "
-                    "holds elsewhere (Keras models do), so it would not learn; use zero=0"
+                raise PlanError(
+                    f"zero={self._plan.zero}: no sharded parameter was reached by any sample, so the model would not learn: it computes "
+                    "with tensors that it holds elsewhere (Keras models do), or returns them in an object that torch "
+                    f"{torch.__version__} does not look into (dataclasses before 2.13); use zero=0, or return a dict or a tuple"
                 )
             for value, count in zip(self._parameters, users, strict=True):
                 if not count:

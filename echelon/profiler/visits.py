@@ -37,6 +37,7 @@ class Visit:
 
     path: str
     reads: set[Value] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)  #: parameters, by name, that the glue just before it computes with
     outputs: int = 0  #: tensors that it returned
     flops: float = 0.0  #: of its products
 
@@ -106,8 +107,8 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self._compute = compute or (lambda path, forward, args, kwargs: forward(*args, **kwargs))
         self.visits: list[Visit] = []
-        #: Parameters that the glue itself computes with, by identity.
-        self.touched: set[int] = set()
+        #: Parameters that the glue itself computes with, by identity, and how many visits were over each time.
+        self.touched: dict[int, set[int]] = {}
         #: Parameters whose sizes the glue reads, by identity.
         self.sized: set[int] = set()
         #: Whether the glue takes derivatives, through units that other stages hold.
@@ -124,7 +125,9 @@ class Follower(TorchFunctionMode):
         if (
             func is not Tensor.__repr__ and getattr(func, "__name__", "") != "__get__"
         ):  # reading .shape is no computation
-            self.touched.update(id(tensor) for tensor in inputs if isinstance(tensor, nn.Parameter))
+            for tensor in inputs:
+                if isinstance(tensor, nn.Parameter):
+                    self.touched.setdefault(id(tensor), set()).add(len(self.visits))
         if func in _SIZES:
             self.sized.update(id(tensor) for tensor in inputs[:1] if isinstance(tensor, nn.Parameter))
         if found:
@@ -174,7 +177,11 @@ def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = N
         known = {id(value) for path in called for value in model.get_submodule(path).parameters()}
         silent = _used([path for path in paths if path not in called], model, loss, known)
         if not silent:
-            return [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
+            visits = [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
+            for name, value in model.named_parameters(remove_duplicate=False):
+                for number in follower.touched.get(id(value), ()):
+                    visits[number].weights.add(name)
+            return visits
         paths = _widened([path for path in paths if path in called or path in silent], silent, running)
     return []
 

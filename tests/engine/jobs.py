@@ -86,6 +86,19 @@ class Lonely(nn.Module):
         return out
 
 
+class Borrowed(nn.Module):
+    """A model that computes with its embedding's weight without calling it: once before the middle layer, once at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(self.embed(ids)))
+        nearest = F.softmax(hidden @ self.embed.weight.T, dim=-1) @ self.embed.weight
+        return F.linear(torch.tanh(self.second(nearest)), self.embed.weight)
+
+
 class Lora(nn.Module):
     """A frozen layer and a small trained correction."""
 
@@ -177,6 +190,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "average": lambda: mlp(model=averaged, data=TensorDataset(numbers(48, 8), classes(48))),
     "tokens": tokens,
     "tied": lambda: tokens(model=lambda: GPT(vocab=32, context=9, width=16, layers=2, heads=2, tied=True)),
+    "borrowed": lambda: tokens(model=Borrowed),
     "lonely": lambda: mlp(model=Lonely),
     "lora": lambda: mlp(model=Lora),
     "two": lambda: mlp(optimizer=two_optimizers),

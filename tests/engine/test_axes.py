@@ -75,6 +75,15 @@ def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Poo
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.parametrize(
+    "plan", ["pp=2 micro=2", "pp=3 micro=2", "dp=2 pp=2 zero=1 micro=2", "dp=2 pp=2 zero=3 micro=2"]
+)
+def test_a_weight_that_is_used_between_units_is_where_it_is_used(ranks: Pool, alone: Any, plan: str) -> None:
+    one, many = alone("borrowed"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "borrowed", plan)
+    assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
+    assert difference(one["parameters"], many[0]["parameters"]) < BOUND
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_")  # a processor without such instructions
 @pytest.mark.parametrize(
     ("plan", "precision"),
