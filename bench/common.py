@@ -6,6 +6,7 @@ drift, and a ratio inside a round cancels most of the rest.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
@@ -57,6 +58,19 @@ class Timing:
     def step(self) -> float:
         """Median wall seconds of a step."""
         return float(np.median(self.wall))
+
+
+def names(*known: str) -> Callable[[str], list[str]]:
+    """For argparse: names separated by commas, each one of `known`."""
+
+    def read(text: str) -> list[str]:
+        asked = [each.strip() for each in text.split(",") if each.strip()]
+        strange = [each for each in asked if each not in known]
+        if strange or not asked:
+            raise argparse.ArgumentTypeError(f"{', '.join(strange) or 'nothing'}: choose of {', '.join(known)}")
+        return asked
+
+    return read
 
 
 def median(values: Sequence[float], *, resamples: int = 4000) -> Interval:

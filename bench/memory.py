@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bench.common import Row, publish, tell
+from bench.common import Row, names, publish, tell
 from bench.workloads import WORKLOADS
 from echelon.engine.run import Run
 from echelon.plan.plan import Plan
@@ -35,19 +35,20 @@ CUT = "gpt-axes"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every stage; 0 when all limits hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description="training state held by each rank")
-    parser.add_argument("--only", default="zero,axes", help="parts, separated by commas")
-    parser.add_argument("--workload", default="gpt", help="for the ZeRO stages, separated by commas: gpt, resnet, mlp")
+    parser.add_argument("--only", type=names("zero", "axes"), default="zero,axes", help="parts, separated by commas")
+    parser.add_argument(
+        "--workload", type=names("gpt", "resnet", "mlp"), default="gpt", help="for the ZeRO stages, separated by commas"
+    )
     parser.add_argument("--ranks", default="2,4", help="for the ZeRO stages, separated by commas")
     parser.add_argument("--json", type=Path, help="write the figures here")
     asked = parser.parse_args(arguments)
-    parts = asked.only.split(",")
     rows: list[Row] = []
     with Pool() as pool:
-        if "zero" in parts:
+        if "zero" in asked.only:
             stages = [f"dp={ranks} zero={zero}" for ranks in asked.ranks.split(",") for zero in range(4)]
-            for name in asked.workload.split(","):
+            for name in asked.workload:
                 rows += _states(pool, name, stages)
-        if "axes" in parts:
+        if "axes" in asked.only:
             rows += _states(pool, CUT, ["tp=2", "pp=2 micro=2"])
     notes = [
         "largest rank, MiB; the ratio is to one process's state divided by the ranks, held to its limit where all is cut"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, publish, ratio, take_turns, tell
+from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, names, publish, ratio, take_turns, tell
 from bench.contenders import PEERS, Echelon, Plain, Train, quietly
 from bench.ranks import race
 from bench.workloads import WORKLOADS
@@ -36,10 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.overhead", description="echelon's step time against its peers'"
     )
-    parser.add_argument("--only", default="gpt,resnet,mlp", help="workloads, separated by commas")
-    parser.add_argument("--ranks", default="1,2", help="1: against a plain loop; 2: against DDP, Accelerate, Lightning")
-    parser.add_argument("--kernel", default="default,fused", help="optimizer kernels: default, fused")
-    parser.add_argument("--peers", default=",".join(PEERS), help="contenders on two ranks")
+    parser.add_argument("--only", type=names(*BLOCK), default="gpt,resnet,mlp", help="workloads, separated by commas")
+    parser.add_argument(
+        "--ranks",
+        type=names("1", "2"),
+        default="1,2",
+        help="1: against a plain loop; 2: against DDP, Accelerate, Lightning",
+    )
+    parser.add_argument(
+        "--kernel", type=names("default", "fused"), default="default,fused", help="optimizer kernels: default, fused"
+    )
+    parser.add_argument("--peers", type=names(*PEERS), default=",".join(PEERS), help="contenders on two ranks")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (A B B A) of each race")
     parser.add_argument("--seconds", type=float, default=180.0, help="time limit of each race")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -54,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _cpu(asked: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    for name in asked.only.split(","):
-        for kernel in asked.kernel.split(","):
+    for name in asked.only:
+        for kernel in asked.kernel:
             fused = kernel == "fused"
             if "1" in asked.ranks:
                 rows += _one_process(name, fused, asked)
@@ -106,10 +113,9 @@ def _race(contenders: list[Contender], name: str, rounds: int, seconds: float, *
 
 
 def _two_ranks(name: str, fused: bool, asked: argparse.Namespace) -> list[Row]:
-    peers = asked.peers.split(",")
     with Pool() as pool:
         timings = pool.run(
-            2, race_together, name, fused, peers, asked.rounds, asked.seconds, timeout=asked.seconds * 3 + 300
+            2, race_together, name, fused, asked.peers, asked.rounds, asked.seconds, timeout=asked.seconds * 3 + 300
         )[0]
     ours, *theirs = timings
     fastest = min(theirs, key=lambda timing: timing.step)

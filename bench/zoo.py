@@ -105,7 +105,9 @@ def judge(pool: Pool, name: str, text: str) -> Cell:
     try:
         cell = _judged(pool, name, text)
     except RankError as error:
-        cell = Cell(model=name, plan=text, verdict="failed", why=str(error).strip())
+        refused = isinstance(error.error, PlanError)
+        why = str(error.error if refused else error).strip()
+        cell = Cell(model=name, plan=text, verdict="refused" if refused else "failed", why=why)
     except EchelonError as error:
         cell = Cell(model=name, plan=text, verdict="refused", why=str(error).strip())
     return dataclasses.replace(cell, seconds=time.monotonic() - began)
@@ -118,7 +120,8 @@ def _judged(pool: Pool, name: str, text: str) -> Cell:
         wanted, why = dataclasses.replace(wanted, whole=True), "whole, as check asks"
         problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if problems:
-        shared = all(each.path in ("tp", "pp") and f"dp={wanted.ranks} zero=3" in each.remedy for each in problems)
+        # Falling back leaves the whole plan, so that what else was wrong with it does not matter.
+        shared = any(each.path in ("tp", "pp") and f"dp={wanted.ranks} zero=3" in each.remedy for each in problems)
         why = "; ".join(map(str, problems))
         return Cell(model=name, plan=text, verdict="falls back" if shared else "refused", why=why)
     try:
