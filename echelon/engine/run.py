@@ -11,27 +11,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from echelon.data.digest import digest
-from echelon.data.loader import Loader, Micro, StepBatch
-from echelon.data.order import Order
-from echelon.data.source import Source, is_stream, open_source
-from echelon.data.stream import Stream, StreamLoader
+from echelon.data.loader import Micro, StepBatch
 from echelon.engine import checkpoint, norm, state
 from echelon.engine.build import build, equalise, fingerprint, to_device
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.exchange import Exchange
+from echelon.engine.feed import moved, open_feed, seed_step
 from echelon.engine.layout import Piece
 from echelon.engine.optimizers import make_optimizers, make_schedules
 from echelon.engine.outcome import Step
@@ -44,7 +38,7 @@ from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
 from echelon.engine.tensor import Axis, cut, install, pieces
 from echelon.engine.weights import load_weights
-from echelon.errors import DataError, JobError, PlanError, TrainingError
+from echelon.errors import PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.plan import Plan
@@ -96,7 +90,10 @@ class Run:
             )
         self.precision = "fp32" if dtype is not None else plan.precision or job.precision
         self.workers = workers
-        self.loader = self._open_data()
+        feed = open_feed(job, self.ranks, self.data, micro=plan.micro, workers=workers)
+        self.loader, self.total_steps = feed.loader, feed.total_steps
+        #: Both 0 for a stream, whose length is not known.
+        self.steps_per_epoch, self.samples = feed.steps_per_epoch, feed.samples
         self._sharding: Sharding | None = None
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None
@@ -143,66 +140,6 @@ class Run:
             torch.set_num_threads(threads)
 
         return put_back
-
-    def _open_data(self) -> Loader | StreamLoader:
-        job, data, pin = self.job, self.data, self.device.type == "cuda"
-        #: Samples in the data set; 0: a stream, of unknown length.
-        self.samples = 0
-        if is_stream(job.data):
-            if job.steps is None:
-                raise JobError("data= is a stream of unknown length: give the job steps= instead of epochs=")
-            self.total_steps, self.steps_per_epoch = job.steps, 0
-            stream = Stream(job.data, collate=job.collate, seed=job.seed)
-            return StreamLoader(
-                stream,
-                batch=job.batch,
-                rank=data.rank,
-                ranks=data.size,
-                micro=self.plan.micro,
-                agree=data.gather,
-                pin=pin,
-            )
-        with self.ranks.together():
-            source = open_source(job.data, collate=job.collate, seed=job.seed)
-            order = Order(samples=len(source), batch=job.batch, seed=job.seed)
-        self._require_equal_data(source)
-        self.samples, self.steps_per_epoch = order.samples, order.steps_per_epoch
-        self.total_steps = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
-        return Loader(
-            source, order, rank=data.rank, ranks=data.size, micro=self.plan.micro, pin=pin, workers=self.workers
-        )
-
-    def _require_equal_data(self, source: Source) -> None:
-        lengths = self.ranks.gather(len(source))
-        if len(set(lengths)) > 1:
-            other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
-            raise DataError(
-                f"data= has {lengths[0]:,} samples on rank 0 and {lengths[other]:,} on rank {other}: every rank must see the same "
-                "data set (it reads only its own part of it)"
-            )
-        for number in sorted({0, len(source) - 1}):
-            self._require_equal_sample(source, number)
-
-    def _require_equal_sample(self, source: Source, number: int) -> None:
-        """Random data that each rank makes for itself has the same length everywhere: only its content tells."""
-        found = self.ranks.gather(self._digest(source, number))
-        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-        if other is not None and None not in found:
-            raise DataError(
-                f"the ranks have different data: sample {number} differs on rank {other} from rank 0's; make it the same way everywhere "
-                "(torch.manual_seed(0) before random data is made, files in sorted order)"
-            )
-
-    def _digest(self, source: Source, number: int) -> str | None:
-        """None: not to be compared. A data set with a generator of its own gives another sample each time; one that cannot be
-        read is told of when it is its turn; and what workers will read may not like to be opened before they are forked."""
-        if self.world.size == 1 or (self.workers and not source.gathers):
-            return None
-        try:
-            first = digest(source.sample(number))
-            return first if source.gathers or first == digest(source.sample(number)) else None
-        except Exception:
-            return None
 
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self.plan, self.ranks
@@ -296,7 +233,8 @@ class Run:
 
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
-        self._seed(batch.step)
+        stage = self.axes["pp"].rank if self._pipeline is not None else None
+        seed_step(self.job.seed, batch.step, self.data.rank, stage, self.device)
         self._statistics.begin()
         sums = _Sums()
         if self._pipeline is not None:
@@ -460,27 +398,7 @@ class Run:
 
     def move(self, value: Any) -> Any:
         """To the device, and to the proof's dtype where there is one. Containers keep their kind."""
-        if isinstance(value, Tensor):
-            dtype = self._dtype if self._dtype is not None and value.is_floating_point() else None
-            return value.to(self.device, dtype, non_blocking=True)
-        if isinstance(value, dict):
-            return {key: self.move(item) for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.move, value))
-        if isinstance(value, list | tuple):
-            return type(value)(map(self.move, value))
-        return value.to(self.device) if hasattr(value, "to") else value
-
-    def _seed(self, step: int) -> None:
-        """Randomness of a step follows from (seed, step, rank): a resumed run needs no stored state to draw the same."""
-        stage = f" {self.axes['pp'].rank}" if self._pipeline is not None else ""
-        text = f"{self.job.seed} {step} {self.data.rank}{stage}".encode()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        random.seed(seed)
-        numpy.random.seed(seed & 0xFFFFFFFF)
+        return moved(value, self.device, self._dtype)
 
     # What it holds
 

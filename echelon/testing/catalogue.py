@@ -25,10 +25,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from echelon.engine import axis as tensor_axis
 from echelon.engine import norm, statistics, tensor
 from echelon.engine import run as engine
+from echelon.engine.feed import Feed, open_feed
 from echelon.engine.layout import local
 from echelon.engine.pipeline import Pipeline
+from echelon.engine.ranks import Group, Ranks
 from echelon.engine.run import Run
 from echelon.engine.state import optimizer_tensors, piece_of
+from echelon.job import Job
 from echelon.plan.split import rounds
 
 #: What takes the place of a part of the engine, for a while.
@@ -133,17 +136,10 @@ def _dropped() -> Sequence[AbstractContextManager[object]]:
 
 @_fault("data order seeded per rank", "each rank shuffles by itself: samples come twice or never", needs="dp > 1")
 def _own_order() -> Sequence[AbstractContextManager[object]]:
-    opened = Run._open_data
+    def shuffled(job: Job, ranks: Ranks, data: Group, **how: Any) -> Feed:
+        return open_feed(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **how)
 
-    def shuffled(self: Run) -> Any:
-        job = self.job
-        self.job = dataclasses.replace(job, seed=job.seed + self.data.rank)
-        try:
-            return opened(self)
-        finally:
-            self.job = job
-
-    return [patch.object(Run, "_open_data", shuffled)]
+    return [patch.object(engine, "open_feed", shuffled)]
 
 
 # Reductions that are left out

@@ -1,0 +1,116 @@
+"""What goes into the steps of a run: the same data set on every rank, batches on the device, and random numbers that can be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from echelon.data.digest import digest
+from echelon.data.loader import Loader
+from echelon.data.order import Order
+from echelon.data.source import Source, is_stream, open_source
+from echelon.data.stream import Stream, StreamLoader
+from echelon.engine.ranks import Group, Ranks
+from echelon.errors import DataError, JobError
+from echelon.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """This rank's batches and how many there are."""
+
+    loader: Loader | StreamLoader
+    total_steps: int
+    #: Both 0 for a stream, whose length is not known.
+    steps_per_epoch: int = 0
+    samples: int = 0
+
+
+def open_feed(job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int) -> Feed:
+    """The job's data for the ranks of `data`; refused where they have not the same."""
+    pin = ranks.device.type == "cuda"
+    if is_stream(job.data):
+        if job.steps is None:
+            raise JobError("data= is a stream of unknown length: give the job steps= instead of epochs=")
+        stream = Stream(job.data, collate=job.collate, seed=job.seed)
+        agree = data.gather
+        loader = StreamLoader(
+            stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=agree, pin=pin
+        )
+        return Feed(loader, job.steps)
+    with ranks.together():
+        source = open_source(job.data, collate=job.collate, seed=job.seed)
+        order = Order(samples=len(source), batch=job.batch, seed=job.seed)
+    _require_equal_data(source, ranks, workers)
+    total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
+    return Feed(
+        Loader(source, order, rank=data.rank, ranks=data.size, micro=micro, pin=pin, workers=workers),
+        total,
+        order.steps_per_epoch,
+        order.samples,
+    )
+
+
+def _require_equal_data(source: Source, ranks: Ranks, workers: int) -> None:
+    lengths = ranks.gather(len(source))
+    if len(set(lengths)) > 1:
+        other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+        raise DataError(
+            f"data= has {lengths[0]:,} samples on rank 0 and {lengths[other]:,} on rank {other}: every rank must see the same "
+            "data set (it reads only its own part of it)"
+        )
+    # A data set with workers may not like to be opened before they are forked.
+    if ranks.size > 1 and (source.gathers or not workers):
+        for number in sorted({0, len(source) - 1}):
+            _require_equal_sample(source, number, ranks)
+
+
+def _require_equal_sample(source: Source, number: int, ranks: Ranks) -> None:
+    """Random data that each rank makes for itself has the same length everywhere: only its content tells."""
+    found = ranks.gather(_digest(source, number))
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None and None not in found:
+        raise DataError(
+            f"the ranks have different data: sample {number} differs on rank {other} from rank 0's; make it the same way everywhere "
+            "(torch.manual_seed(0) before random data is made, files in sorted order)"
+        )
+
+
+def _digest(source: Source, number: int) -> str | None:
+    """None: not to be compared. A data set with a generator of its own gives another sample each time, and one that cannot be
+    read is told of when it is its turn."""
+    try:
+        first = digest(source.sample(number))
+        return first if source.gathers or first == digest(source.sample(number)) else None
+    except Exception:
+        return None
+
+
+def moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """`value` on the device, its floating tensors in `dtype` if one is given. Containers keep their kind."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: moved(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device, dtype) for item in value)
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def seed_step(seed: int, step: int, rank: int, stage: int | None, device: torch.device) -> None:
+    """Randomness of a step follows from (seed, step, rank): a resumed run needs no stored state to draw the same."""
+    text = f"{seed} {step} {rank}{'' if stage is None else f' {stage}'}".encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number & 0xFFFFFFFF)
