@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.byhand import BY_HAND
-from bench.common import ROUNDS, Contender, Row, Timing, names, publish, ratio, tell
+from bench.common import ROUNDS, Contender, Row, Timing, among, publish, ratio, tell
 from bench.contenders import Echelon, quietly
 from bench.ranks import race
 from bench.workloads import WORKLOADS
@@ -36,7 +36,7 @@ WORKLOAD = WORKLOADS["gpt-axes"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the command line asks for; 0 when every limit holds."""
     parser = argparse.ArgumentParser(prog="python -m bench.axes", description="the axes against torch's API by hand")
-    parser.add_argument("--only", type=names(*PLANS), default=",".join(PLANS), help="axes, separated by commas")
+    parser.add_argument("--only", type=among(*PLANS), default=",".join(PLANS), help="axes, separated by commas")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (A B B A) of each race")
     parser.add_argument("--seconds", type=float, default=180.0, help="time limit of each race")
     parser.add_argument("--json", type=Path, help="write the figures here")

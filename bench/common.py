@@ -60,7 +60,7 @@ class Timing:
         return float(np.median(self.wall))
 
 
-def names(*known: str) -> Callable[[str], list[str]]:
+def among(*known: str) -> Callable[[str], list[str]]:
     """For argparse: names separated by commas, each one of `known`."""
 
     def read(text: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bench.common import Row, names, publish, tell
+from bench.common import Row, among, publish, tell
 from bench.workloads import WORKLOADS
 from echelon.engine.run import Run
 from echelon.plan.plan import Plan
@@ -35,9 +35,9 @@ CUT = "gpt-axes"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every stage; 0 when all limits hold."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description="training state held by each rank")
-    parser.add_argument("--only", type=names("zero", "axes"), default="zero,axes", help="parts, separated by commas")
+    parser.add_argument("--only", type=among("zero", "axes"), default="zero,axes", help="parts, separated by commas")
     parser.add_argument(
-        "--workload", type=names("gpt", "resnet", "mlp"), default="gpt", help="for the ZeRO stages, separated by commas"
+        "--workload", type=among("gpt", "resnet", "mlp"), default="gpt", help="for the ZeRO stages, separated by commas"
     )
     parser.add_argument("--ranks", default="2,4", help="for the ZeRO stages, separated by commas")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROUNDS, Contender, Row, Timing, milliseconds, names, publish, ratio, take_turns, tell
+from bench.common import ROUNDS, Contender, Row, Timing, among, milliseconds, publish, ratio, take_turns, tell
 from bench.contenders import PEERS, Echelon, Plain, Train, quietly
 from bench.ranks import race
 from bench.workloads import WORKLOADS
@@ -36,17 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.overhead", description="echelon's step time against its peers'"
     )
-    parser.add_argument("--only", type=names(*BLOCK), default="gpt,resnet,mlp", help="workloads, separated by commas")
+    parser.add_argument("--only", type=among(*BLOCK), default="gpt,resnet,mlp", help="workloads, separated by commas")
     parser.add_argument(
         "--ranks",
-        type=names("1", "2"),
+        type=among("1", "2"),
         default="1,2",
         help="1: against a plain loop; 2: against DDP, Accelerate, Lightning",
     )
     parser.add_argument(
-        "--kernel", type=names("default", "fused"), default="default,fused", help="optimizer kernels: default, fused"
+        "--kernel", type=among("default", "fused"), default="default,fused", help="optimizer kernels: default, fused"
     )
-    parser.add_argument("--peers", type=names(*PEERS), default=",".join(PEERS), help="contenders on two ranks")
+    parser.add_argument("--peers", type=among(*PEERS), default=",".join(PEERS), help="contenders on two ranks")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (A B B A) of each race")
     parser.add_argument("--seconds", type=float, default=180.0, help="time limit of each race")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

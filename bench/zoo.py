@@ -14,16 +14,17 @@ import importlib.util
 import json
 import multiprocessing
 import random
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from bench.common import Row, machine, publish
+from bench.common import Row, among, machine, publish
 from echelon.errors import EchelonError, PlanError
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
@@ -71,6 +72,8 @@ class Cell:
     stored: float = 0.0
     held: float = 1.0
     seconds: float = 0.0
+    #: The machine that judged it.
+    where: str = ""
 
     @property
     def good(self) -> bool:
@@ -110,7 +113,13 @@ def judge(pool: Pool, name: str, text: str) -> Cell:
         cell = Cell(model=name, plan=text, verdict="refused" if refused else "failed", why=why)
     except EchelonError as error:
         cell = Cell(model=name, plan=text, verdict="refused", why=str(error).strip())
-    return dataclasses.replace(cell, seconds=time.monotonic() - began)
+    return dataclasses.replace(cell, seconds=time.monotonic() - began, where=_here())
+
+
+@cache
+def _here() -> str:
+    found = machine()
+    return f"torch {found['torch']} on {found.get('gpu') or found['processor']}"
 
 
 def _judged(pool: Pool, name: str, text: str) -> Cell:
@@ -193,7 +202,7 @@ def cells(wanted: Sequence[tuple[str, str]], jobs: int) -> Iterator[Cell]:
 SIGNS = {"verified": "✓", "falls back": "→", "refused": "–", "not verified": "✗", "failed": "✗"}
 
 
-def page(found: Sequence[Cell], where: Mapping[str, Any]) -> str:
+def page(found: Sequence[Cell]) -> str:
     """The docs' page."""
     by_model: dict[str, dict[str, Cell]] = {}
     for cell in found:
@@ -203,8 +212,10 @@ def page(found: Sequence[Cell], where: Mapping[str, Any]) -> str:
     lines = [
         "# The zoo under every plan",
         "",
-        f"Made by `python -m bench.zoo --docs docs/zoo.md` (torch {where['torch']}, {where['processor']}): {len(by_model)} unchanged "
-        f"models, {len(plans)} plans at 2 and 4 ranks, {len(found)} cells, {verified} of them proved in float64 against one device.",
+        f"Made by `python -m bench.zoo --docs docs/zoo.md`: {len(by_model)} unchanged models, {len(plans)} plans at 2 and 4 ranks, "
+        f"{len(found)} cells, {verified} of them proved in float64 against one device ("
+        + ", ".join(f"{count} cells: {where}" for where, count in Counter(cell.where for cell in found).most_common())
+        + ").",
         "",
         "✓ verified, within 1e-9 of one device; ≈ verified within a wider bound that the model's own rounding asks for; → nothing to cut "
         "in this way: falls back to sharded data parallelism, whose column is beside it; – refused, with the remedy; ✗ not as it should "
@@ -219,7 +230,8 @@ def page(found: Sequence[Cell], where: Mapping[str, Any]) -> str:
     reasons: dict[tuple[str, str], list[str]] = {}
     for cell in found:
         if cell.why:
-            reasons.setdefault((cell.model, f"{cell.verdict}: {cell.why}"), []).append(cell.plan)
+            why = re.sub(r"\b(dp|tp|pp|zero)=\d+", r"\1=n", f"{cell.verdict}: {cell.why}")
+            reasons.setdefault((cell.model, why), []).append(cell.plan)
     lines += [f"- **{name}**, {', '.join(plans)}: {' '.join(why.split())}" for (name, why), plans in reasons.items()]
     return "\n".join(lines) + "\n"
 
@@ -236,22 +248,25 @@ def _shares_table(by_model: Mapping[str, Mapping[str, Cell]]) -> Iterator[str]:
     yield "| model | tp=2: cut | in pairs or by heads | at rest only | held | sent | pp=2: held | sent | dp=2: sent | zero=3: sent |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for name, row in by_model.items():
-        told = []
-        for plan in ("tp=2", "pp=2", "dp=2", "dp=2 zero=3"):
-            cell = row.get(plan)
-            proved = cell is not None and cell.verdict == "verified"
-            if plan == "tp=2":
-                told += [f"{share:.0%}" for share in (cell.cut, cell.paired, cell.stored)] if proved else ["", "", ""]
-            if plan in ("tp=2", "pp=2"):
-                told.append(f"{cell.held:.0%}" if proved else "")
-            told.append(f"{cell.sent / 1e3:,.0f} kB" if proved else "")
+        proved = {plan: cell for plan, cell in row.items() if cell.verdict == "verified"}
+        cells = [proved.get(plan) for plan in ("tp=2", "pp=2", "dp=2", "dp=2 zero=3")]
+        tensor, stages, *_ = cells
+        sent = [f"{cell.sent / 1e3:,.0f} kB" if cell else "" for cell in cells]
+        shares = (
+            [f"{share:.0%}" for share in (tensor.cut, tensor.paired, tensor.stored, tensor.held)]
+            if tensor
+            else [""] * 4
+        )
+        told = [*shares, sent[0], f"{stages.held:.0%}" if stages else "", *sent[1:]]
         yield f"| {name} | {' | '.join(told)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 when every cell is as it should be."""
     parser = argparse.ArgumentParser(prog="python -m bench.zoo", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="")
+    parser.add_argument(
+        "--models", type=among(*ZOO), default=[], help="separated by commas (default: all that can be made here)"
+    )
     parser.add_argument("--plans", default="")
     parser.add_argument("--sample", type=int, help="so many cells, drawn with a seed")
     parser.add_argument("--seed", type=int, default=0)
@@ -261,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--docs", type=Path, help="write the table there")
     given = parser.parse_args(arguments)
-    names = [each for each in given.models.split(",") if each] or [
+    names = given.models or [
         name for name, entry in ZOO.items() if all(importlib.util.find_spec(each) for each in entry.needs)
     ]
     plans = [each.strip() for each in given.plans.split(",") if each.strip()] or list(PLANS)
@@ -280,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.json.write_text(json.dumps(kept, indent=0))
     found = [known[each] for each in wanted]
     if given.docs is not None:
-        given.docs.write_text(page(found, machine()))
+        given.docs.write_text(page(found))
     return publish("The zoo", list(_rows(found)))
 
 

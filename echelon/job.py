@@ -291,11 +291,14 @@ def lift(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     )
 
 
-def require_dense(model: nn.Module) -> None:
-    """Refuse modules whose gradients are sparse: they cannot be added up over ranks, clipped or proved."""
+def make_dense(model: nn.Module) -> list[str]:
+    """Have no module give sparse gradients, which cannot be added up over ranks, clipped or proved; returns the paths of those that did.
+
+    The same is trained: an optimizer that takes either kind makes the same update of both.
+    """
+    found = []
     for path, module in model.named_modules():
         if getattr(module, "sparse", False) is True and hasattr(module, "weight"):
-            raise JobError(
-                f"{path or 'model'} ({type(module).__name__}) has sparse=True: sparse gradients are not exchanged between ranks; leave "
-                "sparse out"
-            )
+            module.sparse = False
+            found.append(path or "model")
+    return found

@@ -80,6 +80,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.axis._copied = None  # the last one of forward would else be kept until the next step
         return _Sum.apply(grads[0].clone(memory_format=torch.contiguous_format), ctx.axis), None
 
 

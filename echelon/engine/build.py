@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.engine.layout import Piece
 from echelon.engine.ranks import Ranks
 from echelon.errors import JobError, PlanError, WorldError
-from echelon.job import Job, lift, require_dense
+from echelon.job import Job, lift, make_dense
 from echelon.plan import profile
 
 
@@ -32,7 +32,7 @@ def build(
     empty = sharded and ranks.world.rank > 0
     with ranks.together():
         model = _made(job, empty)
-        require_dense(model)
+        make_dense(model)
         if not empty:
             materialise(model, job)
         _require_expected(model, expected)

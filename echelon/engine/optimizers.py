@@ -36,6 +36,11 @@ def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimize
     for optimizer in made if isinstance(made, list | tuple) else [made]:
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise JobError(
+                "optimizer= is SparseAdam, which takes sparse gradients alone; here gradients are dense, so that they can be added up over "
+                "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use"
+            )
         optimizers.append(optimizer)
         _require_live(optimizer, trainable)
         _choose_kernels(optimizer, fused=fused)

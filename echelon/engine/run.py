@@ -25,7 +25,7 @@ from echelon.engine import checkpoint, norm, state
 from echelon.engine.build import build, equalise, fingerprint, to_device
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.exchange import Exchange
-from echelon.engine.feed import moved, open_feed, seed_step
+from echelon.engine.intake import moved, open_intake, seed_step
 from echelon.engine.layout import Piece
 from echelon.engine.optimizers import make_optimizers, make_schedules
 from echelon.engine.outcome import Step
@@ -90,10 +90,10 @@ class Run:
             )
         self.precision = "fp32" if dtype is not None else plan.precision or job.precision
         self.workers = workers
-        feed = open_feed(job, self.ranks, self.data, micro=plan.micro, workers=workers)
-        self.loader, self.total_steps = feed.loader, feed.total_steps
+        intake = open_intake(job, self.ranks, self.data, micro=plan.micro, workers=workers)
+        self.loader, self.total_steps = intake.loader, intake.total_steps
         #: Both 0 for a stream, whose length is not known.
-        self.steps_per_epoch, self.samples = feed.steps_per_epoch, feed.samples
+        self.steps_per_epoch, self.samples = intake.steps_per_epoch, intake.samples
         self._sharding: Sharding | None = None
         self._exchange: Exchange | None = None
         self._pipeline: Pipeline | None = None

@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import transformer
 
 from echelon.errors import EchelonError, JobError
-from echelon.job import Job, require_dense
+from echelon.job import Job, make_dense
 from echelon.profiler.coupling import random_states
 
 
@@ -26,7 +26,7 @@ def made(job: Job) -> nn.Module:
     model = job.model if isinstance(job.model, nn.Module) else job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
-    require_dense(model)
+    make_dense(model)
     return model
 
 

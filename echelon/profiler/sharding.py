@@ -164,8 +164,6 @@ def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placeme
 
 
 def _table(module: Any, path: str, ways: int) -> tuple[Placement | None, str]:
-    if module.sparse:
-        return None, "an embedding with sparse gradients is not cut"
     if module.max_norm is not None or module.scale_grad_by_freq:
         return None, "an embedding with max_norm or scale_grad_by_freq is not cut by rows"
     if type(module) is nn.EmbeddingBag and (module.mode != "sum" or module.padding_idx is not None):
@@ -238,7 +236,7 @@ def _store(
         own = [value for value in module._parameters.values() if value is not None]
         if all(value.dim() < 2 for value in own):
             whole[path] = f"{type(module).__name__} has vectors only"
-        elif any(id(value) in shared for value in own) or getattr(module, "sparse", False):
+        elif any(id(value) in shared for value in own):
             whole.setdefault(path, "it shares a parameter")
         elif _resting(module, ways):
             lone.append(path)

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from echelon.engine import axis as tensor_axis
 from echelon.engine import norm, statistics, tensor
 from echelon.engine import run as engine
-from echelon.engine.feed import Feed, open_feed
+from echelon.engine.intake import Intake, open_intake
 from echelon.engine.layout import local
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
@@ -136,10 +136,10 @@ def _dropped() -> Sequence[AbstractContextManager[object]]:
 
 @_fault("data order seeded per rank", "each rank shuffles by itself: samples come twice or never", needs="dp > 1")
 def _own_order() -> Sequence[AbstractContextManager[object]]:
-    def shuffled(job: Job, ranks: Ranks, data: Group, **how: Any) -> Feed:
-        return open_feed(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **how)
+    def shuffled(job: Job, ranks: Ranks, data: Group, **how: Any) -> Intake:
+        return open_intake(dataclasses.replace(job, seed=job.seed + data.rank), ranks, data, **how)
 
-    return [patch.object(engine, "open_feed", shuffled)]
+    return [patch.object(engine, "open_intake", shuffled)]
 
 
 # Reductions that are left out

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from echelon.engine.exchange import Exchange
+from echelon.engine.run import Run
+from echelon.errors import JobError
 from echelon.plan.certificate import Certificate
-from echelon.testing.ranks import Pool, RankError
-from tests.zoo import prove
+from echelon.plan.plan import Plan
+from echelon.testing.ranks import Pool
+from echelon.world import World
+from tests.zoo import ZOO, prove
 
 
 @pytest.mark.parametrize(
@@ -35,9 +42,30 @@ def test_gradients_lie_as_their_parameters_do() -> None:
     exchange.close()
 
 
-def test_sparse_gradients_are_refused(ranks: Pool) -> None:
-    with pytest.raises(RankError, match=r"bags.0 \(EmbeddingBag\) has sparse=True"):
-        ranks.run(2, prove.prove, "dlrm-sparse", "dp=2", timeout=240)
+def test_sparse_gradients_train_as_in_a_plain_loop() -> None:
+    job = ZOO["dlrm-sparse"]()
+    run = Run(job, Plan(), World())
+    plain = copy.deepcopy(run.model)
+    for bag in plain.bags:
+        bag.sparse = True
+    optimizer = job.optimizer(plain.parameters())
+    for batch in run.batches(3):
+        (micro,) = batch.micros
+        loss = job.loss(plain(*micro.batch[:-1]), micro.batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.step(batch)
+    assert plain.bags[0].weight.grad.is_sparse
+    for mine, theirs in zip(run.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    run.close()
+
+
+def test_an_optimizer_of_sparse_gradients_alone_is_refused() -> None:
+    job = replace(ZOO["dlrm-sparse"](), optimizer=lambda params: torch.optim.SparseAdam(list(params)))
+    with pytest.raises(JobError, match="SparseAdam, which takes sparse gradients alone"):
+        Run(job, Plan(), World())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors stay on the host there, which torch itself refuses")

@@ -42,7 +42,6 @@ IDS = torch.arange(12).view(3, 4)
         (nn.Sequential(nn.Linear(8, 1)), (), 2, None),
         (nn.Sequential(nn.LayerNorm(8)), (), 2, "LayerNorm has vectors only"),
         (nn.Sequential(nn.Linear(1, 2)), (torch.ones(3, 1).double(),), 3, "2 outputs are too few for 3 ranks; use tp=2 or less"),
-        (nn.Sequential(nn.Embedding(12, 4, sparse=True)), (IDS,), 2, "an embedding with sparse gradients is not cut"),
     ],
 )  # fmt: skip
 def test_what_stays_whole_says_why(model: nn.Module, inputs: Any, ways: int, why: str | None) -> None:

@@ -25,8 +25,6 @@ from tests.zoo import ZOO, prove
 
 #: What cannot be proved under dp=2, and what is said of it.
 KNOWN = {
-    # Sparse gradients are not exchanged.
-    "dlrm-sparse": "has sparse=True: sparse gradients are not exchanged",
     # The loss couples samples.
     "moe-balanced": "a sample's loss depends on the others of its batch",
     "hf-clip": "a sample's loss depends on the others of its batch",

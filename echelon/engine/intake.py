@@ -22,7 +22,7 @@ from echelon.job import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class Intake:
     """This rank's batches and how many there are."""
 
     loader: Loader | StreamLoader
@@ -32,7 +32,7 @@ class Feed:
     samples: int = 0
 
 
-def open_feed(job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int) -> Feed:
+def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int) -> Intake:
     """The job's data for the ranks of `data`; refused where they have not the same."""
     pin = ranks.device.type == "cuda"
     if is_stream(job.data):
@@ -43,13 +43,13 @@ def open_feed(job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers
         loader = StreamLoader(
             stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=agree, pin=pin
         )
-        return Feed(loader, job.steps)
+        return Intake(loader, job.steps)
     with ranks.together():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
         order = Order(samples=len(source), batch=job.batch, seed=job.seed)
     _require_equal_data(source, ranks, workers)
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
-    return Feed(
+    return Intake(
         Loader(source, order, rank=data.rank, ranks=data.size, micro=micro, pin=pin, workers=workers),
         total,
         order.steps_per_epoch,
