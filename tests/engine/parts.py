@@ -185,6 +185,17 @@ class Masked(nn.Conv2d):
         return self._conv_forward(x, self.weight * mask, self.bias)
 
 
+class Regularised(nn.Module):
+    """Two layers, of which one is asked to have orthogonal columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down(self.up(x).relu()), (self.up.weight.T @ self.up.weight).square().sum()
+
+
 def _normed() -> nn.Module:
     """A weight that a hook makes of two others."""
     with warnings.catch_warnings():
@@ -272,6 +283,7 @@ CASES: dict[str, Case] = {
     "codebook": Case(Codebook, lambda: (numbers(5, 6),), {"table": "stored", "out": "gather"}),
     "weight norm": Case(lambda: nn.Sequential(weight_norm(nn.Conv1d(6, 8, 3)), nn.ReLU()), lambda: (numbers(3, 6, 9),), {"0.parametrizations.weight": "stored"}),
     "weight norm by a hook": Case(_normed, _x, {"0": "gather", "2": "stored"}),
+    "regularised": Case(Regularised, _x, {"up": "stored", "down": "gather"}),
     "masked convolution": Case(lambda: nn.Sequential(nn.Conv2d(6, 12, 1), nn.ReLU(), Masked(12, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 4, 1)), _image(), {"0": "gather", "2": "stored"}),
     "logits": Case(lambda: Scored(lambda x: x.flatten(0, 1), ids(7, 15)), _x, {"head": "logits"}),
     "logits with ignored rows": Case(lambda: Scored(lambda x: x.float().double().reshape(15, 7), ids(7, 15).where(torch.arange(15) > 4, -1), ignore_index=-1, reduction="sum"), _x, {"head": "logits"}),

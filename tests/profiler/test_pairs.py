@@ -218,3 +218,34 @@ class Conv1D(nn.Module):
 
 def test_the_ranks_rows_must_add_up_to_what_the_row_gave() -> None:
     assert not pairs_of(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), Conv1D(8, 12))).pairs
+
+
+class Read(nn.Module):
+    """Has a parameter of its own, and computes with one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.scale * (weight.t() @ weight).square().sum()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda w: (w.t() @ w).square().sum(), lambda w: (w.T @ w.T.T).square().sum(), lambda w: w.data.mean(), Read()],
+    ids=["method", "property", "data", "module"],
+)
+@pytest.mark.parametrize("place", ["up", "down"])
+def test_a_weight_that_is_read_elsewhere_is_no_part_of_a_pair(read: Any, place: str) -> None:
+    """Each rank would regularise its own rows."""
+
+    class Regularised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.read = Between(F.gelu), read
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) + self.read(getattr(self.block, place).weight)
+
+    assert not pairs_of(Regularised()).pairs
