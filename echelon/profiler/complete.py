@@ -124,7 +124,7 @@ def _tried(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> F
 def _found(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None) -> Found:
     torch.manual_seed(job.seed)
     own = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
-    model, batch = own.eval(), Example(job).batch(2)
+    model, batch = own, Example(job).batch(2)
     if dtype is not None:
         model, batch = lift(model, dtype), _lifted(batch)
     return find(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))

@@ -122,7 +122,7 @@ class _Trial:
         with torch.no_grad():
             for name, value in self._model.named_buffers():
                 value.copy_(self._buffers[name])
-        _seed(part.seed)
+        seed_all(part.seed)
         batch = tree_map(self._cast, self._example.batch(part.size, first=part.first))
         with self._still():
             loss = call_loss(self._job, call_model(self._job, self._model, batch), batch, self._model)
@@ -142,7 +142,7 @@ class _Trial:
 
 def _still_model(job: Job) -> nn.Module:
     """A model of its own, with the values that training starts from, dropout off and batch norms that look at no batch."""
-    _seed(job.seed)
+    seed_all(job.seed)
     model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
     model = model.to("cpu").train()
     silence(model)
@@ -157,7 +157,8 @@ def _still_model(job: Job) -> nn.Module:
     return model
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Every generator that a model may draw from."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)

@@ -11,7 +11,7 @@ Gradients of parameters tell where they are used: they are the whole on each ran
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.plan.placement import Placement, shares
+from echelon.plan.profile import units
 from echelon.plan.segment import Gather, Segment
 from echelon.profiler.blocks import JOINING, Chain, chains, tensors_of
 from echelon.profiler.coupling import first_line
-from echelon.profiler.recorded import Record, WrongError, changed, first, first_of, total_of
+from echelon.profiler.recorded import Record, WrongError, changed, draws, first, first_of, total_of
+from echelon.profiler.rehearsal import alike, mode, rehearsing
+from echelon.profiler.tree import module_tree
 from echelon.profiler.trying import calling, equal
 
 _OPENING = ("column", "attention")  #: cuts that need the whole of their input
@@ -39,27 +42,55 @@ class Segments:
 
 
 def find_segments(model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement]) -> Segments:
-    """The segments of `model` (real numbers, in eval mode), cut by `placements` over `ways` ranks; `step()` computes its loss."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
-    try:
-        runs = list(chains(model, step, placements))
-        why = "" if runs else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
-        found: list[Segment] = []
-        for chain in runs:
-            try:
-                segment, placements = _Trials(model, step, ways, placements, chain).segment()
-                found.append(segment)
-            except WrongError as error:
-                why = f"{chain.units[0]}: {error}"
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    """The segments of `model` (real numbers), cut by `placements` over `ways` ranks; `step()` computes its loss."""
+    drawn = draws(model, step, units(module_tree(model)))
+    with rehearsing(model):
+        return _found(model, alike(model, step), ways, placements, drawn)
+
+
+def _found(
+    model: nn.Module,
+    step: Callable[[], Any],
+    ways: int,
+    placements: Sequence[Placement],
+    drawn: Mapping[str, list[int]],
+) -> Segments:
+    runs = list(chains(model, step, placements))
+    why = "" if runs else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
+    found: list[Segment] = []
+    for chain in runs:
+        try:
+            segment, parted = _Trials(model, step, ways, placements, chain, drawn).segment()
+            with mode(model, training=False):
+                again = _Trials(model, step, ways, placements, chain, drawn) if _evaluates(step) else None
+                if again is not None and again.segment() != (segment, parted):
+                    raise WrongError(
+                        "it works on a part of the sequence in training, and otherwise when it is evaluated"
+                    )
+            found.append(segment)
+            placements = parted
+        except WrongError as error:
+            why = f"{chain.units[0]}: {error}"
     return Segments(tuple(found), tuple(placements), "" if found else why)
+
+
+def _evaluates(step: Callable[[], Any]) -> bool:
+    """Whether the model has a loss when it does not train."""
+    try:
+        return total_of(step()).requires_grad
+    except Exception:
+        return False
 
 
 class _Trials:
     def __init__(
-        self, model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement], chain: Chain
+        self,
+        model: nn.Module,
+        step: Callable[[], Any],
+        ways: int,
+        placements: Sequence[Placement],
+        chain: Chain,
+        drawn: Mapping[str, list[int]],
     ) -> None:
         self.model, self.step, self.ways, self.placements, self.chain = model, step, ways, placements, chain
         inside = [each for each in placements if any(each.path.startswith(unit + ".") for unit in chain.units)]
@@ -78,7 +109,10 @@ class _Trials:
         self.length = self.record.hidden(chain.units[0]).shape[self.dim]
         if self.length < 2 * ways:
             raise WrongError(f"samples of {self.length} positions are too short to try it with {ways} ranks")
-        self.draws = self.record.draws(self.length)
+        sizes = [size for unit in chain.units for size in drawn[unit]]
+        if any(size % self.length for size in sizes):
+            raise WrongError("it draws random numbers for samples as a whole, of which each part would draw its own")
+        self.draws = bool(sizes)
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
         self.choices = self._choices()
         self.level = dict.fromkeys(map(_kind, self.rows), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,7 @@ from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
 from echelon.profiler.hints import hinted
 from echelon.profiler.layers import CONVOLUTIONS, TRANSPOSED, is_flipped, is_plain, outputs
 from echelon.profiler.pairs import Found, find_pairs
+from echelon.profiler.rehearsal import alike, mode, rehearsing
 from echelon.profiler.trying import Pair, calling
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -36,7 +37,7 @@ class Sharding:
 
 
 def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
-    """The cuts of `model` (real numbers, in eval mode) over `ways` ranks; `step()` computes its loss."""
+    """The cuts of `model` (real numbers) over `ways` ranks; `step()` computes its loss."""
     found = find_pairs(model, step, ways, hinted(model))
     pairs = list(_fitting(found.pairs))
     placements = {placement.path: placement for pair in pairs for placement in _placed(model, pair)}
@@ -52,7 +53,8 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
         else:
             whole[path] = why
     _keep_tied(model, placements, whole, pairs, found)
-    resting = _store(model, step, ways, placements, whole, inside)
+    with rehearsing(model):
+        resting = _store(model, alike(model, step), ways, placements, whole, inside)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def share(*cuts: str) -> float:
@@ -245,7 +247,9 @@ def _store(
             whole.setdefault(path, "it shares a parameter")
         elif _resting(module, ways):
             lone.append(path)
-    expected = _total(step)
+    expected = {True: _total(step)}
+    with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
+        expected[False] = _total(step)
     if lone and _hidden(model, step, {path: path for path in lone}, ways, expected):
         where: dict[str, str | None] = {path: path for path in lone}
     else:
@@ -281,13 +285,17 @@ def _shared(model: nn.Module) -> set[int]:
 
 
 def _total(step: Callable[[], Any]) -> float:
-    torch.manual_seed(0)
     (value, *_) = (leaf for leaf in tree_leaves(step()) if isinstance(leaf, Tensor))
     return float(value.detach().double())
 
 
-def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: float) -> bool:
-    """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs."""
+def _hidden(
+    model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: Mapping[bool, float]
+) -> bool:
+    """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs.
+
+    `expected`: the loss in training, and in evaluation where it has one.
+    """
     called: set[str] = set()
 
     def around(path: str, within: str) -> Callable[..., Any]:
@@ -320,8 +328,11 @@ def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str]
             for own in values.values():
                 for value in own.values():
                     value.fill_(math.nan)
-            with torch.enable_grad():
-                return math.isclose(_total(step), expected, rel_tol=1e-9) and called == set(places)
+            for training, total in expected.items():
+                with torch.enable_grad(), mode(model, training=training):
+                    if not math.isclose(_total(step), total, rel_tol=1e-9):
+                        return False
+            return called == set(places)
         except Exception:  # code that looks at values may refuse those
             return False
         finally:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from echelon.nn.views import Fitted
 from echelon.plan.placement import portion, shares
 from echelon.profiler.layers import channelwise, is_flipped, is_linear, outputs
+from echelon.profiler.rehearsal import mode, on_copies
 
 _EQUAL = 1e-9
 
@@ -57,15 +58,16 @@ class Pair:
 
     candidate: Candidate
     layout: Layout
-    draws: bool  #: whether the module that holds it draws random numbers in training
     #: Parameters that stay whole and act on the columns (a learnt scale, a norm of each head): each rank has a share of their gradients.
-    partial: tuple[str, ...] = ()
+    partial: tuple[str, ...]
+    draws: bool  #: whether the module that holds it draws random numbers in training
 
 
 @dataclass(slots=True)
 class Seen:
     """The call of the module that holds a pair, what came out of it, and what the row in it was given and gave."""
 
+    training: bool
     holder: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -81,7 +83,7 @@ class Seen:
 
 
 def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[], Any]) -> dict[Candidate, Seen]:
-    """The model as it is."""
+    """What the candidates do in the model as it is."""
     above = {each: list(_above(each.paths)) for each in candidates}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     outs: dict[str, Any] = {}
@@ -114,7 +116,7 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
         if holder is not None and candidate.row in rows:
             module: Any = model.get_submodule(candidate.row)
             dim = -1 if is_linear(module) else -1 - len(module.kernel_size)
-            found[candidate] = Seen(holder, *calls[holder], outs[holder], *rows[candidate.row], dim)
+            found[candidate] = Seen(model.training, holder, *calls[holder], outs[holder], *rows[candidate.row], dim)
     return found
 
 
@@ -149,12 +151,14 @@ def _above(paths: Sequence[str]) -> Iterator[str]:
         yield ".".join(shared[:length])
 
 
-def tried(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Seen, ways: int) -> Pair | None:
-    """The candidate as a pair, in the first way that works."""
-    for layout in _layouts(model, candidate, seen, ways):
-        if _works(model, candidate, seen, layout):
-            partial = _partial(model, step, candidate, seen)
-            return None if partial is None else Pair(candidate, layout, _draws(model, seen), partial)
+def tried(
+    model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Sequence[Seen], ways: int
+) -> tuple[Layout, tuple[str, ...]] | None:
+    """The first layout that works in every run that was `seen`, the first of which was in training, and what is partial then."""
+    for layout in _layouts(model, candidate, seen[0], ways):
+        if all(_works(model, candidate, each, layout) for each in seen):
+            partial = _partial(model, step, candidate, seen[0])
+            return None if partial is None else (layout, partial)
     return None
 
 
@@ -228,6 +232,8 @@ def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -
     ways = layout.ways
     if any(not shares(size, ways, layout.unit)[-1] for size in (*sizes, seen.width)):
         return False
+    if torch.equal(seen.reached, seen.reached.roll(1, seen.dim)):
+        return False  # columns that are all alike tell nothing
     if not _adds_up(model.get_submodule(candidate.row), seen, layout):
         return False
     if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
@@ -269,7 +275,7 @@ def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, se
 
     args, kwargs = tree_map(given, copied((seen.args, seen.kwargs)))
     own = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    with ExitStack() as stack, torch.enable_grad():
+    with on_copies(model.get_submodule(seen.holder)), ExitStack() as stack, torch.enable_grad():
         for path in (*candidate.columns, *candidate.between):
             module = model.get_submodule(path)
             stack.enter_context(calling(module, _detached(module.forward)))
@@ -298,26 +304,6 @@ def _only_there(model: nn.Module, step: Callable[[], Any], row: str, parameters:
     return all(grad is None for grad in grads)
 
 
-def _draws(model: nn.Module, seen: Seen) -> bool:
-    holder = model.get_submodule(seen.holder)
-    args, kwargs = _plain((seen.args, seen.kwargs))
-    buffers = [(value, value.clone()) for value in holder.buffers()]
-    before = torch.random.get_rng_state()
-    try:
-        holder.train()
-        with torch.no_grad():
-            holder(*args, **kwargs)
-        return not torch.equal(before, torch.random.get_rng_state())
-    except Exception:  # it does not run so: to be on the safe side
-        return True
-    finally:
-        holder.eval()
-        torch.random.set_rng_state(before)
-        with torch.no_grad():
-            for value, old in buffers:  # of batch norms
-                value.copy_(old)
-
-
 def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> bool:
     dealt = shares(seen.width, layout.ways, layout.unit)
     wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
@@ -332,7 +318,11 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
 
     row = model.get_submodule(candidate.row)
     fitted = nullcontext() if layout.fits is None else Fitted(seen.width, dealt[rank])
-    with _divided(model, layout, seen.width, rank), _cut(model, candidate, layout, rank), calling(row, answer), fitted:
+    with mode(holder, training=seen.training), on_copies(holder), ExitStack() as stack:
+        stack.enter_context(_divided(model, layout, seen.width, rank))
+        stack.enter_context(_cut(model, candidate, layout, rank))
+        stack.enter_context(calling(row, answer))
+        stack.enter_context(fitted)
         try:
             out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
