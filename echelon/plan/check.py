@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.cuts import cut_bytes
 from echelon.plan.plan import Plan, Precision
-from echelon.plan.profile import Profile
+from echelon.plan.profile import Profile, Rule
 from echelon.plan.split import rounds
 from echelon.plan.stages import INTERLEAVING, stage_count
 
@@ -49,7 +49,11 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
 
 def require(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> tuple[Problem, ...]:
     """Raise if the plan cannot be executed; returns the warnings."""
-    problems = check(plan, profile, cluster)
+    return refuse(plan, check(plan, profile, cluster))
+
+
+def refuse(plan: Plan, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Raise if one of the problems is an error; returns the others."""
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise PlanError(
@@ -112,6 +116,21 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
         yield Problem(
             path="segments", value=len(plan.segments), rule="they say where the sequence is cut, and `sequence` is not asked for",
             remedy="add `sequence`, or leave segments out",
+        )  # fmt: skip
+
+
+def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem]:
+    """Whether they can work on the pieces of parameters that tp leaves to each rank."""
+    whole = next((each for each in optimizers if each.whole), None)
+    if plan.mesh.tp > 1 and whole is not None:
+        why = (
+            f"could not be tried on pieces of parameters ({whole.untried})"
+            if whole.untried
+            else "computes with norms or factors of whole parameters"
+        )
+        yield Problem(
+            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank",
+            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
         )  # fmt: skip
 
 
@@ -229,12 +248,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="tp", value=tp, rule=f"only {cut_bytes(plan, profile):.0%} of the parameters' bytes are cut, the rest is whole on every rank",
             remedy=f"use {instead}", severity="warning",
         )  # fmt: skip
-    whole = next((each.name for each in profile.optimizers if each.whole), None)
-    if tp > 1 and whole is not None:
-        yield Problem(
-            path="tp", value=tp, rule=f"{whole} computes with norms or factors of whole parameters, and tp leaves pieces of them to each rank",
-            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
-        )  # fmt: skip
+    yield from check_optimizers(plan, profile.optimizers)
     if pp > 1 and not units:
         yield Problem(
             path="pp", value=pp, remedy=f"use {instead}",

@@ -14,16 +14,17 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import EchelonError, PlanError
 from echelon.job import Job, call_loss, call_model, lift
-from echelon.plan.check import require
+from echelon.plan.check import check_optimizers, refuse, require
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, fingerprint
+from echelon.plan.profile import Profile, Rule, fingerprint
 from echelon.plan.stages import find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
+from echelon.profiler.optimizer import rules
 from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Sharding, shard
 
@@ -35,6 +36,11 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
 
     A plan that cannot be completed is refused with what to use instead.
     """
+    known = profile or (_outline(job) if plan.mesh.tp > 1 else None)
+    if known is not None:
+        refuse(
+            plan, tuple(check_optimizers(plan, known.optimizers))
+        )  # before the cuts are looked for, which takes longer
     if not plan.open:
         return plan
     if plan.mesh.tp > 1 and not plan.placements:
@@ -47,7 +53,7 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     if plan.mesh.pp > 1 and not plan.stages:
         plan = _staged(plan, job, profile)
     require(plan)
-    return dataclasses.replace(plan, model=plan.model or (profile.model if profile else _fingerprint(job)))
+    return dataclasses.replace(plan, model=plan.model or (known or _outline(job)).model)
 
 
 def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
@@ -70,10 +76,23 @@ def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
         return shared, str(error)
 
 
-def _fingerprint(job: Job) -> str:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Outline:
+    """What is known of a job without running it, in the names that its profile has for it."""
+
+    model: str
+    optimizers: tuple[Rule, ...]
+
+
+def _outline(job: Job) -> _Outline:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        named = list(built(job).named_parameters())
-    return fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
+        model = built(job)
+    named = list(model.named_parameters())
+    optimizers, _ = rules(job, {name: value for name, value in named if value.requires_grad})
+    return _Outline(
+        model=fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named),
+        optimizers=optimizers,
+    )
 
 
 def _cut(plan: Plan, job: Job) -> Plan:
