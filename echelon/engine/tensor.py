@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from echelon.engine.attention import attention
 from echelon.engine.axis import Axis
+from echelon.engine.bounds import require_inside
 from echelon.engine.layout import Piece
 from echelon.engine.logits import Logits
 from echelon.engine.sequence import divide, holds, part_sequence
@@ -242,6 +243,7 @@ def _vocabulary(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
     def here(ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this rank's part, and which of them are its own."""
+        require_inside(ids, sum(sizes), type(module).__name__)
         mine = ids - start
         inside = (mine >= 0) & (mine < length)
         return mine.where(inside, 0), inside

@@ -318,6 +318,25 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+class Targets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 7)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), target)
+
+
+#: Models, inputs that are right, and such as one device refuses.
+STRANGE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], tuple[Any, ...]]] = {
+    "id": (lambda: nn.Embedding(11, 6), (ids(11, 4),), (torch.tensor([3, 11]),)),
+    "negative id": (lambda: nn.Embedding(11, 6), (ids(11, 4),), (torch.tensor([3, -1]),)),
+    "bag": (lambda: nn.EmbeddingBag(11, 6, mode="sum"), (ids(11, 2, 4),), (torch.tensor([[3, 11]]),)),
+    "target": (Targets, (numbers(3, 12), torch.tensor([0, 6, -100])), (numbers(3, 12), torch.tensor([0, 7, 1]))),
+    "negative target": (Targets, (numbers(3, 12), ids(7, 3)), (numbers(3, 12), torch.tensor([0, -1, 1]))),
+}
+
+
 @dataclass(frozen=True)
 class Compared:
     """A model and itself cut: the cuts, the worst relative difference by kind, and the share of the parameters kept here."""
@@ -383,6 +402,28 @@ def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
         worst[group] = max((_parts_apart(*pair, kept.get(n)) for n, pair in values.items()), default=0.0)
     share = sum(p.numel() for p in mine.values()) / sum(p.numel() for p in whole.parameters())
     return Compared({each.path: each.cut for each in found.placements}, worst, share, gathers)
+
+
+def strange(world: World) -> dict[str, str]:
+    """What is said of ids and targets that are out of range, by a model cut over all ranks; "": nothing."""
+    ranks, told = Ranks(world, torch.device("cpu")), dict[str, str]()
+    try:
+        axis = Axis(ranks.axes(Mesh(tp=world.size))["tp"])
+        for name, (make, good, bad) in STRANGE.items():
+            model = make().double()
+            found = shard(model, lambda model=model, good=good: _loss(model(*good)), axis.size)
+            kept = pieces(model, found.placements, axis)
+            install(model, found.placements, axis)
+            cut(model, kept)
+            told[name] = ""
+            model(*good)
+            try:
+                model(*bad)
+            except IndexError as error:
+                told[name] = str(error)
+    finally:
+        ranks.close()
+    return told
 
 
 def _leaf(value: Any) -> Any:
