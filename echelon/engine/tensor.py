@@ -104,7 +104,7 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             }
             own = {f"{path}.{name}" for name in sizes}
             stored.setdefault(placement.within, []).append(
-                (module, sizes, axis.collected if own & partial else axis.gathered)
+                (path, module, sizes, axis.collected if own & partial else axis.gathered)
             )
         elif placement.cut in _FORWARDS:
             module.forward = _FORWARDS[placement.cut](module, inside)
@@ -277,8 +277,8 @@ _FORWARDS: dict[str, Callable[[Any, Axis], Callable[..., Any]]] = {
 }
 
 
-#: A module, its parameters that are cut at rest with their dims and sizes, and what puts them together.
-_Stored = tuple[nn.Module, dict[str, tuple[int, list[int]]], Callable[[Tensor, int, Sequence[int]], Tensor]]
+#: A module and its path, its parameters that are cut at rest with their dims and sizes, and what puts them together.
+_Stored = tuple[str, nn.Module, dict[str, tuple[int, list[int]]], Callable[[Tensor, int, Sequence[int]], Tensor]]
 
 
 def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> None:
@@ -289,14 +289,14 @@ def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> N
     def whole() -> Iterator[None]:
         kept: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
-            for module, sizes, together in modules:
+            for where, module, sizes, together in modules:
                 for name, (dim, dealt) in sizes.items():
                     value = module._parameters[name]
                     if not isinstance(value, nn.Parameter) or value.is_meta:
                         continue  # whole already, within an outer call; or another stage's
                     if isinstance(value, DTensor):
                         raise PlanError(
-                            f"{name} of {type(module).__name__} is used all over {path or 'the model'} and zero shards a part of that by "
+                            f"{where}.{name} is cut at rest and used all over {path or 'the model'}, and zero shards a part of that by "
                             "itself; use zero=0 with tp"
                         )
                     kept.append((module, name, value))

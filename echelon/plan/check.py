@@ -10,6 +10,7 @@ from typing import Any, Literal
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.cuts import cut_bytes
+from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile, Rule
 from echelon.plan.split import rounds
@@ -134,6 +135,38 @@ def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem
         )  # fmt: skip
 
 
+def check_stored(plan: Plan, units: Sequence[str], visits: Sequence[str] = ()) -> Iterator[Problem]:
+    """Whether weights that are cut at rest are whole wherever they are used. They are while the module `within` runs, and a block runs
+    without it where ZeRO gathers it by itself or backward computes it again. `units`: the blocks; `visits`: what a pipeline calls."""
+    instead = f"dp={plan.ranks} zero=3, which cuts no module"
+    if plan.sharded and (plan.mesh.pp > 1 or not plan.whole):
+        for each, unit in _torn(plan, visits if plan.mesh.pp > 1 else units):
+            yield Problem(
+                path="zero", value=plan.zero, rule=f"{each.path} is used all over {each.within or 'the model'}, and zero={plan.zero} shards {unit} by itself",
+                remedy=f"{'use' if plan.mesh.pp > 1 else 'add `whole`, or use'} zero=0, or {instead}; or have its weight read by calling it",
+            )  # fmt: skip
+    if plan.recompute != "none":
+        for each, unit in _torn(plan, units):
+            yield Problem(
+                path="recompute", value=plan.recompute,
+                rule=f"{each.path} is used all over {each.within or 'the model'}, and {unit} would be computed again after that, with a piece of its weight",
+                remedy=f"leave `recompute` out, or use {instead}; or have its weight read by calling it",
+            )  # fmt: skip
+
+
+def _torn(plan: Plan, units: Sequence[str]) -> Iterator[tuple[Placement, str]]:
+    """The first weight that is cut at rest, in one of `units`, and put together around that unit."""
+    for each in plan.placements:
+        for unit in units if each.cut == "stored" else ():
+            if _inside(each.path, unit) and not _inside(each.within, unit):
+                yield each, unit
+                return
+
+
+def _inside(path: str, unit: str) -> bool:
+    return path == unit or path.startswith(f"{unit}.")
+
+
 def _pipeline(plan: Plan) -> Iterator[Problem]:
     pp, count = plan.mesh.pp, stage_count(plan)
     if pp == 1:
@@ -249,6 +282,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             remedy=f"use {instead}", severity="warning",
         )  # fmt: skip
     yield from check_optimizers(plan, profile.optimizers)
+    yield from check_stored(plan, profile.units, [visit.path for visit in profile.visits])
     if pp > 1 and not units:
         yield Problem(
             path="pp", value=pp, remedy=f"use {instead}",

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import EchelonError, PlanError
 from echelon.job import Job, call_loss, call_model, lift
-from echelon.plan.check import check_optimizers, refuse, require
+from echelon.plan.check import check_optimizers, check_stored, refuse, require
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, Rule, fingerprint
+from echelon.plan.profile import Profile, Rule, fingerprint, units
 from echelon.plan.stages import find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
@@ -27,6 +27,7 @@ from echelon.profiler.example import Example
 from echelon.profiler.optimizer import rules
 from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Sharding, shard
+from echelon.profiler.tree import module_tree
 
 Found = TypeVar("Found")
 
@@ -53,6 +54,8 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     if plan.mesh.pp > 1 and not plan.stages:
         plan = _staged(plan, job, profile)
     require(plan)
+    if known is not None:
+        refuse(plan, tuple(check_stored(plan, known.units)))
     return dataclasses.replace(plan, model=plan.model or (known or _outline(job)).model)
 
 
@@ -82,6 +85,7 @@ class _Outline:
 
     model: str
     optimizers: tuple[Rule, ...]
+    units: tuple[str, ...]
 
 
 def _outline(job: Job) -> _Outline:
@@ -92,6 +96,7 @@ def _outline(job: Job) -> _Outline:
     return _Outline(
         model=fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named),
         optimizers=optimizers,
+        units=units(module_tree(model)),
     )
 
 
