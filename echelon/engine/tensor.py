@@ -29,6 +29,7 @@ from echelon.engine.layout import Piece
 from echelon.engine.logits import Logits
 from echelon.engine.sequence import divide, holds, part_sequence
 from echelon.errors import PlanError
+from echelon.nn.recurrent import relist
 from echelon.nn.views import Fitted
 from echelon.plan.placement import Placement, portion, shares
 from echelon.plan.segment import Segment
@@ -68,13 +69,7 @@ def cut(model: nn.Module, found: Mapping[str, Piece]) -> None:
                         whole = isinstance(value, nn.Parameter)
                         done[id(value)] = nn.Parameter(part, value.requires_grad) if whole else part
                     slots[name] = done[id(value)]  # type: ignore[assignment]
-        _flatten(module)
-
-
-def _flatten(module: nn.Module) -> None:
-    """Recurrent layers keep a second list of their weights."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        relist(module)
 
 
 # What is computed
@@ -301,12 +296,12 @@ def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> N
                         )
                     kept.append((module, name, value))
                     module._parameters[name] = together(value, dim, dealt)  # type: ignore[assignment]
-                _flatten(module)
+                relist(module)
             yield
         finally:
             for module, name, value in kept:
                 module._parameters[name] = value
-                _flatten(module)
+                relist(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with whole():

@@ -120,7 +120,7 @@ def _cut(plan: Plan, job: Job) -> Plan:
 
 def _parted(plan: Plan, job: Job) -> Plan:
     """With where each rank has a part of the sequence."""
-    found = _tried(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
+    found = _looked_at(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
     if not found.segments:
         raise PlanError(
             f"sequence: no blocks of the model work on a part of the sequence ({found.why}); put what mixes positions into "
@@ -131,10 +131,10 @@ def _parted(plan: Plan, job: Job) -> Plan:
 
 def cuts(job: Job, ways: int) -> Sharding:
     """How the job's model is cut over so many ranks, and what stays whole."""
-    return _tried(job, lambda model, step: shard(model, step, ways))
+    return _looked_at(job, lambda model, step: shard(model, step, ways))
 
 
-def _tried(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
+def _looked_at(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
     """What `find(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
     with random_states():
         try:

@@ -2,7 +2,7 @@
 
     up ──> activation ──> down          q, k, v ──> heads ──> out          convolution ──> batch norm ──> convolution
 
-Candidates follow from who reads whom; whether one works is tried (trying.py). Modules in between that learn something channel by channel
+Candidates follow from who reads whom; whether one works is tried (columns.py). Modules in between that learn something channel by channel
 (batch norm, a depthwise convolution) are cut along.
 """
 
@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from echelon.profiler.columns import Pair, find_layout, watched
 from echelon.profiler.layers import channelwise, is_product
+from echelon.profiler.layouts import Candidate
 from echelon.profiler.rehearsal import alike, drawing, mode, rehearsing
-from echelon.profiler.trying import Candidate, Pair, tried, watched
 from echelon.profiler.visits import Follower, Visit, intercepted
 
 
@@ -71,7 +72,7 @@ def _found(
     pairs: dict[str, Pair] = {}
     for each in candidates:
         if each.row not in pairs and each in seen[0]:
-            found = tried(model, step, each, [run[each] for run in seen if each in run], ways)
+            found = find_layout(model, step, each, [run[each] for run in seen if each in run], ways)
             if found is not None:
                 pairs[each.row] = Pair(each, *found, seen[0][each].holder in draws)
     read = {source for visit in trains.visits for source, _ in visit.reads}

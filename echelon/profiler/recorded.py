@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.profiler.blocks import Chain, tensors_of
 from echelon.profiler.coupling import random_states
-from echelon.profiler.rehearsal import alike, mode
-from echelon.profiler.trying import calling, equal
+from echelon.profiler.rehearsal import alike, calling, equal, mode
 
 
 class WrongError(Exception):

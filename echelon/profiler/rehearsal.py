@@ -6,12 +6,14 @@ draws the same each time. Each run starts from the same buffers: batch norms cou
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from echelon.profiler.coupling import random_states, seed_all
 from echelon.profiler.still import Hold, Stillness, silenced
@@ -118,7 +120,7 @@ def drawing(model: nn.Module, step: Callable[[], Any]) -> set[str]:
     hooks = []
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(before, prepend=True))
-        hooks.append(module.register_forward_hook(after(path)))
+        hooks.append(module.register_forward_hook(after(path), always_call=True))
     try:
         with random_states(), mode(model, training=True):
             alike(model, step)()
@@ -126,3 +128,45 @@ def drawing(model: nn.Module, step: Callable[[], Any]) -> set[str]:
         for hook in hooks:
             hook.remove()
     return found
+
+
+# Two runs side by side
+
+
+@contextmanager
+def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """`module` computes something else for a while."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before
+
+
+def copied(tree: Any) -> Any:
+    """Tensors copied, so that what happens later does not change them; anything else copied if it can be."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        try:
+            return copy.copy(leaf)
+        except Exception:  # not ours: kept as it is
+            return leaf
+
+    return tree_map(one, tree)
+
+
+def equal(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
+    """Whether two tensors are the same but for rounding, by the size of the second or `scale`."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):  # masks hold infinities
+        return torch.equal(a, b)
+    size = b.abs().max().clamp(min=max(scale, 1e-30))
+    bound = 1e-9 if b.dtype is torch.float64 else 1e-5
+    return bool((a - b).abs().max() <= bound * size)

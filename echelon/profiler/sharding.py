@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from echelon.nn.recurrent import relist
 from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
+from echelon.profiler.columns import Pair
 from echelon.profiler.hints import hinted
 from echelon.profiler.layers import CONVOLUTIONS, TRANSPOSED, is_flipped, is_plain, outputs
 from echelon.profiler.pairs import Found, find_pairs
-from echelon.profiler.rehearsal import alike, mode, rehearsing
-from echelon.profiler.trying import Pair, calling
+from echelon.profiler.rehearsal import alike, calling, mode, rehearsing
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -356,17 +357,11 @@ def _replaced(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[No
     before = dict(module._parameters)
     try:
         module._parameters.update(values)
-        _flatten(module)
+        relist(module)
         yield
     finally:
         module._parameters.update(before)
-        _flatten(module)
-
-
-def _flatten(module: nn.Module) -> None:
-    """Recurrent layers keep a second list of their weights."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        relist(module)
 
 
 def _bytes(model: nn.Module, placements: Iterable[Placement]) -> float:

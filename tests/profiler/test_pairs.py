@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.profiler.hints import hinted
+from echelon.profiler.layouts import Candidate
 from echelon.profiler.pairs import Found, find_pairs
-from echelon.profiler.trying import Candidate
 
 
 def pairs_of(model: nn.Module, *inputs: Any, ways: int = 2, hints: bool = False) -> Found:
