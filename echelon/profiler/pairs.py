@@ -31,7 +31,7 @@ class Found:
     """What a model's modules can be cut into."""
 
     pairs: tuple[Pair, ...]
-    called: frozenset[str]  #: modules without children that forward calls
+    called: frozenset[str]  #: modules without children, and attention, that forward calls
     touched: frozenset[int]  #: parameters that are also used outside the calls of what holds them, by identity
     sized: frozenset[int]  #: parameters whose sizes are read outside the module that holds them, by identity
     scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
@@ -86,7 +86,7 @@ def _found(
 
 
 def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:
-    leaves = [path for path, module in model.named_modules() if not list(module.children()) and _holds(module)]
+    leaves = [path for path, module in model.named_modules() if _holds(module)]
     follower = _Reads(model)
     with intercepted(model, leaves, follower.around), follower:
         loss = step()  # with gradients: some forwards take them
@@ -150,6 +150,9 @@ class _Foreign(TorchFunctionMode):
 
 
 def _holds(module: nn.Module) -> bool:
+    """Whether a module's parameters are its own business: one without children, or attention, which does not call its child."""
+    if list(module.children()) and type(module) is not nn.MultiheadAttention:
+        return False
     return next(module.parameters(), None) is not None or channelwise(module) is not None
 
 

@@ -129,16 +129,16 @@ def _resting(module: nn.Module, ways: int) -> tuple[Slice, ...]:
 
 def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Placement | None, str]:
     """The cut that needs no partner, or why there is none."""
-    if type(module) is nn.MultiheadAttention:
-        return _heads(module, path, ways)
     if path not in found.called:
         how = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
         return None, f"{type(module).__name__} {how}"
-    own = {id(value) for value in module.parameters(recurse=False)}
+    own = {id(value) for value in module.parameters()}
     if found.touched & own:
         return None, "its parameters are also used outside of it"
     if found.sized & own:
         return None, "the sizes of its parameters are read outside of it"
+    if type(module) is nn.MultiheadAttention:
+        return _heads(module, path, ways)
     table, linear = type(module) in _TABLES, type(module) is nn.Linear or is_flipped(module)
     if not (table or linear or type(module) in (*CONVOLUTIONS, *TRANSPOSED)):
         return None, f"no rule to cut {type(module).__name__}"
