@@ -180,6 +180,24 @@ def groups(params: Any) -> torch.optim.Optimizer:
     )
 
 
+def by_depth(named: Any) -> torch.optim.Optimizer:
+    """A rate for each layer: as many groups as a stage has parameters."""
+    return torch.optim.AdamW(
+        [{"params": [value], "lr": 1e-2 * 0.8 ** int(name.split(".")[0])} for name, value in named], weight_decay=0.1
+    )
+
+
+def warmed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule that holds schedules, each with rates by group."""
+    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [3])
+
+
+def layered(layers: int, **changes: Any) -> Job:
+    return mlp(model=lambda: MLP(width=12, layers=layers, inputs=8, classes=4), optimizer=by_depth, **changes)
+
+
 JOBS: dict[str, Callable[[], Job]] = {
     "mlp": mlp,
     "clip": lambda: mlp(clip=0.1),
@@ -196,6 +214,9 @@ JOBS: dict[str, Callable[[], Job]] = {
     "two": lambda: mlp(optimizer=two_optimizers),
     "groups": lambda: mlp(optimizer=groups),
     "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
+    "layers": lambda: layered(4),
+    "uneven layers": lambda: layered(3),
+    "warmed layers": lambda: layered(3, schedule=warmed),
     "stream": lambda: mlp(data=Numbers(lambda: 38), epochs=None, steps=5),
     "averages": lambda: mlp(model=Averages),
     "dropout": lambda: mlp(model=lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))),
@@ -321,6 +342,25 @@ def resumed(world: World, name: str, plan: str, folder: str) -> dict[str, Any]:
     last = run.gather()
     run.close()
     return {"begin": begin, "losses": losses, "first": first, "last": last}
+
+
+def rates(world: World, name: str, plan: str, folder: str | None = None) -> list[dict[str, float]]:
+    """Each parameter's learning rate on this rank before every step and after the last; from a checkpoint on, where one is given."""
+    run = live(world, name, plan)
+    if folder is not None:
+        run.load(Path(folder))
+
+    def now() -> dict[str, float]:
+        known = {id(value): key for key, value in run.model.named_parameters()}
+        found = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+        return {known[id(value)]: group["lr"] for group in found for value in group["params"]}
+
+    noted = [now()]
+    for batch in run.batches():
+        run.step(batch)
+        noted.append(now())
+    run.close()
+    return noted
 
 
 def evaluated(world: World, name: str, plan: str, metrics: bool = True) -> dict[str, float]:
