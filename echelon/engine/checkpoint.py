@@ -119,13 +119,14 @@ def load(run: Run, folder: Path) -> None:
         manifest = read_manifest(folder)
         _require_fits(run, manifest, optimizers, folder)
         require_whole(folder, manifest, run.world)
-    reader = Reader(folder)
-    metadata = reader.read_metadata()
-    _make_room(run, metadata)
-    moments = _room(run, metadata, folder)
-    wanted = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
-    wanted |= {f"optimizer/{name}": _stored(run, name, value) for name, value in moments.items()}
-    _require_there(wanted, metadata, folder)
+        # A stage may lack what others have: it must say so before they wait for it in torch's reading.
+        reader = Reader(folder)
+        metadata = reader.read_metadata()
+        _make_room(run, metadata)
+        moments = _room(run, metadata, folder)
+        wanted = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
+        wanted |= {f"optimizer/{name}": _stored(run, name, value) for name, value in moments.items()}
+        _require_there(wanted, metadata, folder)
     try:
         with quietly():
             load_tensors(wanted, storage_reader=reader, no_dist=run.world.size == 1)

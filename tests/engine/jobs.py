@@ -195,7 +195,24 @@ def warmed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
 
 
 def layered(layers: int, **changes: Any) -> Job:
-    return mlp(model=lambda: MLP(width=12, layers=layers, inputs=8, classes=4), optimizer=by_depth, **changes)
+    parts: dict[str, Any] = {"model": lambda: MLP(width=12, layers=layers, inputs=8, classes=4), "optimizer": by_depth}
+    return mlp(**parts | changes)
+
+
+def counting() -> nn.Module:
+    """The model of "layers" with a buffer in its last layer, which no older checkpoint has."""
+    model = MLP(width=12, layers=4, inputs=8, classes=4)
+    model[-1].register_buffer("seen", torch.zeros(2))
+    return model
+
+
+def head_apart(named: Any, *, leave_out: bool = False) -> list[torch.optim.Optimizer]:
+    """An optimizer for the last layer alone; `leave_out`: made only where there is something to train with it."""
+    pairs = list(named)
+    head = [value for name, value in pairs if name.startswith("6.")]
+    rest = [value for name, value in pairs if not name.startswith("6.")]
+    kinds = [(torch.optim.SGD, head), (torch.optim.AdamW, rest)]
+    return [kind(values, lr=1e-2) for kind, values in kinds if values or not leave_out]
 
 
 JOBS: dict[str, Callable[[], Job]] = {
@@ -215,6 +232,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "groups": lambda: mlp(optimizer=groups),
     "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
     "layers": lambda: layered(4),
+    "layers counted": lambda: layered(4, model=counting),
     "uneven layers": lambda: layered(3),
     "warmed layers": lambda: layered(3, schedule=warmed),
     "stream": lambda: mlp(data=Numbers(lambda: 38), epochs=None, steps=5),
@@ -309,10 +327,13 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "detached": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output.detach(), batch[-1])),
         "held elsewhere": lambda: mlp(model=HeldElsewhere),
         "no items": lambda: mlp(loss=lambda output, batch: (output.sum() * 0, 0)),
+        "nothing for the head": lambda: layered(4, optimizer=head_apart),
+        "other optimizers": lambda: layered(4, optimizer=lambda named: head_apart(named, leave_out=True)),
     }
     run = None
     try:
-        run = Run(jobs[name](), from_text(plan), world)
+        job = jobs[name]()
+        run = Run(job, complete(from_text(plan), job), world)
         for batch in run.batches():
             run.step(batch)
     except (EchelonError, ZeroDivisionError) as error:

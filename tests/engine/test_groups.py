@@ -12,7 +12,7 @@ import torch
 
 from echelon.engine.run import Run
 from echelon.engine.stored import MANIFEST
-from echelon.errors import ForeignCheckpoint
+from echelon.errors import ForeignCheckpoint, JobError
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
@@ -96,3 +96,21 @@ def test_optimizers_of_other_parameters_are_refused(tmp_path: Path) -> None:
     job = replace(JOBS["two"](), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
     with pytest.raises(ForeignCheckpoint, match="its optimizers cover other parameters"):
         Run(job, Plan(), World()).load(tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing for the head", "this stage has no parameter for one of the optimizers (it trains 0.weight, 0.bias, 2.weight, ...): use one"),
+        ("other optimizers", "optimizer= gives AdamW on rank 0 and SGD, AdamW on rank 1, whose stage has other parameters"),
+    ],
+)  # fmt: skip
+def test_a_stage_without_parameters_for_an_optimizer_is_told_on_every_rank(ranks: Pool, name: str, words: str) -> None:
+    found = ranks.run(2, "tests.engine.jobs:failure", name, "pp=2 micro=2")
+    assert all(each.startswith("JobError") and words in each for each in found), found
+
+
+def test_an_optimizer_without_parameters_is_told() -> None:
+    job = replace(JOBS["layers"](), optimizer=lambda named: torch.optim.SGD([v for n, v in named if n == "none"]))
+    with pytest.raises(JobError, match=r"one of the optimizers is given no parameter of the model's \(0\.weight"):
+        Run(job, Plan(), World())
