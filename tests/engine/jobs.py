@@ -149,13 +149,13 @@ class Averages(nn.Module):
 
 
 class Numbers(IterableDataset):
-    """A stream of as many samples as `length(rank)` says."""
+    """A stream of as many samples as `length()` says, or of every `every`th from `first` on, as those do that deal samples out."""
 
-    def __init__(self, length: Callable[[], int]) -> None:
-        self.length = length
+    def __init__(self, length: Callable[[], int], first: int = 0, every: int = 1) -> None:
+        self.length, self.first, self.every = length, first, every
 
     def __iter__(self):  # type: ignore[no-untyped-def]
-        for i in range(self.length()):
+        for i in range(self.first, self.length(), self.every):
             yield numbers(8, seed=i), torch.tensor(i % 4)
 
 
@@ -189,9 +189,9 @@ def by_depth(named: Any) -> torch.optim.Optimizer:
 
 def warmed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """A schedule that holds schedules, each with rates by group."""
-    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [3])
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [4])
 
 
 def layered(layers: int, **changes: Any) -> Job:
@@ -319,6 +319,9 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "models differ": lambda: mlp(model=lambda: MLP(width=12 + world.rank, layers=3, inputs=8, classes=4)),
         "data differ": lambda: mlp(data=TensorDataset(numbers(53 - world.rank, 8), classes(53 - world.rank))),
         "stream ends": lambda: mlp(data=Numbers(lambda: 37 if world.rank else 21), epochs=None, steps=5),
+        "stream dealt out": lambda: mlp(data=Numbers(lambda: 200, world.rank, world.size), epochs=None, steps=2),
+        "same stream": lambda: mlp(data=Numbers(lambda: 200), epochs=None, steps=2),
+        "evaluation dealt out": lambda: mlp(evaluation=Numbers(lambda: 40, world.rank, world.size)),
         "factory fails": lambda: mlp(model=lambda: MLP(width=12, layers=3, inputs=8) if world.rank else 1 / 0),
         "nan": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1]) / 0 * 0),
         "few": lambda: mlp(data=TensorDataset(numbers(17, 8), classes(17)), batch=16),
@@ -336,6 +339,8 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         run = Run(job, complete(from_text(plan), job), world)
         for batch in run.batches():
             run.step(batch)
+        if job.evaluation is not None:
+            run.evaluate()
     except (EchelonError, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
