@@ -112,7 +112,7 @@ class Run:
         whole = self._parameters if self._sharding is None else self._sharding.loose
         if self.data.size > 1 and whole:
             self._exchange = Exchange(whole, plan.bucket, self.data.group)
-        self.optimizers = make_optimizers(job, self.model, fused=plan.fused)
+        self.optimizers = make_optimizers(job, self.model, self.ranks, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         self._statistics = StepStatistics(self.model, self.data)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
