@@ -30,7 +30,9 @@ class Found:
 
     pairs: tuple[Pair, ...]
     called: frozenset[str]  #: modules without children that forward calls
-    touched: frozenset[int]  #: parameters that are also used outside the call of the module that holds them, by identity
+    touched: frozenset[
+        int
+    ]  #: parameters that are also used outside the call of the module that holds them, by identity
     sized: frozenset[int]  #: parameters whose sizes are read outside the module that holds them, by identity
     scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
 
@@ -89,7 +91,9 @@ class _Reads(Follower):
             given = args[0] if args else (kwargs or {})["input"]
             self.scored |= {number for number, _ in self.origin([given])}
         out = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__":  # `.T` and `.data` are the parameter itself
+        if (
+            isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__"
+        ):  # `.T` and `.data` are the parameter itself
             self._touch(args)
         return out
 
