@@ -24,13 +24,14 @@ def is_flipped(module: nn.Module) -> bool:
 def is_plain(module: nn.Module) -> bool:
     """Whether a module computes as its class does, with a weight and a bias of its own. Not where somebody put another forward on it, or
     a hook makes its weight of other parameters (`nn.utils.weight_norm`)."""
-    own = all(module._parameters.get(name) is getattr(module, name, None) for name in ("weight", "bias"))
-    return own and module._parameters.get("weight") is not None and "forward" not in vars(module)
+    held = module._parameters
+    own = all(held.get(name) is getattr(module, name, None) for name in ("weight", "bias"))
+    return own and held.get("weight") is not None and "forward" not in vars(module)
 
 
 def is_product(module: nn.Module) -> bool:
     """A linear layer, or a convolution in which every output sees every input. A class derived from one may compute something else."""
-    return is_linear(module) or (type(module) in CONVOLUTIONS and module.groups == 1 and is_plain(module))
+    return is_linear(module) or (type(module) in CONVOLUTIONS and bool(module.groups == 1) and is_plain(module))
 
 
 def channelwise(module: Any) -> tuple[str, ...] | None:

@@ -120,9 +120,8 @@ class _Reads(Follower):
             given = args[0] if args else (kwargs or {})["input"]
             self.scored |= {number for number, _ in self.origin([given])}
         out = super().__torch_function__(func, types, args, kwargs)
-        if (
-            isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__"
-        ):  # `.T` and `.data` are the parameter itself
+        # `.T` and `.data` are the parameter itself.
+        if isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__":
             self._touch(args)
         return out
 
