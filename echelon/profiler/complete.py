@@ -39,9 +39,8 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     """
     known = profile or (_outline(job) if plan.mesh.tp > 1 else None)
     if known is not None:
-        refuse(
-            plan, tuple(check_optimizers(plan, known.optimizers))
-        )  # before the cuts are looked for, which takes longer
+        # Before the cuts are looked for, which takes longer.
+        refuse(plan, tuple(check_optimizers(plan, known.optimizers)))
     if not plan.open:
         return plan
     if plan.mesh.tp > 1 and not plan.placements:
@@ -56,7 +55,7 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     require(plan)
     if known is not None:
         refuse(plan, tuple(check_stored(plan, known.units)))
-    return dataclasses.replace(plan, model=plan.model or (known or _outline(job)).model)
+    return dataclasses.replace(plan, model=plan.model or (known.model if known else _fingerprint(_built(job))))
 
 
 def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
@@ -89,15 +88,25 @@ class _Outline:
 
 
 def _outline(job: Job) -> _Outline:
+    model = _built(job)
+    try:
+        optimizers, _ = rules(job, {name: value for name, value in model.named_parameters() if value.requires_grad})
+    except EchelonError:
+        raise
+    except Exception as error:  # a user's own, which wants parameters with numbers
+        why = f"{type(error).__name__}: {first_line(error)}"
+        optimizers = (Rule(name="the optimizer", state=0, temporary=0, elements=0, whole=True, untried=why),)
+    return _Outline(model=_fingerprint(model), optimizers=optimizers, units=units(module_tree(model)))
+
+
+def _built(job: Job) -> nn.Module:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = built(job)
-    named = list(model.named_parameters())
-    optimizers, _ = rules(job, {name: value for name, value in named if value.requires_grad})
-    return _Outline(
-        model=fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named),
-        optimizers=optimizers,
-        units=units(module_tree(model)),
-    )
+        return built(job)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    named = model.named_parameters()
+    return fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
 
 
 def _cut(plan: Plan, job: Job) -> Plan:

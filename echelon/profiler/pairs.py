@@ -51,18 +51,16 @@ def _found(
     followed = [trains]
     with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
         followed.append(_followed(model, step))
-    touched, sized = (
-        frozenset().union(*sets) for sets in zip(*((each.touched, each.sized) for each in followed), strict=True)
-    )
+    touched = frozenset(key for each in followed for key in each.touched)
+    sized = frozenset(key for each in followed for key in each.sized)
+    bound = touched | sized
     calls = Counter(visit.path for visit in trains.visits)
     hinted = [each for each in hints if all(calls[path] == 1 for path in each.paths)]
     candidates = [
         each
         for each in (*hinted, *_candidates(model, trains.visits, calls))
         # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
-        if not any(
-            id(value) in touched | sized for path in each.paths for value in model.get_submodule(path).parameters()
-        )
+        if not any(id(value) in bound for path in each.paths for value in model.get_submodule(path).parameters())
         and not any(run.escapes(each) for run in followed)
     ]
     seen = [watched(model, candidates, step)]

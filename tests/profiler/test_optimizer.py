@@ -54,6 +54,11 @@ def _knowing(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-3)
 
 
+def _looking(params: Any) -> torch.optim.Optimizer:
+    values = list(params)
+    return torch.optim.SGD(values, lr=float(values[0].sum()))
+
+
 def _pieces(optimizer: Callable[[Any], Any]) -> Job:
     def loss(output: Tensor, batch: Tensor) -> Tensor:
         return output.square().mean()
@@ -112,6 +117,7 @@ def test_it_is_refused_on_first_use_too_when_nothing_is_known_of_the_job(make: C
     ("make", "words"),
     [
         (lambda p: Stubborn([v for _, v in p], lr=1e-3), r"Stubborn could not be tried .*KeyError: 'who is this\?'"),
+        (_looking, r"the optimizer could not be tried on pieces"),
         (_knowing, r"SGD could not be tried on pieces of parameters \(RuntimeError: these are not"),
     ],
 )
