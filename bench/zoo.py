@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.common import Row, among, machine, publish
-from echelon.errors import EchelonError, PlanError
+from echelon.errors import EchelonError, NothingToCut, PlanError
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
 from echelon.plan.plan import Plan
@@ -130,16 +130,15 @@ def _judged(pool: Pool, name: str, text: str) -> Cell:
         problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if problems:
         # Falling back leaves the whole plan, so that what else was wrong with it does not matter.
-        shared = any(each.path in ("tp", "pp") and f"dp={wanted.ranks} zero=3" in each.remedy for each in problems)
-        why = "; ".join(map(str, problems))
-        return Cell(model=name, plan=text, verdict="falls back" if shared else "refused", why=why)
+        verdict = "falls back" if any(each.uncut for each in problems) else "refused"
+        return Cell(model=name, plan=text, verdict=verdict, why="; ".join(map(str, problems)))
     try:
         if wanted.open:
             found = _completed(name, " ".join(each for each in text.split() if not each.startswith("zero")))
             wanted = dataclasses.replace(
                 wanted, placements=found.placements, uncut=found.uncut, stages=found.stages, model=found.model
             )
-    except PlanError as error:
+    except NothingToCut as error:
         return Cell(model=name, plan=text, verdict="falls back", why=str(error))
     known = _profile(name)
     told = pool.run(

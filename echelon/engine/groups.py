@@ -97,7 +97,9 @@ def stored_groups(manifest: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     found = []
     for index, rest in enumerate(manifest["optimizers"]):
         lists = _lists(manifest["schedules"][index]) if index < len(manifest["schedules"]) else {}
-        older = [{path: values[i] for path, values in lists.items() if i < len(values)} for i in range(len(rest["groups"]))]
+        older = [
+            {path: values[i] for path, values in lists.items() if i < len(values)} for i in range(len(rest["groups"]))
+        ]
         found.append([{"schedule": old} | group for old, group in zip(older, rest["groups"], strict=True)])
     return found
 
@@ -115,7 +117,9 @@ def require_groups(run: Run, manifest: Mapping[str, Any], here: Sequence[Mapping
         places = {name: place for place, group in enumerate(groups) for name in group["names"]}
         for group in optimizer.param_groups:
             mine = [known[id(value)] for value in group["params"] if id(value) in known]
-            other = next((name for name in mine if _settings(groups[places[name]]) != _settings(groups[places[mine[0]]])), None)
+            other = next(
+                (name for name in mine if _settings(groups[places[name]]) != _settings(groups[places[mine[0]]])), None
+            )
             if other is not None:
                 raise ForeignCheckpoint(
                     f"{folder}: {mine[0]} and {other} are in one group of this job's optimizer, and in the checkpoint they have different "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from echelon.errors import PlanError
+from echelon.errors import NothingToCut, PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.cuts import cut_bytes
 from echelon.plan.plan import Plan, Precision
@@ -32,6 +32,8 @@ class Problem:
     rule: str
     remedy: str
     severity: Literal["error", "warning"] = "error"
+    #: Whether nothing of the model can be cut in this way, so that zero=3 over as many data ranks would do.
+    uncut: bool = False
 
     def __str__(self) -> str:
         return f"{self.path}={self.value}: {self.rule}; {self.remedy}"
@@ -52,9 +54,8 @@ def require(plan: Plan, profile: Profile | None = None, cluster: Cluster | None 
     problems = check(plan, profile, cluster)
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
-        raise PlanError(
-            f'plan "{plan}" cannot be executed:\n' + "\n".join(f"  {problem}" for problem in errors), errors
-        )
+        kind = NothingToCut if any(problem.uncut for problem in errors) else PlanError
+        raise kind(f'plan "{plan}" cannot be executed:\n' + "\n".join(f"  {problem}" for problem in errors), errors)
     return tuple(problem for problem in problems if problem.severity == "warning")
 
 
@@ -91,7 +92,7 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
         told = "; ".join(reasons[:_REASONS]) + ("; ..." if len(reasons) > _REASONS else "")
         yield Problem(
             path="tp", value=tp, rule=f"it divides no module of this model ({told})",
-            remedy=f"use a smaller tp, or dp={plan.ranks} zero=3, which also shares the memory",
+            remedy=f"use a smaller tp, or dp={plan.ranks} zero=3, which also shares the memory", uncut=True,
         )  # fmt: skip
     if tp == 1 and plan.placements:
         yield Problem(
@@ -237,7 +238,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )  # fmt: skip
     if pp > 1 and not units:
         yield Problem(
-            path="pp", value=pp, remedy=f"use {instead}",
+            path="pp", value=pp, remedy=f"use {instead}", uncut=True,
             rule="the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative",
         )  # fmt: skip
     elif pp > 1 and count > units:
@@ -248,7 +249,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )
         yield Problem(
             path="pp", value=pp, rule=f"{count} stages, and the model has {units} unit{'s' * (units > 1)} that forward calls one after another",
-            remedy=f"{fewer}, or {instead}",
+            remedy=f"{fewer}, or {instead}", uncut=True,
         )  # fmt: skip
     elif pp > 1 and plan.stages and plan.stages[-1] >= units:
         yield Problem(

@@ -78,7 +78,9 @@ def test_different_data_is_refused(ranks: Pool, kind: str, words: str) -> None:
     assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind))
 
 
-@pytest.mark.parametrize(("kind", "words"), [("own", "sample 0 differs on rank 1 from rank 0's"), ("own, one seed", "started")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("own", "sample 0 differs on rank 1 from rank 0's"), ("own, one seed", "started")]
+)
 def test_ranks_that_compute_the_same_samples_together_must_draw_the_same(ranks: Pool, kind: str, words: str) -> None:
     assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind, "tp=2"))
 
