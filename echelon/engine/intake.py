@@ -108,9 +108,9 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     return value.to(device) if hasattr(value, "to") else value
 
 
-def seed_step(seed: int, step: int, rank: int, stage: int | None, device: torch.device) -> None:
-    """Randomness of a step follows from (seed, step, rank): a resumed run needs no stored state to draw the same."""
-    text = f"{seed} {step} {rank}{'' if stage is None else f' {stage}'}".encode()
+def seed_step(device: torch.device, *place: int) -> None:
+    """Randomness follows from the `place` (seed, step, rank, ...): a resumed run needs no stored state to draw the same."""
+    text = " ".join(map(str, place)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from echelon.plan.check import Problem, require
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, fingerprint
-from echelon.plan.stages import find_stages, stage_count
+from echelon.plan.stages import UNCUT, find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
@@ -138,16 +138,16 @@ def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
                 plan, "pp", f"stages are found by running the model without numbers, and there it fails ({type(error).__name__}: {first_line(error)})"
             ) from error  # fmt: skip
     if not visits:
-        raise _uncut(
-            plan, "pp",
-            "the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative",
-        )  # fmt: skip
+        raise _uncut(plan, "pp", UNCUT)
     if len(visits) < count:
         fewer = f"pp={len(visits)} or less" if count == pp else "schedule=1f1b, which has one stage per rank"
         rule = f"{count} stages, and the model has {len(visits)} units that forward calls one after another"
         raise _uncut(plan, "pp", rule, fewer=fewer)
     stages = find_stages(plan, visits)
     if stages is None:
-        rule = f"{count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts"
+        rule = (
+            f"{count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules "
+            "that keep statistics"
+        )
         raise _uncut(plan, "pp", rule, fewer="fewer stages, or tp=1")
     return dataclasses.replace(plan, stages=stages)

@@ -20,6 +20,7 @@ from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
+from tests.engine.staged import Auxiliary, Counting, Dropping, Noise, Twice
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -226,6 +227,16 @@ JOBS: dict[str, Callable[[], Job]] = {
     "tokens": tokens,
     "tied": lambda: tokens(model=lambda: GPT(vocab=32, context=9, width=16, layers=2, heads=2, tied=True)),
     "borrowed": lambda: tokens(model=Borrowed),
+    "noise": lambda: mlp(
+        model=Noise, loss=lambda out, _: out.square().mean(), optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
+    ),
+    "dropping": lambda: mlp(model=Dropping),
+    "counting": lambda: mlp(model=Counting),
+    "twice": lambda: mlp(model=Twice, batch=17),
+    "auxiliary": lambda: mlp(model=Auxiliary),
+    "bare head": lambda: tokens(
+        model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1
+    ),
     "lonely": lambda: mlp(model=Lonely),
     "lora": lambda: mlp(model=Lora),
     "two": lambda: mlp(optimizer=two_optimizers),
@@ -346,6 +357,26 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
     finally:
         if run is not None:
             run.close()
+    return "no error"
+
+
+def failure_of_stages(world: World, name: str, stages: tuple[int, ...]) -> str:
+    """What is said of these stages of a job."""
+    try:
+        Run(JOBS[name](), replace(from_text(f"pp={len(stages) + 1}"), stages=stages), world).close()
+    except EchelonError as error:
+        return str(error)
+    return "no error"
+
+
+def failure_of_evaluation(world: World, name: str, plan: str) -> str:
+    """What is said of a job that is to be evaluated on its own data."""
+    job = JOBS[name]()
+    job = replace(job, evaluation=job.data)
+    try:
+        Run(job, complete(from_text(plan), job), world).close()
+    except EchelonError as error:
+        return str(error)
     return "no error"
 
 
