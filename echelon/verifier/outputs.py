@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.plan.split import Slice
-from echelon.verifier.compare import Difference
+from echelon.verifier.compare import FLOOR, Difference
 from echelon.verifier.mark import Mark, mark
 
 #: By which tensor of the output, for which samples.
@@ -80,8 +80,9 @@ def _share(tensor: Tensor, first: int, size: int, of: int) -> Tensor | None:
 
 def compared(plan: Outputs, true: Outputs, step: int) -> list[Difference]:
     """How far each share of each tensor is off, where both runs have it in one shape."""
+    floor = FLOOR * max((each.norm for each in true.values()), default=0.0)  # of what is zero but for rounding
     return [
-        Difference(kind="output", name=name, step=step, value=plan[name].apart(expected))
+        Difference(kind="output", name=name, step=step, value=plan[name].apart(expected, floor))
         for name, expected in true.items()
         if name in plan and plan[name].shape == expected.shape
     ]

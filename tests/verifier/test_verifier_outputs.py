@@ -54,6 +54,13 @@ def test_what_cannot_be_cut_by_samples_or_has_another_shape_is_left_out() -> Non
     assert compared(marked([scalar], whole), marked([scalar], whole, of=16), 0) != []  # all samples: nothing to cut
 
 
+def test_what_is_zero_but_for_rounding_is_no_difference() -> None:
+    all_of_them, noise = Slice(0, 4), torch.full((4,), 1e-17, dtype=torch.float64)
+    true = marked([torch.ones(4), noise], all_of_them)
+    assert all(each.value < 1e-9 for each in compared(marked([torch.ones(4), -3 * noise], all_of_them), true, 0))
+    assert any(each.value > 1e-3 for each in compared(marked([torch.ones(4), noise + 1], all_of_them), true, 0))
+
+
 def test_logits_that_are_looked_at_stay_cut() -> None:
     part = torch.randn(2, 3)
     axis: Any = SimpleNamespace(gathered=lambda local, dim, sizes: torch.cat([local, local], dim))

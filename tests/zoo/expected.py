@@ -72,7 +72,7 @@ UNPROVED = (
         until=(2, 13),
     ),
     Unproved(
-        models=("forces",), plans=_sharded, verdict="refused", why="differentiates its own derivative", until=(2, 13)
+        models=("forces",), plans=_sharded, verdict="refused", why="differentiates its own derivative"
     ),
     Unproved(models=("records",), plans=_sharded, verdict="refused", why="gives a dataclass", until=(2, 13)),
 )
