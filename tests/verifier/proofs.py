@@ -99,6 +99,7 @@ def make_job(name: str, **changes: Any) -> Job:
         | {
             "model": Aside,
             "loss": lambda output, batch: F.cross_entropy(output.scores, batch[1]),
+            "batch": 12,
             "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
         },
         "keys": tokens | {"model": Attention, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},

@@ -71,9 +71,7 @@ UNPROVED = (
         why="values without a gradient pass between stages",
         until=(2, 13),
     ),
-    Unproved(
-        models=("forces",), plans=_sharded, verdict="refused", why="differentiates its own derivative"
-    ),
+    Unproved(models=("forces",), plans=_sharded, verdict="refused", why="differentiates its own derivative"),
     Unproved(models=("records",), plans=_sharded, verdict="refused", why="gives a dataclass", until=(2, 13)),
 )
 
