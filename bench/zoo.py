@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.common import Row, among, machine, publish
-from echelon.errors import EchelonError, PlanError
+from echelon.errors import EchelonError, NothingToCut, PlanError
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
 from echelon.plan.plan import Plan
@@ -35,9 +35,12 @@ from echelon.profiler import profile
 from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool, RankError
 from tests.zoo import ZOO
+from tests.zoo.expected import expected
 from tests.zoo.prove import prove_and_count
 
 LIMIT = 1e-9
+#: So many models must really be cut under tp=2, and so many under pp=2.
+REAL = 20
 ZEROS = ("", " zero=1", " zero=2", " zero=3")
 PLANS = (
     *(f"dp=2{zero}" for zero in ZEROS),
@@ -77,8 +80,19 @@ class Cell:
 
     @property
     def good(self) -> bool:
-        """Whether it is as it should be."""
-        return self.verdict in ("verified", "falls back", "refused")
+        """Whether it is as the zoo's own table says, with the torch that judged it."""
+        version = re.match(r"torch (\S+)", self.where)
+        return self.verdict == expected(self.model, self.plan, *([version[1]] if version else []))
+
+    @property
+    def real(self) -> bool:
+        """Whether the axes share the parameters: more than half of their bytes are cut, or no rank has most of the stages."""
+        return self.verdict == "verified" and (self.cut > 0.5 or (self.held < 0.75 and "pp" in self.plan))
+
+    @property
+    def busy(self) -> bool:
+        """The same without weights that are cut at rest only, which every rank computes with whole."""
+        return self.real and ("tp" not in self.plan or self.cut - self.stored > 0.5)
 
 
 @cache
@@ -130,16 +144,15 @@ def _judged(pool: Pool, name: str, text: str) -> Cell:
         problems = [each for each in check(wanted, _profile(name)) if each.severity == "error"]
     if problems:
         # Falling back leaves the whole plan, so that what else was wrong with it does not matter.
-        shared = any(each.path in ("tp", "pp") and f"dp={wanted.ranks} zero=3" in each.remedy for each in problems)
-        why = "; ".join(map(str, problems))
-        return Cell(model=name, plan=text, verdict="falls back" if shared else "refused", why=why)
+        verdict = "falls back" if any(each.uncut for each in problems) else "refused"
+        return Cell(model=name, plan=text, verdict=verdict, why="; ".join(map(str, problems)))
     try:
         if wanted.open:
             found = _completed(name, " ".join(each for each in text.split() if not each.startswith("zero")))
             wanted = dataclasses.replace(
                 wanted, placements=found.placements, uncut=found.uncut, stages=found.stages, model=found.model
             )
-    except PlanError as error:
+    except NothingToCut as error:
         return Cell(model=name, plan=text, verdict="falls back", why=str(error))
     known = _profile(name)
     told = pool.run(
@@ -276,9 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--docs", type=Path, help="write the table there")
     given = parser.parse_args(arguments)
-    names = given.models or [
-        name for name, entry in ZOO.items() if all(importlib.util.find_spec(each) for each in entry.needs)
-    ]
+    names = given.models or _here_to_make()
     plans = [each.strip() for each in given.plans.split(",") if each.strip()] or list(PLANS)
     wanted = [(name, text) for name in names for text in plans]
     if given.sample is not None:
@@ -305,21 +316,36 @@ def _kept(path: Path | None) -> dict[tuple[str, str], Cell]:
     return {(each["model"], each["plan"]): Cell(**each) for each in json.loads(path.read_text())["cells"]}
 
 
+def _here_to_make() -> list[str]:
+    """The models whose packages are installed."""
+    return [name for name, entry in ZOO.items() if all(importlib.util.find_spec(each) for each in entry.needs)]
+
+
 def _rows(found: Sequence[Cell]) -> Iterator[Row]:
-    plans = list(dict.fromkeys(cell.plan for cell in found))
-    for text in plans:
+    for text in dict.fromkeys(cell.plan for cell in found):
         mine = [cell for cell in found if cell.plan == text]
         proved = [cell for cell in mine if cell.verdict == "verified"]
         bad = [cell for cell in mine if not cell.good]
-        real = [cell for cell in proved if cell.cut > 0.5 or (cell.held < 0.75 and "pp" in text)]
         what = {
             "plan": text,
             "verified": f"{len(proved)} of {len(mine)}",
-            "more than half cut or staged": str(len(real)) if "tp" in text or "pp" in text else "",
+            "more than half cut or staged": _real(mine) if "tp" in text or "pp" in text else "",
             "falls back, refused": ", ".join(c.model for c in mine if c.good and c not in proved),
             "beyond 1e-9": ", ".join(f"{c.model} {c.worst:.0e}" for c in proved if c.worst > LIMIT),
         }
         yield Row(what=what, value=len(bad), text=", ".join(c.model for c in bad) or "none", limit=0)
+        if text in ("tp=2", "pp=2") and {cell.model for cell in mine} >= set(_here_to_make()):
+            real = sum(cell.real for cell in mine)
+            what |= dict.fromkeys(("verified", "falls back, refused", "beyond 1e-9"), "")
+            yield Row(what=what, value=real, text=f"{real} of {len(mine)} are really cut", least=REAL)
+
+
+def _real(cells: Sequence[Cell]) -> str:
+    real = [cell for cell in cells if cell.real]
+    if not any("tp" in cell.plan for cell in cells) or not real:
+        return str(len(real))
+    paired = sum(cell.paired / cell.cut for cell in real) / len(real)
+    return f"{len(real)}, {sum(cell.busy for cell in real)} of them without what is cut at rest only; {paired:.0%} of it in pairs"
 
 
 if __name__ == "__main__":
