@@ -98,7 +98,9 @@ def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: Pool, pl
     assert "one device has 10.0 kB: an error that both plans share is not seen" in certificate.notes[0]
     kinds = {each.kind for each in certificate.findings}
     assert kinds - {"output"} == {"start", "gradient", "loss", "norm", "parameter", "optimizer", "copy"}
-    assert ("output" in kinds) == (plan == "pp=2 micro=2")  # the one that gives its outputs for the same samples at a time
+    assert ("output" in kinds) == (
+        plan == "pp=2 micro=2"
+    )  # the one that gives its outputs for the same samples at a time
 
 
 def test_a_fault_of_one_of_the_two_plans_is_seen(ranks: Pool) -> None:
