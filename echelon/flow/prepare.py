@@ -19,7 +19,7 @@ from echelon.flow.jobfile import load_job, make_job
 from echelon.job import Job
 from echelon.plan.check import Problem, require
 from echelon.plan.cluster import Cluster
-from echelon.plan.fallback import shared
+from echelon.plan.fallback import copied, shared
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.store import Store, hash_files, installed_versions, user_files
@@ -145,15 +145,19 @@ class Subject:
         )
         profile = profile or self._profile_or_none()
         other = shared(plan, whole=profile is None or profile.traced == "real")
+        told = "which shares the memory too"
+        if profile is not None and profile.unsharded:
+            other = copied(plan)
+            told = f"where every rank has the whole model, because it cannot be sharded either ({profile.unsharded})"
         try:
             require(other, profile, cluster)
         except PlanError as second:
             raise PlanError(
-                f'{reasons}\nand "{other}", which would share the memory instead, cannot be executed either:\n'
+                f'{reasons}\nand "{other}", {told}, cannot be executed either:\n'
                 + "\n".join(f"  {each}" for each in second.problems),
                 (*error.problems, *second.problems),
             ) from error
-        return other, f'"{plan}" falls back to "{other}" on the same ranks, which shares the memory too: {reasons}'
+        return other, f'"{plan}" falls back to "{other}" on the same ranks, {told}: {reasons}'
 
     def _profile_or_none(self) -> Profile | None:
         try:

@@ -249,7 +249,9 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="dp", value=dp, rule=f"the last batch of an epoch has {tail} of {profile.samples:,} samples",
             remedy=f"use dp={tail} or less, or another batch",
         )  # fmt: skip
-    if plan.zero and dp > 1 and not plan.whole and profile.traced == "real":
+    if plan.sharded and profile.unsharded:
+        yield Problem(path="zero", value=plan.zero, rule=profile.unsharded, remedy="use zero=0")
+    elif plan.zero and dp > 1 and not plan.whole and profile.traced == "real":
         yield Problem(
             path="zero", value=plan.zero,
             rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",

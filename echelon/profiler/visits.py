@@ -23,7 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
 
-_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+#: What takes derivatives.
+DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 #: What tells how large a tensor is.
 _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
@@ -119,7 +120,7 @@ class Follower(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DIFFERENTIATE:
+        if func in DIFFERENTIATE:
             self.differentiates = True
         out = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)

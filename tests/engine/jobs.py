@@ -313,15 +313,16 @@ def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
 
 
 class HeldElsewhere(nn.Module):
-    """Computes with tensors that it holds beside its parameters, as Keras models do."""
+    """Computes with tensors that it holds beside its parameters, as Keras models do; with all of them, or beside a usual layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: bool = False) -> None:
         super().__init__()
+        self.first = nn.Linear(8, 8) if first else nn.Identity()
         self.layer = nn.Linear(8, 4)
         self.held = [self.layer.weight, self.layer.bias]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.held)
+        return F.linear(self.first(x), *self.held)
 
 
 def failure(world: World, name: str, plan: str = "dp=2") -> str:
@@ -340,6 +341,7 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "not scalar": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none")),
         "detached": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output.detach(), batch[-1])),
         "held elsewhere": lambda: mlp(model=HeldElsewhere),
+        "one held elsewhere": lambda: mlp(model=lambda: HeldElsewhere(first=True)),
         "no items": lambda: mlp(loss=lambda output, batch: (output.sum() * 0, 0)),
         "nothing for the head": lambda: layered(4, optimizer=head_apart),
         "other optimizers": lambda: layered(4, optimizer=lambda named: head_apart(named, leave_out=True)),

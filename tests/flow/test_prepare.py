@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from echelon.errors import PlanError
 from echelon.flow.prepare import Prepared, Subject, prepare, receive
+from echelon.plan.check import require
 from echelon.plan.text import from_text
 from tests.flow.jobs import FILE, make
 from tests.simulator.cases import make_cluster, make_profile
@@ -86,6 +87,47 @@ def test_where_nothing_can_be_cut_the_ranks_share_the_memory_and_it_is_said(
     assert prepared.fallback in prepared.warnings
     received = receive(prepared.hand_over(tmp_path))
     assert (received.plan, received.fallback) == (prepared.plan, prepared.fallback)
+
+
+class Slope(nn.Module):
+    """Gives a derivative that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
+        return slope.sum(1, keepdim=True)
+
+
+class Beside(nn.Module):
+    """Computes with a parameter that it holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.held = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.held[0].T
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Slope, "differentiates its own derivative"), (Beside, "layer.weight is held by a layer itself")]
+)
+def test_a_model_that_cannot_be_sharded_either_trains_whole_on_every_rank(model: type[nn.Module], why: str) -> None:
+    subject = Subject(make(model=model, batch=16))
+    assert why in subject.profile().unsharded
+    prepared = prepare(subject, "pp=2")
+    assert str(prepared.plan) == "dp=2"
+    assert (
+        '"dp=1 pp=2" falls back to "dp=2" on the same ranks, where every rank has the whole model' in prepared.fallback
+    )
+    assert why in prepared.fallback
+    with pytest.raises(PlanError, match=rf"zero=1: .*{why}.*use zero=0"):
+        require(from_text("dp=2 zero=1 whole"), subject.profile())
 
 
 def test_where_the_ranks_cannot_share_either_both_reasons_are_told() -> None:
