@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,15 +14,29 @@ from echelon.verifier.compare import BOUND, BROKEN, Difference
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A tensor's shape, its 2-norm, and its product with fixed weights that no tensor is likely to be at right angles with."""
+    """A tensor's shape, its 2-norm, and its product with fixed weights that no tensor is likely to be at right angles with.
+
+    Infinities count in `endless` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm.
+    """
 
     shape: tuple[int, ...]
     norm: float
     product: float
+    endless: float = 0.0
+
+    @property
+    def broken(self) -> bool:
+        """Whether it is the mark of a tensor that holds NaN."""
+        return math.isnan(self.norm)
 
     def apart(self, reference: Mark, floor: float = 0.0) -> float:
-        """About |a - b| / |b|: the weights are about one, and signs fall as by chance. `floor`: |b| counts for no less."""
-        if self.shape != reference.shape:
+        """About |a - b| / |b|: the weights are about one, and signs fall as by chance. `floor`: |b| counts for no less.
+
+        NaN is no number, on both sides too; infinities have to be in the same places.
+        """
+        if self.shape != reference.shape or self.broken or reference.broken:
+            return BROKEN
+        if abs(self.endless - reference.endless) > BOUND:
             return BROKEN
         if self == reference:
             return 0.0
@@ -52,11 +67,13 @@ def mark(value: Tensor, weights: Tensor | None = None) -> Mark:
     """The mark of a tensor of floating numbers; `weights` where somebody has made enough of them."""
     flat = value.detach().reshape(-1)
     flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
-    flat = flat.nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)  # masks hold infinities
-    if weights is None:
-        weights = weigh(flat.numel(), flat.device)
-    product = float(flat @ weights[: flat.numel()])
-    return Mark(tuple(value.shape), float(torch.linalg.vector_norm(flat)), product)
+    weights = weigh(flat.numel(), flat.device) if weights is None else weights[: flat.numel()]
+    norm, endless = float(torch.linalg.vector_norm(flat)), 0.0
+    if math.isinf(norm):  # masks hold infinities
+        endless = float((flat.isposinf().double() - flat.isneginf().double()) @ weights)
+        flat = flat.nan_to_num(nan=math.nan, posinf=0.0, neginf=0.0)
+        norm = float(torch.linalg.vector_norm(flat))
+    return Mark(tuple(value.shape), norm, float(flat @ weights), endless)
 
 
 def weigh(count: int, device: torch.device) -> Tensor:
@@ -71,7 +88,7 @@ def copies(holdings: Holdings, step: int) -> list[Difference]:
     for rank, marks in enumerate(holdings):
         for place, mine in marks.items():
             origin, expected = first.setdefault(place, (rank, mine))
-            why = f"rank {rank} holds other numbers than rank {origin}"
+            why = _why(rank, mine, f"holds other numbers than rank {origin}")
             _keep(found, Difference(kind="copy", name=place.name, step=step, value=mine.apart(expected), why=why))
     return list(found.values())
 
@@ -86,9 +103,13 @@ def starts(holdings: Holdings, reference: Mapping[str, Tensor], step: int) -> li
                 if place not in expected:
                     expected[place] = mark(place.of(reference[place.name]))
                 true = expected[place]
-                why = f"rank {rank} starts from other numbers than one device does"
+                why = _why(rank, mine, "starts from other numbers than one device does")
                 _keep(found, Difference(kind="start", name=place.name, step=step, value=mine.apart(true), why=why))
     return list(found.values())
+
+
+def _why(rank: int, mine: Mark, other: str) -> str:
+    return f"rank {rank} {'holds NaN' if mine.broken else other}"
 
 
 def _keep(found: dict[str, Difference], each: Difference) -> None:

@@ -80,9 +80,16 @@ def _share(tensor: Tensor, first: int, size: int, of: int) -> Tensor | None:
 
 def compared(plan: Outputs, true: Outputs, step: int) -> list[Difference]:
     """How far each share of each tensor is off, where both runs have it in one shape."""
-    floor = FLOOR * max((each.norm for each in true.values()), default=0.0)  # of what is zero but for rounding
+    sizes = [each.norm for each in true.values() if not each.broken]
+    floor = FLOOR * max(sizes, default=0.0)  # of what is zero but for rounding
     return [
-        Difference(kind="output", name=name, step=step, value=plan[name].apart(expected, floor))
+        Difference(
+            kind="output",
+            name=name,
+            step=step,
+            value=plan[name].apart(expected, floor),
+            why="it holds NaN" if plan[name].broken else "",
+        )
         for name, expected in true.items()
         if name in plan and plan[name].shape == expected.shape
     ]

@@ -15,6 +15,7 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from echelon.plan.split import Slice
 from echelon.testing.ranks import Pool
+from echelon.verifier.compare import BROKEN
 from echelon.verifier.outputs import compared, leaves, listening, marked
 from echelon.verifier.verify import verify
 from echelon.world import World
@@ -59,6 +60,13 @@ def test_what_is_zero_but_for_rounding_is_no_difference() -> None:
     true = marked([torch.ones(4), noise], all_of_them)
     assert all(each.value < 1e-9 for each in compared(marked([torch.ones(4), -3 * noise], all_of_them), true, 0))
     assert any(each.value > 1e-3 for each in compared(marked([torch.ones(4), noise + 1], all_of_them), true, 0))
+
+
+def test_an_output_that_is_not_a_number_in_either_run_does_not_pass() -> None:
+    both, odd = Slice(0, 2), torch.tensor([1.0, float("nan")])
+    found = compared(marked([odd, torch.ones(2)], both), marked([odd, torch.ones(2)], both), 0)
+    assert [each.value for each in found] == [BROKEN, 0.0]
+    assert found[0].why == "it holds NaN"
 
 
 def test_logits_that_are_looked_at_stay_cut() -> None:
