@@ -5,6 +5,7 @@ Nothing is surveyed, because that needs a model on one device: all that draws is
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -13,9 +14,11 @@ from echelon.engine.ranks import Ranks
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.profiler.still import Stillness
+from echelon.verifier import recipe
 from echelon.verifier.basis import Basis, without_dropout
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
+from echelon.verifier.reference import Record
 from echelon.verifier.trial import Trial
 
 
@@ -42,6 +45,12 @@ class Peer(Trial):
 
     def _enter(self, path: str) -> None:
         self.order.setdefault(path, len(self.order))
+
+    def _step(self, number: int) -> Record | None:
+        told = self._ranks.gather(recipe.groups(self.run.model, self.run.optimizers))
+        record = super()._step(number)
+        groups = {name: group for each in told for name, group in each.items()}
+        return None if record is None else dataclasses.replace(record, groups=groups)
 
     def tell(self, basis: Basis) -> None:
         """What is known of the model only when it is there."""

@@ -91,6 +91,28 @@ def test_unused_rows_get_no_slack() -> None:
         assert "parameter of tokens.weight at step 0" in alone(job).divergent
 
 
+@pytest.mark.parametrize("moved", [0.0, 1e-3])
+def test_slack_is_measured_by_the_moves_of_a_parameters_own_group(moved: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the keys' bias is noise. Steps of 1e-5 explain no move of 1e-3, whatever steps other groups make."""
+
+    def two_rates(pairs: Any) -> torch.optim.Optimizer:
+        named = dict(pairs)
+        slow = {"params": [named.pop("key.bias")], "lr": 1e-5}
+        return torch.optim.AdamW([slow, {"params": list(named.values())}], lr=1e-1, eps=1e-30)
+
+    def wrong(run: Run, *args: Any) -> Any:
+        step = original(run, *args)
+        with torch.no_grad():
+            run.model.get_parameter("key.bias").add_(moved)
+        return step
+
+    original = Run.update
+    monkeypatch.setattr(Run, "update", wrong)
+    certificate = alone(proofs.make_job("keys", optimizer=two_rates), micro=1)
+    assert certificate.divergent.startswith("parameter of key.bias at step 0" if moved else "")
+    assert certificate.verified is not bool(moved), certificate.divergent
+
+
 def test_a_user_module_is_not_trained_by_its_proof() -> None:
     module = proofs.Attention()
     before = {name: value.clone() for name, value in module.state_dict().items()}
