@@ -51,6 +51,10 @@ class Bounds:
         """The bound of one tensor."""
         return self.tensors.get((difference.kind, difference.name), self.least)
 
+    def widest(self, kind: str) -> float:
+        """The widest among tensors of a kind: for others of it, of which no rounding is known."""
+        return max([self.least, *(bound for (other, _), bound in self.tensors.items() if other == kind)])
+
     def hold(self, difference: Difference) -> bool:
         """Whether a difference is within its bound."""
         return difference.value <= self.of(difference)

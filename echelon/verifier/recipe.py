@@ -96,7 +96,7 @@ def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Te
 def groups(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, str]:
     """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size."""
     names = {id(value): name for name, value in model.named_parameters()}
-    found = {}
+    found: dict[str, str] = {}
     for index, optimizer in enumerate(made):
         for group in optimizer.param_groups:
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
