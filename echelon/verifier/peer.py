@@ -13,11 +13,13 @@ import torch
 from echelon.engine.ranks import Ranks
 from echelon.job import Job
 from echelon.plan.plan import Plan
+from echelon.plan.split import Slice
 from echelon.profiler.still import Stillness
 from echelon.verifier import recipe
 from echelon.verifier.basis import Basis, without_dropout
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
+from echelon.verifier.outputs import singles
 from echelon.verifier.reference import Record
 from echelon.verifier.trial import Trial
 
@@ -32,12 +34,15 @@ class Versus(Basis):
             "not surveyed: whatever draws is held at the middle of its distribution, casts are lifted to float64"
         ]
 
+    def parts(self, step: int) -> list[Slice]:
+        return singles(Slice(0, self.feed.size(step)))  # the two plans share the samples out in ways of their own
+
 
 class Peer(Trial):
     """The other plan's run on this rank."""
 
     def __init__(self, job: Job, plan: Plan, ranks: Ranks, still: Stillness) -> None:
-        super().__init__(job, plan, ranks, still, torch.float64)
+        super().__init__(job, plan, ranks, still, torch.float64, singly=True)
         #: Module path -> when forward first entered it on this rank.
         self.order: dict[str, int] = {}
         for path, module in self.run.model.named_modules():

@@ -31,7 +31,7 @@ from echelon.verifier import recipe
 from echelon.verifier.feed import Feed
 from echelon.verifier.identity import model_hash
 from echelon.verifier.mark import Mark
-from echelon.verifier.outputs import Outputs, listening, marked
+from echelon.verifier.outputs import Given, Outputs, listening, marked
 from echelon.world import usable_cores
 
 #: Parameters from which on threads are worth their start.
@@ -84,7 +84,7 @@ class Reference:
         #: Module path -> when the first forward entered it.
         self.order: dict[str, int] = {}
         #: What the model gave in the step that was made last, of the first one alone.
-        self._outputs: dict[str, Mark] = {}
+        self._outputs: dict[Given, Mark | None] = {}
         #: What the last step made.
         self.last: Record | None = None
 

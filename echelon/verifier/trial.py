@@ -25,7 +25,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.split import Slice, split
 from echelon.profiler.still import Stillness, silence
 from echelon.verifier.mark import Holdings, Mark, Place, mark, weigh
-from echelon.verifier.outputs import Outputs, listening, marked
+from echelon.verifier.outputs import Given, Outputs, listening, marked, singles
 from echelon.verifier.reference import Record
 
 #: How many ranks hold the same part of a parameter, and the ranks of the pipeline axis that do.
@@ -33,23 +33,29 @@ Held = tuple[int, frozenset[int]]
 
 
 class _Heard:
-    """The marks of what the model gives for this rank's micro-batches, which come in order."""
+    """The marks of what the model gives for this rank's micro-batches, which come in order. `singly`: sample by sample."""
 
-    def __init__(self, parts: Sequence[Slice]) -> None:
-        self._parts = parts
-        self._calls: list[dict[str, Mark]] = []
+    def __init__(self, parts: Sequence[Slice], *, singly: bool) -> None:
+        self._parts, self._singly = parts, singly
+        self._calls: list[dict[Given, Mark | None]] = []
 
     def note(self, tensors: list[Tensor | None]) -> None:
         """Take one output; one without numbers is another stage's."""
         if any(tensor is not None for tensor in tensors):
             place = len(self._calls)
-            self._calls.append(marked(tensors, self._parts[place]) if place < len(self._parts) else {})
+            self._calls.append(self._marked(tensors, self._parts[place]) if place < len(self._parts) else {})
+
+    def _marked(self, tensors: list[Tensor | None], part: Slice) -> dict[Given, Mark | None]:
+        found: dict[Given, Mark | None] = {}
+        for mine in singles(part) if self._singly else [part]:
+            found |= marked(tensors, mine, first=mine.start - part.start, of=part.size)
+        return found
 
     @property
     def outputs(self) -> Outputs:
         """All of them; none where the model was not called once for each micro-batch."""
         whole = len(self._calls) == len(self._parts)
-        return {name: each for call in self._calls for name, each in call.items()} if whole else {}
+        return {given: each for call in self._calls for given, each in call.items()} if whole else {}
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -59,10 +65,13 @@ def _whole(value: Tensor) -> Tensor:
 class Trial:
     """A job under a plan on this rank, held still. Every rank makes the same calls in the same order."""
 
-    def __init__(self, job: Job, plan: Plan, ranks: Ranks, still: Stillness, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, ranks: Ranks, still: Stillness, dtype: torch.dtype | None, *, singly: bool = False
+    ) -> None:
+        """`singly`: outputs are told sample by sample, to compare with a run that shares the samples out in another way."""
         if isinstance(job.model, nn.Module):
             job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
-        self._ranks, self._still = ranks, still
+        self._ranks, self._still, self._singly = ranks, still, singly
         self.run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
         #: Paths of the modules whose dropout is off.
         self.silenced = silence(self.run.model)
@@ -105,7 +114,8 @@ class Trial:
 
     def _step(self, number: int) -> Record | None:
         run, batch = self.run, self.batch(number)
-        heard = _Heard(split(batch.samples, run.plan.mesh.dp, run.plan.micro)[run.data.rank])
+        parts = split(batch.samples, run.plan.mesh.dp, run.plan.micro)[run.data.rank]
+        heard = _Heard(parts, singly=self._singly)
         with self._still(), listening(run.model, heard.note, _whole) if self._listens else contextlib.nullcontext():
             loss = run.backward(batch)
         told = self._ranks.gather(heard.outputs if run.tells else {}) if self._listens else []
@@ -131,7 +141,7 @@ class Trial:
             optimizer=optimizer,
             rates=tuple(map(float, step.rates)),
             own=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
-            outputs={name: each for outputs in told for name, each in outputs.items()},
+            outputs={given: each for outputs in told for given, each in outputs.items()},
         )
 
     def _norm(self) -> Tensor | None:

@@ -145,7 +145,7 @@ def _beside(
     """The plan's runs in float64 and in its own precision, held against the truth; and the number of steps that a loss scale made the
     second skip. The referees are rank 0's."""
     with contextlib.ExitStack() as stack:
-        exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64))
+        exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64, singly=footing.plan is not None))
         own = stack.enter_context(Trial(job, plan, ranks, dataclasses.replace(still, narrow=False), None))
         peer = stack.enter_context(Peer(job, footing.plan, ranks, still)) if footing.plan is not None else None
         start = peer.start() if peer is not None else {}
@@ -200,17 +200,13 @@ def _certificate(
     found, footing = findings(proof.differences, basis.bounds), basis.footing
     if seen is not None and seen.outputs is not None and not (seen.outputs.good and _outputs(found)):
         found = (seen.outputs, *(each for each in found if each.kind != "output"))  # module by module, which tells more
-    notes = [*filter(None, [footing.note]), *basis.notes, *drift.notes]
+    notes = [*filter(None, [footing.note]), *basis.notes, *proof.notes, *drift.notes]
     remarks = seen.remarks if seen is not None else ()
     if proof.worst is not None and footing.plan is not None:
         remarks = (f'either the plan is wrong or its reference "{footing.plan}" is: this proof cannot tell which',)
     precision = basis.plan.precision or basis.job.precision
     if skipped:
         notes.append(f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled")
-    if not _outputs(found):
-        notes.append(
-            "the model's outputs are not compared: none has a dim of samples in both runs, or a compiled model does not tell what it gives"
-        )
     return Certificate(
         plan=basis.plan,
         job=job_hash,

@@ -92,7 +92,9 @@ def test_unused_rows_get_no_slack() -> None:
 
 
 @pytest.mark.parametrize("moved", [0.0, 1e-3])
-def test_slack_is_measured_by_the_moves_of_a_parameters_own_group(moved: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slack_is_measured_by_the_moves_of_a_parameters_own_group(
+    moved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradient of the keys' bias is noise. Steps of 1e-5 explain no move of 1e-3, whatever steps other groups make."""
 
     def two_rates(pairs: Any) -> torch.optim.Optimizer:
