@@ -21,6 +21,7 @@ from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.check import require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
+from echelon.profiler.coupling import first_line
 from echelon.profiler.still import Stillness
 from echelon.verifier import noise
 from echelon.verifier.basis import Basis, Referee
@@ -73,13 +74,16 @@ def verify(
             feed = open_feed(job)
             chosen = feed.steps(steps)
             decided = _footing(job, plan, ranks, profile, reference, memory) if world.main else None
-        footing, known = _from_main(ranks, decided)
+        footing, known, unknown = _from_main(ranks, decided)
         basis: Basis | None = None
         with ranks.together():
             if world.rank == world.size - 1 and not known:
-                _require(job, plan)  # beside rank 0's first step: it takes about as long
+                unknown = _require(job, plan)  # beside rank 0's first step: it takes about as long
             if world.main:
                 basis = _basis(job, plan, feed, chosen, footing, ranks)
+        unknown = ranks.gather(unknown)[-1]
+        if basis and unknown:
+            basis.notes.append(unknown)
         still = _from_main(ranks, basis.still if basis else None)
         proof, drift, skipped = _beside(job, plan, ranks, chosen, basis, still, footing)
         with ranks.together():
@@ -98,32 +102,39 @@ def verify(
 
 def _footing(
     job: Job, plan: Plan, ranks: Ranks, profile: Profile | None, reference: str, memory: int | None
-) -> tuple[Footing, bool]:
-    """What to compare with, and whether the plan was held against a profile."""
+) -> tuple[Footing, bool, str]:
+    """What to compare with, whether the plan was held against a profile, and what has to be said where that was not possible."""
     if reference != "auto":
-        return asked(reference, plan, job), profile is not None
-    limit = free(ranks.device) if memory is None else memory
+        return asked(reference, plan, job), profile is not None, ""
+    limit, unknown = free(ranks.device) if memory is None else memory, ""
     if memory is None and profile is None and surely_fits(job, limit):
-        return Footing(), False
+        return Footing(), False, ""
     if profile is None:
-        profile = _profile(job)
+        profile, unknown = _profile(job)
         require(plan, profile)
-    return choose(plan, job, profile, device=ranks.device, memory=limit, host=free(torch.device("cpu"))), True
+    chosen = choose(plan, job, profile, device=ranks.device, memory=limit, host=free(torch.device("cpu")))
+    return chosen, True, unknown
 
 
-def _require(job: Job, plan: Plan) -> None:
-    """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell."""
-    if plan.mesh.dp > 1 or plan.micro is not None:
-        require(plan, _profile(job))
+def _require(job: Job, plan: Plan) -> str:
+    """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell. Gives what
+    has to be said where nobody knows."""
+    if plan.mesh.dp == 1 and plan.micro is None:
+        return ""
+    profile, unknown = _profile(job)
+    require(plan, profile)
+    return unknown
 
 
-def _profile(job: Job) -> Profile | None:
-    """None: a job that cannot be profiled may still be proved, or fail there for its own reason."""
-    with contextlib.suppress(Exception):
-        from echelon.profiler import profile
+def _profile(job: Job) -> tuple[Profile | None, str]:
+    """None, and why, where it cannot be made: such a job may still be proved, or fail there for its own reason."""
+    from echelon.profiler import profile
 
-        return profile(job)
-    return None
+    try:
+        return profile(job), ""
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return None, f"whether a training would refuse the plan is not known: the job could not be profiled ({why})"
 
 
 def _basis(job: Job, plan: Plan, feed: Feed, steps: Sequence[int], footing: Footing, ranks: Ranks) -> Basis:

@@ -364,6 +364,17 @@ def test_a_plan_whose_ranks_would_wait_for_ever_is_refused_on_every_rank(ranks: 
         ranks.run(2, proofs.prove, [("gated", "", {"zero": 3})], timeout=120)
 
 
+def test_a_certificate_says_where_the_job_could_not_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(job: Any) -> Any:
+        raise RuntimeError("no luck with this one\nand more")
+
+    monkeypatch.setattr("echelon.profiler.profile", fails)
+    said = "whether a training would refuse the plan is not known: the job could not be profiled (RuntimeError: no luck with this one)"
+    assert said in alone(proofs.make_job("keys"), micro=4).notes
+    assert said not in alone(proofs.make_job("keys")).notes, "one rank with the whole batch has nothing to refuse"
+    assert said in verify(proofs.make_job("keys"), Plan(), world=World(), memory=10**12).notes
+
+
 class Stream(IterableDataset):
     """Tokens in their own order."""
 
