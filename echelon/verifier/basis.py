@@ -27,6 +27,8 @@ class Basis:
         #: Hash of the parameters' names and shapes.
         self.model = ""
         self.still = Stillness()
+        #: Whether the model takes random numbers at all, as far as is known.
+        self.draws = True
         self.bounds = Bounds()
         self.notes: list[str] = []
 

@@ -50,6 +50,7 @@ class Case(Basis):
             left, truth = self._survey()
         self._truth: Truth | None = truth
         self.model = truth.reference.fingerprint
+        self.draws = bool(truth.silenced or seen.random)
         self._shake = noise.SHAKE_NARROW if left.narrow else noise.SHAKE
         if left.narrow:
             self.bounds = self._widened(noise.NARROW)

@@ -64,8 +64,12 @@ class Slack:
 
 
 def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In float64 on the CPU, safe from what becomes of them."""
-    return {name: wide(value).clone() for name, value in values.items()}
+    """On the CPU, safe from what becomes of them; in float64 but for whole numbers."""
+    fractions = {name: value.is_floating_point() or value.is_complex() for name, value in values.items()}
+    return {
+        name: wide(value).clone() if fractions[name] else value.detach().to("cpu", copy=True)
+        for name, value in values.items()
+    }
 
 
 def zeros(gradients: Mapping[str, Tensor | None]) -> list[str]:

@@ -31,6 +31,7 @@ from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.footing import Footing, asked, choose, free, surely_fits
 from echelon.verifier.identity import versions
 from echelon.verifier.look import Look, look
+from echelon.verifier.mark import copies
 from echelon.verifier.peer import Peer, Versus
 from echelon.verifier.trial import Trial
 from echelon.world import World, read_world
@@ -86,6 +87,7 @@ def verify(
             basis.notes.append(unknown)
         still = _from_main(ranks, basis.still if basis else None)
         proof, drift, skipped = _beside(job, plan, ranks, chosen, basis, still, footing)
+        _draw(job, plan, ranks, chosen, basis, proof, still)
         with ranks.together():
             if basis and proof:
                 basis.reconsider(proof)
@@ -184,6 +186,27 @@ def _beside(
                     proof.judge(mine, true, after)
                     drift.judge(rough, true)
         return proof, drift, own.skipped
+
+
+def _draw(
+    job: Job,
+    plan: Plan,
+    ranks: Ranks,
+    steps: Sequence[int],
+    basis: Basis | None,
+    proof: Referee | None,
+    still: Stillness,
+) -> None:
+    """One step with random numbers as a training draws them. No reference can draw the same, and none is needed: what the ranks of the
+    tensor axis all hold has to stay the same there."""
+    if plan.mesh.tp == 1 or not _from_main(ranks, basis.draws if basis else None):
+        return
+    loud = dataclasses.replace(still, random=False)
+    with Trial(job, dataclasses.replace(plan, compile=False), ranks, loud, torch.float64, silent=False) as trial:
+        held = trial.drawn(steps[-1])
+    with ranks.together():
+        if proof:
+            proof.note(copies(held, steps[-1], "draw"))
 
 
 def _look_again(

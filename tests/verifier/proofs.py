@@ -91,9 +91,25 @@ class Twice(nn.Module):
         return self.layer(x)
 
 
+class Counting(nn.Module):
+    """Counts its calls, and on every rank but the first by another number."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1 + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        return self.layer(x)
+
+
 def make_job(name: str, **changes: Any) -> Job:
     """`gpt`: tied weights, dropout, tokens that count, clipping, AdamW. `norm`: batch norm, a mean, SGD. `keys`: AdamW's worst.
-    `gated`: control flow by values. `aside`: an output that the loss does not use. `twice`: another number of calls on some ranks."""
+    `gated`: control flow by values. `aside`: an output that the loss does not use. `twice`: another number of calls on some ranks. `counts`: a buffer of whole
+    numbers that differs over ranks."""
     tokens = {"data": TensorDataset(TOKENS[:, :-1], TOKENS[:, 1:]), "loss": token_loss}
     vectors = {"data": TensorDataset(X, Y), "loss": lambda output, batch: F.cross_entropy(output, batch[1])}
     jobs: dict[str, dict[str, Any]] = {
@@ -118,6 +134,7 @@ def make_job(name: str, **changes: Any) -> Job:
             "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
         },
         "twice": vectors | {"model": Twice, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
+        "counts": vectors | {"model": Counting, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
         "keys": tokens | {"model": Attention, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
     }
     return Job(**{"batch": 8, "epochs": 2} | jobs[name] | changes)

@@ -364,6 +364,12 @@ def test_a_plan_whose_ranks_would_wait_for_ever_is_refused_on_every_rank(ranks: 
         ranks.run(2, proofs.prove, [("gated", "", {"zero": 3})], timeout=120)
 
 
+def test_copies_of_whole_numbers_are_compared(ranks: Pool) -> None:
+    (text,) = ranks.run(2, proofs.prove, [("counts", "", {})], timeout=120)[0]
+    certificate = Certificate.from_json(text)
+    assert certificate.divergent.startswith("seen after step 0: rank 1 holds other numbers than rank 0")
+
+
 def test_a_certificate_says_where_the_job_could_not_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(job: Any) -> Any:
         raise RuntimeError("no luck with this one\nand more")
