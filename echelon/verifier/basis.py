@@ -10,7 +10,7 @@ from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.split import Slice, split
 from echelon.profiler.still import Stillness
-from echelon.verifier import diagnose, noise
+from echelon.verifier import diagnose, drift, noise
 from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
@@ -54,6 +54,8 @@ class Referee:
         self.worst: Difference | None = None
         self._zero: dict[str, None] = {}
         self._left_out = ""
+        #: What all gradients of the first step are multiplied by, in a run that is not in float64.
+        self.factor: float | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -77,6 +79,8 @@ class Referee:
         if self._exact and mine.step == self._basis.steps[0]:
             self._left_out = left_out(mine.outputs, true.outputs, self._basis.parts(mine.step))
         if not self._exact:
+            if mine.step == self._basis.steps[0]:
+                self.factor = drift.factor(mine, true)
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
             self._zero.update(dict.fromkeys(noise.zeros(true.gradients)))
             made = [each for each in made if diagnose.owner(each) not in self._zero]

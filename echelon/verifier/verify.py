@@ -1,7 +1,7 @@
 """The proof: the truth and the plan, step by step beside each other, and the certificate of how far they were apart.
 
 Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's
-own precision, which is told for information. Rank 0 also runs the reference and compares, so that nothing is kept longer than one step.
+own precision, which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares, so that nothing is kept longer than one step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from echelon.verifier import noise
 from echelon.verifier.basis import Basis, Referee
 from echelon.verifier.case import Case
 from echelon.verifier.compare import Bounds, findings
+from echelon.verifier.drift import ALLOWED, GROSS
 from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.footing import Footing, asked, choose, free, surely_fits
 from echelon.verifier.identity import versions
@@ -37,9 +38,6 @@ from echelon.verifier.trial import Trial
 from echelon.world import World, read_world
 
 T = TypeVar("T")
-
-#: Half of a format's digits: the drift beyond which a reader should look twice. It decides nothing.
-DRIFT = {"fp32": 2.0**-11.5, "tf32": 2.0**-5, "bf16": 2.0**-3.5, "fp16": 2.0**-5}
 
 
 def verify(
@@ -240,7 +238,20 @@ def _certificate(
         remarks = (f'either the plan is wrong or its reference "{footing.plan}" is: this proof cannot tell which',)
     precision = basis.plan.precision or basis.job.precision
     if skipped:
-        notes.append(f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled")
+        notes.append(
+            f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled; where the first is, its drift "
+            "decides nothing"
+        )
+    divergent = "; ".join(filter(None, [proof.divergent, *remarks]))
+    if drift.factor is not None and not divergent:
+        where = f"gradients in {precision} at step {basis.steps[0]}"
+        worst = abs(drift.factor - 1)
+        tensors = len({each.name for each in drift.differences if each.kind == "gradient"})
+        found = (*found, Finding(kind="drift", tensors=tensors, worst=worst, where=where, bound=GROSS))
+        divergent = (
+            f"{where}: {drift.factor:.6g} times the reference, and in float64 they agree: looks like a loss scale, or another factor of "
+            f"{precision} alone, that is not taken out"
+        )
     return Certificate(
         plan=basis.plan,
         job=job_hash,
@@ -250,8 +261,8 @@ def _certificate(
         steps=len(basis.steps),
         verified=all(each.good for each in found),
         findings=found,
-        divergent="; ".join(filter(None, [proof.divergent, *remarks])),
-        drift=findings(drift.differences, Bounds(least=DRIFT[precision])),
+        divergent=divergent,
+        drift=findings(drift.differences, Bounds(least=ALLOWED[precision])),
         notes=tuple(notes),
         reference=footing.kind,
         peer=footing.plan,
