@@ -87,9 +87,9 @@ def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:
     leaves = [path for path, module in model.named_modules() if _holds(module)]
     follower = _Reads(model)
     with intercepted(model, leaves, follower.around), follower:
-        loss = step()  # with gradients: some forwards take them
+        left = step()  # with gradients: some forwards take them
     follower.told = {
-        number for number, _ in follower.origin([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
+        number for number, _ in follower.origin([leaf for leaf in tree_leaves(left) if isinstance(leaf, Tensor)])
     }
     return follower
 
@@ -100,12 +100,13 @@ class _Reads(Follower):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._called)
         self.scored: set[int] = set()
-        #: Visits that the loss reads.
+        #: Visits that the loss or a buffer is computed from.
         self.told: set[int] = set()
         self._model = model
 
     def escapes(self, candidate: Candidate) -> bool:
-        """Whether what the columns gave reaches the loss by another way than the row: a penalty, say. A rank would take it of its part."""
+        """Whether what the columns gave reaches the loss or a buffer by another way than the row: a penalty, say. A rank would take it of
+        its part."""
         inner = {*candidate.columns, *candidate.between}
         reached: set[int] = set()
         for number, visit in enumerate(self.visits):

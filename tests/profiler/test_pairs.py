@@ -318,6 +318,59 @@ def test_draws_and_moving_buffers_do_not_hide_a_pair() -> None:
     assert model.work.p == 0.5
 
 
+class Counted(nn.Module):
+    """Keeps how active the hidden states of its block are, in the way that `keep(model, hidden)` says: at once, or when all is over."""
+
+    def __init__(self, keep: Any, *, at_once: bool) -> None:
+        super().__init__()
+        self.block = Between(nn.ReLU())
+        self.register_buffer("active", torch.zeros((), dtype=torch.float64))
+        self.keep, self.at_once, self.hidden = keep, at_once, torch.zeros(0)
+        self.block.work.register_forward_hook(self._note)
+
+    def _note(self, _: nn.Module, __: Any, hidden: Tensor) -> None:
+        self.hidden = hidden.detach()
+        if self.at_once:
+            self.keep(self, self.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        if not self.at_once:
+            self.keep(self, self.hidden)
+        return out
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("keep", "right"),
+    [
+        (lambda model, h: model.active.lerp_((h > 0).double().mean(), 0.5), False),
+        (lambda model, h: setattr(model, "active", 0.5 * model.active + h.mean()), False),
+        (lambda model, h: model.active.add_(1), True),
+    ],
+    ids=["in place", "assigned", "counted"],
+)
+def test_buffers_that_are_kept_of_hidden_states_are_kept_of_all_of_them(keep: Any, right: bool, at_once: bool) -> None:
+    model = Counted(keep, at_once=at_once)
+    assert rows(pairs_of(model)) == ["block.down"] * right
+    assert not model.active
+
+
+@pytest.mark.parametrize(
+    ("keep", "right"),
+    [
+        (lambda model, h: model.active.fill_(h.mean().item()), False),
+        (lambda model, h: model.active.data.copy_(h.mean()), False),
+        (lambda model, h: model.active.fill_(h.shape[0]), True),
+    ],
+    ids=["as a number", "by its data", "samples"],
+)
+def test_a_buffer_that_cannot_be_followed_is_tried(keep: Any, right: bool) -> None:
+    model = Counted(keep, at_once=True)
+    assert rows(pairs_of(model)) == ["block.down"] * right
+    assert not model.active
+
+
 def test_columns_that_are_all_alike_tell_nothing() -> None:
     """A norm over nothing but zeros would pass for one that works on a part."""
 
