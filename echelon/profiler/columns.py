@@ -1,8 +1,8 @@
 """Whether layers can be cut in pairs: the module that holds a pair is run on one rank's columns.
 
 Whether the code between them works on a part of the columns is not guessed from operators. What reaches the row must be exactly that
-rank's part of what reached it before, in training and in evaluation, and buffers must be left as they were left before. Layouts (layouts.py) are tried until one works; views by a width
-that the code took from elsewhere are fitted (nn/views.py), and the plan notes it.
+rank's part of what reached it before, in training and in evaluation, and buffers must be left as they were before. Layouts (layouts.py)
+are tried until one works; views by a width that the code took from elsewhere are fitted (nn/views.py), and the plan notes it.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, se
 
     args, kwargs = tree_map(given, copied((seen.args, seen.kwargs)))
     own = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    with on_copies(model), ExitStack() as stack, torch.enable_grad():
+    with on_copies(model, seen.before), ExitStack() as stack, torch.enable_grad():
         for path in (*candidate.columns, *candidate.between):
             module = model.get_submodule(path)
             stack.enter_context(calling(module, _detached(module.forward)))

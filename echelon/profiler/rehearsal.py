@@ -78,19 +78,17 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 @contextmanager
 def on_copies(model: nn.Module, start: Mapping[str, Tensor] | None = None) -> Iterator[None]:
     """Inside, the model has copies of its buffers, with the values of `start` where it has them; those themselves stay as they are."""
-    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules() if module._buffers]
     copies: dict[int, Tensor] = {}
     try:
-        for module, own in before:
+        for path, module, own in before:
             for name, value in own.items():
                 if value is not None:
-                    module._buffers[name] = copies.setdefault(id(value), value.clone())
-        for name, value in model.named_buffers():
-            if start is not None and name in start and start[name].shape == value.shape:
-                value.detach().copy_(start[name])
+                    begun = (start or {}).get(f"{path}.{name}" if path else name, value)
+                    module._buffers[name] = copies.setdefault(id(value), begun.clone())
         yield
     finally:
-        for module, own in before:
+        for _, module, own in before:
             module._buffers.update(own)
 
 

@@ -252,6 +252,47 @@ def test_a_weight_that_is_read_elsewhere_is_no_part_of_a_pair(read: Any, place: 
     assert not pairs_of(Regularised()).pairs
 
 
+class Reading(nn.Module):
+    """Has a parameter of its own, and computes with a buffer that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, norm: nn.BatchNorm1d) -> Tensor:
+        return self.scale * norm.running_var.mean()
+
+
+@pytest.mark.parametrize(
+    ("read", "right"),
+    [
+        (lambda norm: norm.running_var.mean(), False),
+        (lambda norm: norm.running_mean.data.norm(), False),
+        (lambda norm: 1 / norm.running_mean.shape[0], False),
+        (Reading(), False),
+        (lambda norm: float(norm.num_batches_tracked), True),
+        (lambda norm: torch.zeros((), dtype=norm.running_mean.dtype), True),
+    ],
+    ids=["method", "data", "size", "module", "count", "dtype"],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_norm_whose_statistics_are_read_elsewhere_is_not_cut_along(read: Any, right: bool, first: bool) -> None:
+    """A rank has those of its channels only."""
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.read = Between(nn.BatchNorm1d(12)), read
+
+        def forward(self, x: Tensor) -> Tensor:
+            if first:
+                told = self.read(self.block.work)
+                return self.block(x) + told
+            return self.block(x) + self.read(self.block.work)
+
+    assert rows(pairs_of(Watched())) == ["block.down"] * right
+
+
 class Penalised(Between):
     """Its hidden states are penalised, always or in training only."""
 
