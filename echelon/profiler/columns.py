@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.nn.views import Fitted
 from echelon.plan.placement import portion, shares
-from echelon.profiler.layers import is_flipped, is_linear, outputs
+from echelon.profiler.layers import by_name, is_flipped, is_linear, outputs
 from echelon.profiler.layouts import Candidate, Layout, layouts
 from echelon.profiler.rehearsal import calling, copied, equal, mode, on_copies, same
 
@@ -89,10 +89,11 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
         hooks.append(model.get_submodule(path).register_forward_hook(after))
     for row in {each.row for each in above}:
 
-        def note(_: nn.Module, args: Any, out: Any, row: str = row) -> None:
-            rows[row] = args[0].detach().clone(), out.detach().clone()
+        def note(_: nn.Module, args: Any, kwargs: Any, out: Any, row: str = row) -> None:
+            given, *_ = (*args, *kwargs.values())
+            rows[row] = given.detach().clone(), out.detach().clone()
 
-        hooks.append(model.get_submodule(row).register_forward_hook(note))
+        hooks.append(model.get_submodule(row).register_forward_hook(note, with_kwargs=True))
     try:
         step()
     finally:
@@ -198,7 +199,8 @@ def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, se
         for path in (*candidate.columns, *candidate.between):
             module = model.get_submodule(path)
             stack.enter_context(calling(module, _detached(module.forward)))
-        stack.enter_context(calling(model.get_submodule(candidate.row), answer))
+        row = model.get_submodule(candidate.row)
+        stack.enter_context(calling(row, by_name(row, answer)))
         model.get_submodule(seen.holder)(*args, **kwargs)
         if not reached[0].requires_grad:
             return ()
@@ -210,14 +212,14 @@ def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, se
 
 
 def _detached(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args: inner(*args).detach()
+    return lambda *args, **kwargs: inner(*args, **kwargs).detach()
 
 
 def _only_there(model: nn.Module, step: Callable[[], Any], row: str, parameters: list[nn.Parameter]) -> bool:
     """Whether the loss depends on parameters through a row alone."""
     module = model.get_submodule(row)
     inner = module.forward
-    with calling(module, lambda x: inner(x.detach())), torch.enable_grad():
+    with calling(module, by_name(module, lambda x: inner(x.detach()))), torch.enable_grad():
         loss, _ = step()
         (total, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
         grads = torch.autograd.grad(total.sum(), parameters, allow_unused=True) if total.requires_grad else ()
@@ -241,7 +243,7 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
     with mode(holder, training=seen.training), on_copies(model, seen.before), ExitStack() as stack:
         stack.enter_context(_divided(model, layout, seen.width, rank))
         stack.enter_context(_cut(model, candidate, layout, rank))
-        stack.enter_context(calling(row, answer))
+        stack.enter_context(calling(row, by_name(row, answer)))
         stack.enter_context(fitted)
         try:
             out = holder(*args, **kwargs)
@@ -302,8 +304,8 @@ def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Ten
     return torch.cat(found)
 
 
-def _with_part(module: Any, layout: Layout, rank: int) -> Callable[[Tensor], Tensor]:
+def _with_part(module: Any, layout: Layout, rank: int) -> Callable[..., Tensor]:
     weight = _part(module.weight.t() if is_flipped(module) else module.weight, layout.parts, layout, rank)
     bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
     product = _product(module)
-    return lambda x: product(x, weight, bias)
+    return by_name(module, lambda x: product(x, weight, bias))

@@ -89,6 +89,16 @@ def test_a_layer_that_is_called_twice_is_no_part_of_a_pair() -> None:
     assert not pairs_of(Twice(None)).pairs
 
 
+def test_modules_that_are_called_by_the_names_of_their_arguments_are_found_alike() -> None:
+    class Named(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(input=self.up(input=x).relu() * self.scale)
+            return out
+
+    (pair,) = pairs_of(Named(beside=False)).pairs
+    assert (pair.candidate.paths, pair.partial) == (("up", "down"), ("scale",))
+
+
 class Attention(nn.Module):
     def __init__(self, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
