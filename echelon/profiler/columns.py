@@ -90,7 +90,7 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
     for row in {each.row for each in above}:
 
         def note(_: nn.Module, args: Any, kwargs: Any, out: Any, row: str = row) -> None:
-            given, *_ = (*args, *kwargs.values())
+            given = [*args, *kwargs.values()][0]
             rows[row] = given.detach().clone(), out.detach().clone()
 
         hooks.append(model.get_submodule(row).register_forward_hook(note, with_kwargs=True))
