@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.errors import JobError
+from echelon.errors import EchelonError, JobError
 from echelon.job import Job
 from echelon.plan.profile import Rule
 from echelon.profiler.coupling import first_line
@@ -33,6 +33,22 @@ def rules(job: Job, parameters: dict[str, Tensor]) -> tuple[tuple[Rule, ...], li
     made = _made(job, standins)
     whole = _whole(job, standins, made)
     return tuple(_rule(each, notes, whole.get(place)) for place, each in enumerate(made)), notes
+
+
+def on_pieces(job: Job, parameters: Mapping[str, Tensor]) -> tuple[Rule, ...]:
+    """The same as far as the tensor axis asks: whether each of them can work on pieces. Nothing is measured."""
+    standins = {name: nn.Parameter(torch.empty_like(value, device="meta")) for name, value in parameters.items()}
+    try:
+        made = _made(job, standins)
+        names, whole = [type(each).__name__ for each in made], _whole(job, standins, made)
+    except EchelonError:
+        raise
+    except Exception as error:  # a user's own, which wants parameters with numbers
+        names, whole = ["the optimizer"], {0: _said(error)}
+    return tuple(
+        Rule(name=name, state=0, temporary=0, elements=0, whole=place in whole, untried=whole.get(place, ""))
+        for place, name in enumerate(names)
+    )
 
 
 def _made(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
