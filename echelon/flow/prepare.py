@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import JobError, NothingToCut, PlanError
+from echelon.errors import EchelonError, JobError, NothingToCut, PlanError
 from echelon.flow.jobfile import load_job, make_job
 from echelon.job import Job
 from echelon.plan.check import Problem, require
 from echelon.plan.cluster import Cluster
-from echelon.plan.fallback import copied, shared
+from echelon.plan.fallback import fall_back
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.store import Store, hash_files, installed_versions, user_files
@@ -76,6 +76,7 @@ class Subject:
         self._default = _default_name(job, self.spec)
         #: What went wrong and does not matter enough to stop.
         self.warnings: list[str] = []
+        self._unprofiled = False
 
     @property
     def job(self) -> Job:
@@ -143,12 +144,8 @@ class Subject:
         reasons = "; ".join(
             f"{each.path}={each.value}: {each.rule}" for each in error.problems if isinstance(each, Problem)
         )
-        profile = profile or self._profile_or_none()
-        other = shared(plan, whole=profile is None or profile.traced == "real")
-        told = "which shares the memory too"
-        if profile is not None and profile.unsharded:
-            other = copied(plan)
-            told = f"where every rank has the whole model, because it cannot be sharded either ({profile.unsharded})"
+        profile = profile or self.profile_or_none()
+        other, told = fall_back(plan, profile)
         try:
             require(other, profile, cluster)
         except PlanError as second:
@@ -159,10 +156,20 @@ class Subject:
             ) from error
         return other, f'"{plan}" falls back to "{other}" on the same ranks, {told}: {reasons}'
 
-    def _profile_or_none(self) -> Profile | None:
+    def profile_or_none(self) -> Profile | None:
+        """None with a warning for a model that cannot be profiled: it may still train."""
+        if self._unprofiled:
+            return None
         try:
             return self.profile()
-        except Exception:  # a model that cannot be profiled may still train
+        except EchelonError:
+            raise
+        except Exception as error:
+            self._unprofiled = True
+            self.warnings.append(
+                f"the model could not be profiled ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): whether its samples see "
+                "each other, or decide which modules run, is not known; `echelon verify` tells whether the plan computes the same as one device"
+            )
             return None
 
     def _kept(self, key: str | None, made: Made) -> Made:
@@ -240,13 +247,13 @@ def prepare(subject: Subject, wanted: PlanLike = None, *, ranks: int | None = No
 
 
 def _given(subject: Subject, plan: Plan) -> Prepared:
-    """A plan that the user wrote: checked against what is known without measuring."""
+    """A plan that the user wrote: checked against what is known without measuring the machine."""
     from echelon.profiler import known_cluster
 
-    profile, cluster = subject.known_profile(), known_cluster()
-    if subject.key is not None and profile is None and plan.model is not None:
-        # A plan that was made for a model is held against that of the file before anything is started; a script's is by `Run`.
-        profile = subject.profile()
+    cluster = known_cluster()
+    # One that parts batches or parameters may train another objective, or have ranks wait for each other for ever.
+    parts = plan.ranks > 1 or plan.micro is not None or plan.model is not None
+    profile = subject.profile_or_none() if parts else subject.known_profile()
     completed, fallback = subject.settle(plan, profile, cluster)
     return _checked(completed, profile, cluster, subject.warnings, fallback)
 

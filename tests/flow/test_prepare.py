@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,10 +65,11 @@ class Undecided(nn.Module):
 @pytest.mark.parametrize(
     ("model", "plan", "instead", "why"),
     [
-        (lambda: nn.Linear(8, 1), "pp=2 micro=2 schedule=gpipe", "dp=2 zero=3", "pp=2: the model cannot be cut into stages: it is a single"),
+        (lambda: nn.Linear(8, 1), "pp=2 micro=2 schedule=gpipe", "dp=2 zero=3 micro=1", "pp=2: the model cannot be cut into stages: it is a single"),
         (lambda: nn.Linear(8, 1), "dp=2 pp=2 zero=1", "dp=4 zero=3", "pp=2: the model cannot be cut into stages"),
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), "pp=3", "dp=3 zero=3", "pp=3: 3 stages, and the model has 2 units"),
         (lambda: nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1)), "tp=9", "dp=9 zero=3", "tp=9: nothing of the model can be cut"),
+        (lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))), "pp=5 micro=10", "dp=5 zero=3 micro=2 batchnorm=sync", "pp=5: 5 stages"),
         (Undecided, "pp=2", "dp=2 zero=3 whole", "pp=2: the model cannot be cut into stages"),
     ],
 )  # fmt: skip
@@ -141,3 +143,32 @@ def test_where_the_ranks_cannot_share_either_both_reasons_are_told() -> None:
 def test_a_plan_that_is_wrong_in_itself_is_still_refused() -> None:
     with pytest.raises(PlanError, match="leave `sequence` out"):
         prepare(Subject(make(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))), "tp=2 pp=2 sequence")
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "words"),
+    [
+        ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=2", "dp=2: a sample's loss depends on the others of its batch"),
+        ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=1 micro=4", "micro=4: a sample's loss depends on the others"),
+        ({"model": Undecided}, "dp=2 zero=3", "zero=3: the model could not be traced: if its samples decide which blocks run"),
+    ],
+)  # fmt: skip
+def test_a_plan_written_by_hand_is_held_against_the_model(changes: dict[str, Any], plan: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        prepare(Subject(make(batch=16, **changes)), plan)
+
+
+class Picky(nn.Linear):
+    """Takes no batch but that of its training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 16:
+            raise ValueError(f"a batch of {len(x)}")
+        return super().forward(x)
+
+
+def test_what_is_not_known_of_a_model_that_cannot_be_profiled_is_said() -> None:
+    prepared = prepare(Subject(make(model=lambda: Picky(8, 1), batch=16)), "dp=1 micro=8")
+    assert prepared.profile is None
+    (warning,) = (each for each in prepared.warnings if "could not be profiled" in each)
+    assert "(ValueError: a batch of 2): whether its samples see each other" in warning

@@ -105,7 +105,8 @@ def test_proved_under_tensor_and_pipeline_parallelism(ranks: Pool, name: str, pl
     need(name)
     cell = table.judge(ranks, name, plan)
     assert cell.verdict == expected(name, plan), cell.why
-    assert cell.worst <= cell.bound
+    if cell.verdict != "refused":  # what a plan falls back to is proved as well
+        assert 0 < cell.worst <= cell.bound
 
 
 def test_what_is_expected_is_of_models_and_plans_that_there_are() -> None:
@@ -122,7 +123,7 @@ def test_what_is_expected_is_of_models_and_plans_that_there_are() -> None:
 
 
 def cell(model: str, plan: str, **facts: Any) -> table.Cell:
-    return table.Cell(**{"model": model, "plan": plan, "verdict": "verified", "cut": 0.9, "held": 0.5} | facts)
+    return table.Cell(**{"model": model, "plan": plan, "verdict": "verified", "cut": 0.9, "work": 0.5} | facts)
 
 
 def test_a_zoo_that_refuses_or_hardly_cuts_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_zoo_that_refuses_or_hardly_cuts_does_not_pass(monkeypatch: pytest.Mon
     assert good("tp=2") == good("pp=2", cut=0.0) == [True, True]
     assert good("tp=2", verdict="refused") == [False, False]
     assert good("pp=2", verdict="falls back") == [False, False]
-    assert good("tp=2", cut=0.4) == good("pp=2", cut=0.0, held=0.9) == [True, False]
+    assert good("tp=2", cut=0.4) == good("pp=2", cut=0.0, work=0.9) == [True, False]
     assert [row.good for row in table._rows([cell(names[0], "tp=2", cut=0.4)])] == [True]  # not all: nothing is held
 
 
