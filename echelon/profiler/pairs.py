@@ -132,11 +132,8 @@ class _Reads(Follower):
             given = args[0] if args else (kwargs or {})["input"]
             self.scored |= {number for number, _ in self.origin([given])}
         out = super().__torch_function__(func, types, args, kwargs)
-        reads = getattr(func, "__name__", "") == "__get__"
-        # `.T` and `.data` are the parameter itself.
-        if reads and isinstance(out, Tensor):
-            self._touch(args)
-        if not reads or isinstance(out, Tensor | torch.Size):
+        # Not `.dtype`, which a part has as well.
+        if getattr(func, "__name__", "") != "__get__" or isinstance(out, Tensor | torch.Size):
             self._lend(tree_leaves((args, kwargs)))
         return out
 
@@ -147,17 +144,14 @@ class _Reads(Follower):
             return forward(*args, **kwargs)
 
     def _met(self, values: list[Any]) -> None:
-        self._touch(values)
         self._lend(values)
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                self.touched.setdefault(id(value), set()).add(len(self.visits))
 
     def _lend(self, values: list[Any]) -> None:
         met = {id(value) for value in values if isinstance(value, Tensor)}
         self.lent |= {path for path, slots, name in self._channels if id(slots[name]) in met}
-
-    def _touch(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, nn.Parameter):
-                self.touched.setdefault(id(value), set()).add(len(self.visits))
 
 
 class _Foreign(TorchFunctionMode):
