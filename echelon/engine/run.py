@@ -347,14 +347,10 @@ class Run:
         skipped = False
         rates = self._rates()
         if self.job.clip is not None or self.loss_scale is not None:
-            grads = norm.gradients(self._parameters)
-            copies = [
-                count for value, count in zip(self._parameters, self._copies, strict=True) if value.grad is not None
-            ]
-            size = norm.total_norm(grads, copies, self.ranks, alike=self._pipeline is None)
+            size = self.norm()
             skipped = self.loss_scale is not None and not math.isfinite(size.item())
             if self.job.clip is not None and not skipped:
-                norm.clip(grads, size, self.job.clip)
+                norm.clip(norm.gradients(self._parameters), size, self.job.clip)
         if not skipped:
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -367,6 +363,11 @@ class Run:
             parameter.grad = None
         self.step_number += 1
         return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
+
+    def norm(self) -> Tensor:
+        """The norm of the whole model's gradient, the same on every rank. All must ask."""
+        copies = [count for value, count in zip(self._parameters, self._copies, strict=True) if value.grad is not None]
+        return norm.total_norm(norm.gradients(self._parameters), copies, self.ranks, alike=self._pipeline is None)
 
     def _rates(self) -> list[float | Tensor]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
