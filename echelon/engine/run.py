@@ -42,8 +42,10 @@ from echelon.engine.weights import load_weights
 from echelon.errors import PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
+from echelon.plan.check import check_optimizers, refuse
 from echelon.plan.plan import Plan
 from echelon.profiler.example import Example
+from echelon.profiler.optimizer import on_pieces
 from echelon.world import World, usable_cores
 
 
@@ -185,6 +187,10 @@ class Run:
             raise PlanError(
                 f"tp={tensor.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
             )
+        # A document may be older than the job's optimizer.
+        with self.ranks.together():
+            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            refuse(self.plan, tuple(check_optimizers(self.plan, on_pieces(self.job, trained))))
         axis = Axis(tensor)
         found = pieces(model, self.plan.placements, axis)
         install(model, self.plan.placements, axis, self.plan.segments)
