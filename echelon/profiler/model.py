@@ -49,7 +49,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, first, second, how, device, beside = _step_somehow(job, example, device, notes)
-        coupled, unsure = coupling(
+        coupled, uncompared = coupling(
             job,
             example,
             parameters=sum(p.numel() for p in model.parameters()),
@@ -58,10 +58,9 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
         visits: tuple[Visit, ...] = ()
         with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
             visits = chain(job, example)
-    notes += unsure
     return _assemble(
-        job, example, model, first, second, device=device, how=how, coupled=coupled, visits=visits, notes=notes,
-        unsharded=beside or (_TWICE if second.twice else ""),
+        job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
+        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else ""),
     )  # fmt: skip
 
 
@@ -100,7 +99,8 @@ def _assemble(
     *,
     device: str,
     how: Literal["fake", "real"],
-    coupled: bool,
+    coupled: bool | None,
+    uncompared: str,
     visits: tuple[Visit, ...],
     notes: list[str],
     unsharded: str,
@@ -128,6 +128,7 @@ def _assemble(
         ),
         visits=visits,
         coupled=coupled,
+        uncompared=uncompared,
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
         input_bytes=example.bytes,
         samples=example.length,
