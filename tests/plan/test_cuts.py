@@ -76,3 +76,14 @@ def test_no_stage_begins_within_a_pair() -> None:
     assert find_stages(plan, visits) == (2,)
     assert find_stages(replace(plan, placements=columns), visits) == (3,)
     assert find_stages(replace(plan, placements=columns), visits[:3]) is None
+
+
+def test_no_stage_begins_within_a_pair_whose_modules_lie_inside_units() -> None:
+    """Blocks of one layer each: a block is called as a whole, its layer is cut."""
+    visits = [Visit(path=f"layers.{i}", work=1.0) for i in range(4)]
+    cuts = ("column", "row", "column", "row")
+    placements = [Placement(path=f"layers.{i}.linear", cut=cut) for i, cut in enumerate(cuts)]  # type: ignore[arg-type]
+    plan = replace(from_text("tp=2 pp=2"), placements=tuple(placements))
+    heavy = [replace(visits[0], work=3.0), *visits[1:]]
+    assert find_stages(replace(plan, placements=()), heavy) == (1,)
+    assert find_stages(plan, heavy) == (2,)
