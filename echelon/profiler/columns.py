@@ -118,7 +118,7 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
     return found
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """The same without gradients: code may change it in place."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, copied(tree))
 
@@ -230,7 +230,7 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
     dealt = shares(seen.width, layout.ways, layout.unit)
     wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
     holder = model.get_submodule(seen.holder)
-    args, kwargs = _plain((seen.args, seen.kwargs))
+    args, kwargs = plain((seen.args, seen.kwargs))
 
     reached: list[Tensor] = []
 
@@ -239,12 +239,12 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
         return seen.gave.clone()
 
     row = model.get_submodule(candidate.row)
-    fitted = nullcontext() if layout.fits is None else Fitted(seen.width, dealt[rank])
-    with mode(holder, training=seen.training), on_copies(model, seen.before), ExitStack() as stack:
-        stack.enter_context(_divided(model, layout, seen.width, rank))
-        stack.enter_context(_cut(model, candidate, layout, rank))
-        stack.enter_context(calling(row, by_name(row, answer)))
-        stack.enter_context(fitted)
+    with (
+        mode(holder, training=seen.training),
+        on_copies(model, seen.before),
+        as_rank(model, candidate, seen, layout, rank),
+        calling(row, by_name(row, answer)),
+    ):
         try:
             out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
@@ -257,6 +257,18 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
         for name, value in seen.after.items()
     }
     return len(reached) == 1 and equal(reached[0], wanted) and same((out, buffers), (seen.out, after))
+
+
+@contextmanager
+def as_rank(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> Iterator[None]:
+    """Inside, what lies before the row computes as one rank would."""
+    mine = shares(seen.width, layout.ways, layout.unit)[rank]
+    with (
+        _divided(model, layout, seen.width, rank),
+        _cut(model, candidate, layout, rank),
+        nullcontext() if layout.fits is None else Fitted(seen.width, mine),
+    ):
+        yield
 
 
 @contextmanager

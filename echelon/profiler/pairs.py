@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from echelon.profiler.columns import Pair, find_layout, watched
+from echelon.profiler.between import draws_by_column
+from echelon.profiler.columns import Pair, Seen, find_layout, watched
 from echelon.profiler.layers import channelwise, is_product
 from echelon.profiler.layouts import Candidate
 from echelon.profiler.rehearsal import alike, drawing, mode, rehearsing
@@ -42,12 +43,15 @@ def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iter
     """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
     draws = drawing(model, step)
     with rehearsing(model):
-        return _found(model, step, ways, hints, draws)
+        found, seen = _found(model, step, ways, hints, draws)
+    pairs = [each for each in found.pairs if not each.draws or draws_by_column(model, each, seen[each.candidate])]
+    return replace(found, pairs=tuple(pairs))
 
 
 def _found(
     model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate], draws: Container[str]
-) -> Found:
+) -> tuple[Found, Mapping[Candidate, Seen]]:
+    """What can be cut, and what the candidates did in training."""
     trains = _followed(model, step)
     followed = [trains]
     with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
@@ -72,17 +76,18 @@ def _found(
     pairs: dict[str, Pair] = {}
     for each in candidates:
         if each.row not in pairs and each in seen[0]:
-            found = find_layout(model, again, each, [run[each] for run in seen if each in run], ways)
-            if found is not None:
-                pairs[each.row] = Pair(each, *found, seen[0][each].holder in draws)
+            cut = find_layout(model, again, each, [run[each] for run in seen if each in run], ways)
+            if cut is not None:
+                pairs[each.row] = Pair(each, *cut, seen[0][each].holder in draws)
     read = {source for visit in trains.visits for source, _ in visit.reads}
-    return Found(
+    found = Found(
         pairs=tuple(pairs.values()),
         called=frozenset(visit.path for run in followed for visit in run.visits),
         touched=touched,
         sized=sized,
         scored=frozenset(trains.visits[each].path for each in trains.scored - read),
     )
+    return found, seen[0]
 
 
 def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:

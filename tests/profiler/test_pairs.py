@@ -131,6 +131,30 @@ def test_a_pair_says_whether_something_in_it_draws() -> None:
         assert [pair.draws for pair in pairs_of(Attention(heads), X).pairs] == [False]
 
 
+@pytest.mark.parametrize(
+    ("work", "right"),
+    [
+        (lambda x: F.dropout(x, 0.5), True),
+        (lambda x: x * torch.rand_like(x), True),
+        (lambda x: x * torch.rand(x.shape[0], 1), False),  # one coin for a sample
+        (lambda x: x + torch.randn_like(x) * torch.rand(()), False),  # noise of a random size
+        (lambda x: x * torch.rand(x.shape[-1]), True),
+    ],
+)
+def test_each_rank_draws_by_itself_only_what_is_drawn_for_each_column(work: Any, right: bool) -> None:
+    found = pairs_of(Between(work))
+    assert rows(found) == ["down"] * right
+    assert all(pair.draws for pair in found.pairs)
+
+
+def test_what_is_drawn_before_and_behind_a_pair_is_drawn_alike_and_may_be_anything() -> None:
+    class Around(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.rand(len(x), 1)) * torch.rand(())
+
+    assert rows(pairs_of(Around(F.gelu))) == ["down"]
+
+
 def test_batch_norm_is_asked_without_being_changed() -> None:
     model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Conv1d(6, 4, 1))
     before = model[1].running_mean.clone().double()
