@@ -252,10 +252,9 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )  # fmt: skip
     if plan.sharded and profile.unsharded:
         yield Problem(path="zero", value=plan.zero, rule=profile.unsharded, remedy="use zero=0")
-    elif plan.zero and dp > 1 and not plan.whole and profile.traced == "real":
+    elif plan.zero and dp > 1 and not plan.whole and profile.unsteady:
         yield Problem(
-            path="zero", value=plan.zero,
-            rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
+            path="zero", value=plan.zero, rule=f"{profile.unsteady}, ranks would wait for each other for ever",
             remedy="add `whole`, or use zero=0",
         )  # fmt: skip
     if plan.recompute != "none" and not profile.units:

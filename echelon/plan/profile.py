@@ -186,6 +186,8 @@ class Profile(Document):
     samples: int = 0  #: in the data set; 0: unknown
     #: Why torch cannot shard the parameters over data ranks; empty: it can as far as is known.
     unsharded: str = ""
+    #: Why ranks may run different blocks, and sharded block by block would wait for each other for ever; empty: they do not.
+    unsteady: str = ""
     clip: bool = False  #: whether gradients are clipped
     #: fake: nothing was run; real: the model cannot be traced and one small step was run; see `notes`.
     traced: Literal["fake", "real"] = "fake"

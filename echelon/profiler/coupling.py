@@ -130,7 +130,13 @@ class _Comparison:
     def _sizes(self) -> dict[str, float]:
         """The largest value of each gradient."""
         named = self._model.named_parameters()
-        return {name: float(p.grad.abs().max()) for name, p in named if p.grad is not None and p.numel()}
+        grads = {name: _numbers(p.grad) for name, p in named if p.grad is not None}
+        return {name: float(grad.abs().max()) for name, grad in grads.items() if grad.numel()}
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """Those that are stored, of a sparse gradient."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _still_model(job: Job) -> nn.Module:
@@ -167,6 +173,12 @@ def random_states() -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(arrays)
+
+
+def outside_torch() -> Any:
+    """Where Python's and NumPy's generators are; another one after each draw."""
+    name, keys, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), name, bytes(keys), rest
 
 
 def first_line(error: Exception) -> str:

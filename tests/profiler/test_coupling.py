@@ -223,6 +223,19 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert (numpy.random.get_state()[1] == states[2]).all()  # type: ignore[index]
 
 
+def test_sparse_gradients_are_compared() -> None:
+    def job(loss: Any) -> Job:
+        return make_job(
+            lambda: nn.Embedding(9, 8, sparse=True),
+            data=[(torch.tensor(i % 9), row) for i, row in enumerate(Y)],
+            loss=loss,
+            optimizer=lambda parameters: torch.optim.SparseAdam(list(parameters)),
+        )
+
+    assert profile(job(lambda output, batch: F.mse_loss(output, batch[-1]))).coupled is False
+    assert profile(job(contrastive)).coupled
+
+
 def test_complex_parameters_are_tried_as_they_are() -> None:
     class Spectral(nn.Module):
         def __init__(self) -> None:
