@@ -446,6 +446,41 @@ def test_a_buffer_that_cannot_be_followed_is_tried(keep: Any, right: bool) -> No
     assert not model.active
 
 
+def banned(logits: Tensor) -> Tensor:
+    logits.view(-1, 12)[:, :2] = -1e9
+    return logits.view(-1, 12)
+
+
+def cooled(logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    logits.div_(0.7)
+    return flat
+
+
+def risen(logits: Tensor) -> Tensor:
+    wide = logits.double()
+    F.relu(wide, inplace=True)
+    return wide.flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "right"), [(lambda x: x.flatten(0, 1), True), (banned, False), (cooled, False), (risen, False)]
+)
+def test_logits_that_are_changed_in_place_are_not_left_in_parts(way: Any, right: bool) -> None:
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = F.cross_entropy(way(self.head(x)), torch.arange(6))
+            loss += 0.1 * x.mean()  # the loss is nobody's part
+            return loss
+
+    found = pairs_of(Scored(), torch.randn(2, 3, 8, dtype=torch.float64))
+    assert found.scored == ({"head"} if right else set())
+
+
 def test_columns_that_are_all_alike_tell_nothing() -> None:
     """A norm over nothing but zeros would pass for one that works on a part."""
 
