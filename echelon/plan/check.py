@@ -128,7 +128,7 @@ def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem
         why = (
             f"could not be tried on pieces of parameters ({whole.untried})"
             if whole.untried
-            else "computes with norms or factors of whole parameters"
+            else "computes with norms or factors of whole parameters, or optimizer= chooses groups by the parameters' sizes"
         )
         yield Problem(
             path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank",
