@@ -128,10 +128,10 @@ def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem
         why = (
             f"could not be tried on pieces of parameters ({whole.untried})"
             if whole.untried
-            else "computes with norms or factors of whole parameters, or optimizer= chooses groups by the parameters' sizes"
+            else "computes with norms or factors of whole parameters"
         )
         yield Problem(
-            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank",
+            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank; or optimizer= chooses groups by the parameters' sizes",
             remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
         )  # fmt: skip
 
