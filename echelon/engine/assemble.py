@@ -82,6 +82,7 @@ class Assembly:
         """
         if self.exchange is not None:
             self.exchange.close()
+        self._forget_recompute()
         if self.sharding is None:
             return False
         self.sharding.close()
@@ -105,7 +106,7 @@ class Assembly:
         if plan.batchnorm == "sync" and self._data.size > 1:
             model = synchronise(model, self._data.group)
         self.pieces = self._pieces(model)
-        recompute(unit_modules(model), plan.recompute)
+        self._forget_recompute = recompute(unit_modules(model), plan.recompute)
         if sharded:
             self._compile(model, unit_modules(model))
             self.sharding = Sharding(model, plan, ranks, self._data, self.pieces, self.pipeline)

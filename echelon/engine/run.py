@@ -93,7 +93,7 @@ class Run:
         self.model, self.pieces = self.assembly.model, self.assembly.pieces
         #: Of the whole model, whatever this rank keeps of it.
         self.fingerprint, self.shapes = self.assembly.fingerprint, self.assembly.shapes
-        self.optimizers = make_optimizers(job, self.model, self.ranks, fused=plan.fused)
+        self.optimizers = make_optimizers(job, self.model, self.ranks, shapes=self.shapes, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         self._statistics = StepStatistics(self.model, self.data)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
