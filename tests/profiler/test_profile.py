@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from echelon.engine import optimizers as engine_optimizers
 from echelon.engine.exchange import Exchange
 from echelon.engine.shard import unit_modules
 from echelon.errors import DataError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
-from echelon.profiler import optimizer, profile
+from echelon.profiler import profile
 from echelon.profiler.tree import module_tree
 from echelon.simulator.exchange import buckets
 from echelon.testing.models import GPT, MLP, ResNet
@@ -415,8 +414,7 @@ def test_buckets_are_forecast_as_the_engine_lays_them_out() -> None:
     assert len(sizes) == 3
 
 
-def test_the_engine_and_the_profiler_name_the_same_fused_optimizers() -> None:
-    assert (optimizer.FUSED, optimizer.FUSED_SHARDED) == (engine_optimizers._FUSED, engine_optimizers._FUSED_SHARDED)
+def test_a_rule_says_where_its_kernels_are_fused() -> None:
     (rule,) = profile(vector_job(lambda: MLP(width=16), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))).optimizers
     assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, False)
     (rule,) = profile(vector_job(lambda: MLP(width=16))).optimizers
