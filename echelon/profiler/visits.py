@@ -170,8 +170,9 @@ def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = N
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
     Empty where the model cannot be cut: it is one unit, forward takes a derivative, or the glue changes a buffer after the first unit,
-    which stages that end before do not see, or reads one that a unit changes, which other stages do not see. A unit whose parameters do not reach the loss at all is left out. One that is used without
-    being called belongs to the module around it that is, or else to the glue.
+    which stages that end before do not see, or reads one that a unit changes, which other stages do not see. A unit whose parameters do
+    not reach the loss at all is left out. One that is used without being called belongs to the module around it that is, or else to the
+    glue.
     """
     paths = unit_paths(model)
     while "" not in paths:
