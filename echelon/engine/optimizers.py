@@ -72,6 +72,11 @@ def _make(job: Job, model: nn.Module) -> list[Optimizer]:
                 "optimizer= is SparseAdam, which takes sparse gradients alone; here gradients are dense, so that they can be added up over "
                 "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use"
             )
+        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            raise JobError(
+                f"optimizer= is {type(optimizer).__name__}, whose step computes the loss again by itself, which no rank could do alone: use one "
+                "that steps on gradients (AdamW, SGD)"
+            )
         optimizers.append(optimizer)
         _require_live(optimizer, trainable)
     return optimizers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -178,7 +177,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 def _ran(job: Job, example: Example) -> tuple[nn.Module, Trace, Trace]:
     """Two real steps on the CPU, on a copy of the model where the job gives a module."""
     torch_state = torch.random.get_rng_state()
-    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
+    model = made(job)
     if any(p.is_meta for p in model.parameters()):
         raise JobError(
             "the model is on the meta device and cannot be traced on fake tensors; build it on the CPU to profile it"
