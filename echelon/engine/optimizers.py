@@ -15,12 +15,7 @@ from echelon.engine.groups import is_plain, settings
 from echelon.engine.ranks import Group
 from echelon.errors import JobError
 from echelon.job import Job
-
-#: Those that take fused=True in their constructor; the same switch in a group turns the kernel on later.
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-#: Of these, the kernels that know sharded tensors.
-_FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
-
+from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
 
 #: Torch's word for an optimizer without parameters.
 _EMPTY = "empty parameter list"
@@ -160,7 +155,7 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
         if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
             continue
         kinds = {isinstance(value, DTensor) for value in group["params"]}
-        kernels = _FUSED_SHARDED if True in kinds else _FUSED
+        kernels = FUSED_SHARDED if True in kinds else FUSED
         floating = all(value.is_floating_point() for value in group["params"])
         if len(kinds) > 1:
             if "foreach" in group:

@@ -20,7 +20,7 @@ from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Parameter, Profile, Visit, fingerprint, units
 from echelon.profiler.build import built, made, unquestioned
 from echelon.profiler.chain import chain
-from echelon.profiler.coupling import coupling, first_line
+from echelon.profiler.coupling import coupling, first_line, outside_torch, random_states, seed_all
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
@@ -48,7 +48,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, first, second, how, device, beside = _step_somehow(job, example, device, notes)
-        coupled, unsure = coupling(
+        coupled, uncompared = coupling(
             job,
             example,
             parameters=sum(p.numel() for p in model.parameters()),
@@ -57,10 +57,9 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
         visits: tuple[Visit, ...] = ()
         with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
             visits = chain(job, example)
-    notes += unsure
     return _assemble(
-        job, example, model, first, second, device=device, how=how, coupled=coupled, visits=visits, notes=notes,
-        unsharded=beside or (_TWICE if second.twice else ""),
+        job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
+        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else ""),
     )  # fmt: skip
 
 
@@ -99,7 +98,8 @@ def _assemble(
     *,
     device: str,
     how: Literal["fake", "real"],
-    coupled: bool,
+    coupled: bool | None,
+    uncompared: str,
     visits: tuple[Visit, ...],
     notes: list[str],
     unsharded: str,
@@ -127,20 +127,33 @@ def _assemble(
         ),
         visits=visits,
         coupled=coupled,
+        uncompared=uncompared,
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
         input_bytes=example.bytes,
         samples=example.length,
         unsharded=unsharded,
+        unsteady=_unsteady(first, second, how),
         clip=job.clip is not None,
         traced=how,
         notes=(*notes, *guesses),
     )
 
 
+def _unsteady(first: Trace, second: Trace, how: Literal["fake", "real"]) -> str:
+    """Why ranks may run different blocks. Ranks have batches and random numbers of their own."""
+    if how == "real":
+        return "the model could not be traced: if its samples decide which blocks run"
+    if first.draws or second.draws:
+        return "forward draws Python's or NumPy's random numbers: if they decide which blocks run"
+    if first.modules.keys() != second.modules.keys():
+        return "other modules run for another batch: if they are whole blocks"
+    return ""
+
+
 def _traced(job: Job, example: Example, device: str) -> tuple[nn.Module, Trace, Trace]:
     """Two fake steps. The smaller has two samples: code and batch norm treat a single one apart."""
     large = max(min(job.batch, _INPUTS // max(example.bytes, 1)), 4)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, unquestioned():
+    with random_states(), FakeTensorMode(allow_non_fake_inputs=True) as mode, unquestioned():
         model = built(job)
         tensors = {
             name: _faked(mode, value, device)
@@ -155,6 +168,7 @@ def _traced(job: Job, example: Example, device: str) -> tuple[nn.Module, Trace, 
             with unset_fake_temporarily():
                 batch = example.batch(samples)
             batch = tree_map(lambda value: _faked(mode, value, device) if isinstance(value, Tensor) else value, batch)
+            seed_all(0)  # whatever Python's and NumPy's numbers decide, both steps are of one kind
             with _untouched(model):
                 traces.append(_step(job, model, tensors, batch, samples, device))
     return model, traces[0], traces[1]
@@ -203,10 +217,12 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
             if tensor.requires_grad
         ]
         tree_map(lambda value: recorder.hold(value) if isinstance(value, Tensor) else None, batch)
+        before = outside_torch()
         with autocast, _Derivatives() as derivatives:
             output = call_model(job, _Bound(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
         recorder.trace.twice = derivatives.twice
+        recorder.trace.draws = outside_torch() != before
         del output
         total = loss[0] if isinstance(loss, tuple) else loss
         recorder.phase = "backward"

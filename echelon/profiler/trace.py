@@ -60,6 +60,8 @@ class Trace:
     modules: dict[str, Figures] = field(default_factory=dict)
     #: Whether the model or the loss takes a derivative that is differentiated in its turn.
     twice: bool = False
+    #: Whether Python's or NumPy's random numbers are drawn.
+    draws: bool = False
 
 
 #: From this size on allocators give a tensor a block of its own.
