@@ -160,8 +160,24 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
         if len(kinds) > 1:
             if "foreach" in group:
                 group["foreach"] = False  # kernels over many tensors at once take whole ones or sharded ones
-        elif fused and type(optimizer) in kernels and floating and not isinstance(group.get("lr"), torch.Tensor):
+        elif fused and type(optimizer) in kernels and floating and not _unusual(group):
             group["fused"] = True
+
+
+def _unusual(group: Mapping[str, Any]) -> bool:
+    """Settings that the kernels do not take, or `begin_late` could not."""
+    return isinstance(group.get("lr"), Tensor) or bool(group.get("dampening"))
+
+
+def begin_late(optimizer: Optimizer) -> None:
+    """Give a momentum to parameters whose first gradient comes now, after that of others: torch's fused SGD (2.13) takes momenta of all
+    parameters or of none. Zeros are what it begins with by itself, where gradients are not dampened."""
+    if not isinstance(optimizer, torch.optim.SGD) or not optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for value in group["params"] if group["fused"] and group["momentum"] else ():
+            if value.grad is not None and optimizer.state[value].get("momentum_buffer") is None:
+                optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
 
 
 def make_schedules(job: Job, optimizers: list[Optimizer], steps: int) -> list[Any]:

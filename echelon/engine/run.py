@@ -25,7 +25,7 @@ from echelon.engine import checkpoint, norm, state
 from echelon.engine.assemble import Assembly
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.intake import moved, open_intake, seed_step
-from echelon.engine.optimizers import make_optimizers, make_schedules
+from echelon.engine.optimizers import begin_late, make_optimizers, make_schedules
 from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
@@ -266,6 +266,7 @@ class Run:
                 norm.clip(norm.gradients(self.assembly.parameters), size, self.job.clip)
         if not skipped:
             for optimizer in self.optimizers:
+                begin_late(optimizer)
                 with self.assembly.words_for(optimizer):
                     optimizer.step()
             for schedule in self.schedules:

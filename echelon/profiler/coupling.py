@@ -178,7 +178,7 @@ def random_states() -> Iterator[None]:
 def outside_torch() -> Any:
     """Where Python's and NumPy's generators are; another one after each draw."""
     name, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), name, bytes(keys), rest
+    return random.getstate(), name, numpy.asarray(keys).tobytes(), rest
 
 
 def first_line(error: Exception) -> str:
