@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -60,7 +59,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             visits = chain(job, example)
     return _assemble(
         job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
-        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else ""),
+        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(job, model, second),
     )  # fmt: skip
 
 
@@ -140,6 +139,15 @@ def _assemble(
     )
 
 
+def _lost(job: Job, model: nn.Module, trace: Trace) -> str:
+    """What happens to parameters and would not happen to the shards of them."""
+    if trace.changed:
+        return f"forward changes {trace.changed} itself, which shards would not keep"
+    own = job.model if isinstance(job.model, nn.Module) else model  # a copy has no hooks
+    hooked = next((name for name, value in own.named_parameters() if value._backward_hooks), None)
+    return f"{hooked} has a gradient hook, which shards would not have" if hooked else ""
+
+
 def _unsteady(first: Trace, second: Trace, how: Literal["fake", "real"]) -> str:
     """Why ranks may run different blocks. Ranks have batches and random numbers of their own."""
     if how == "real":
@@ -192,7 +200,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 def _ran(job: Job, example: Example) -> tuple[nn.Module, Trace, Trace]:
     """Two real steps on the CPU, on a copy of the model where the job gives a module."""
     torch_state = torch.random.get_rng_state()
-    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
+    model = made(job)
     if any(p.is_meta for p in model.parameters()):
         raise JobError(
             "the model is on the meta device and cannot be traced on fake tensors; build it on the CPU to profile it"
@@ -218,12 +226,16 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
             if tensor.requires_grad
         ]
         tree_map(lambda value: recorder.hold(value) if isinstance(value, Tensor) else None, batch)
-        before = outside_torch()
+        before, versions = outside_torch(), {name: value._version for name, value in tensors.items()}
         with autocast, _Derivatives() as derivatives:
             output = call_model(job, _Bound(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
         recorder.trace.twice = derivatives.twice
         recorder.trace.draws = outside_torch() != before
+        shortened = {f"{path}.weight" for path, each in model.named_modules() if getattr(each, "max_norm", None)}
+        changed = (name for name, value in tensors.items() if value._version != versions[name])
+        trained = dict(model.named_parameters(remove_duplicate=False)).keys() - shortened
+        recorder.trace.changed = next((name for name in changed if name in trained), "")
         del output
         total = loss[0] if isinstance(loss, tuple) else loss
         recorder.phase = "backward"

@@ -25,7 +25,7 @@ from echelon.profiler.between import draws_by_column
 from echelon.profiler.columns import Pair, Seen, find_layout, watched
 from echelon.profiler.layers import channelwise, is_product
 from echelon.profiler.layouts import Candidate
-from echelon.profiler.rehearsal import alike, drawing, mode, rehearsing
+from echelon.profiler.rehearsal import alike, deciding, drawing, mode, rehearsing
 from echelon.profiler.visits import Follower, Visit, intercepted
 
 
@@ -43,10 +43,15 @@ class Found:
 
 def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate] = ()) -> Found:
     """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
-    draws = drawing(model, step)
+    draws, decides = drawing(model, step), deciding(model, step)
     with rehearsing(model):
         found, seen = _found(model, step, ways, hints, draws)
-    pairs = [each for each in found.pairs if not each.draws or draws_by_column(model, each, seen[each.candidate])]
+    pairs = [
+        each
+        for each in found.pairs
+        if seen[each.candidate].holder not in decides
+        and (not each.draws or draws_by_column(model, each, seen[each.candidate]))
+    ]
     return replace(found, pairs=tuple(pairs))
 
 
