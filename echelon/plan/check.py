@@ -14,7 +14,7 @@ from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile, Rule
 from echelon.plan.split import rounds
-from echelon.plan.stages import INTERLEAVING, UNCUT, stage_count
+from echelon.plan.stages import INTERLEAVING, UNCUT, bound, stage_count
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
 RANKS_PER_CORE = 8
@@ -317,6 +317,12 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     elif pp > 1 and plan.stages and plan.stages[-1] >= units:
         yield Problem(
             path="stages", value=list(plan.stages), rule=f"the model has {units} units, and each stage needs one",
+            remedy="leave stages out: they are found",
+        )  # fmt: skip
+    elif pp > 1 and (inside := sorted(bound(plan, profile.visits) & {*plan.stages})):
+        yield Problem(
+            path="stages", value=list(plan.stages),
+            rule=f"one begins at {profile.visits[inside[0]].path}, inside a pair that tp cuts or between two calls that change one buffer",
             remedy="leave stages out: they are found",
         )  # fmt: skip
 

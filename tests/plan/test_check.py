@@ -185,6 +185,14 @@ def test_stages_that_cannot_be(plan: str, stages: tuple[int, ...], words: str) -
     assert any(words in problem for problem in refused(replace(from_text(plan), stages=stages), STAGED))
 
 
+def test_no_stage_of_a_document_begins_within_a_pair() -> None:
+    cut = (Placement(path="blocks.1.up", cut="column"), Placement(path="blocks.2.down", cut="row"))
+    plan = replace(from_text("tp=2 pp=2 micro=4"), placements=cut)
+    words = "one begins at blocks.2, inside a pair that tp cuts"
+    assert any(words in each for each in refused(replace(plan, stages=(2,)), STAGED))
+    assert not any("one begins at" in each for each in refused(replace(plan, stages=(3,)), STAGED))
+
+
 def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:
     (problem,) = refused(replace(from_text("tp=7"), uncut=(Uncut(path="up", why="3 outputs are too few for 7 ranks"),)))
     assert problem == (
