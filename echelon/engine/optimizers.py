@@ -118,7 +118,7 @@ def _require_same_settings(
     if not any(value.is_meta or list(value.shape) != list(shapes[name]) for name, value in trained.items()):
         return
     standins = {
-        name: nn.Parameter(torch.empty(*shapes[name], dtype=value.dtype, device="meta"))
+        name: nn.Parameter(torch.empty(tuple(shapes[name]), dtype=value.dtype, device="meta"))
         for name, value in trained.items()
     }
     try:
