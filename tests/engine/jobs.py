@@ -28,9 +28,11 @@ from tests.engine.staged import (
     Dropping,
     Frozen,
     Hooked,
+    Late,
     Noise,
     Orthogonal,
     Shortened,
+    Tempered,
     Turned,
     Twice,
     Watched,
@@ -269,6 +271,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "bare head": lambda: tokens(
         model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1
     ),
+    "tempered": lambda: mlp(model=Tempered),
+    "late": lambda: mlp(model=Late, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
     "shortened": lambda: mlp(model=Shortened),
     "orthogonal": lambda: mlp(model=Orthogonal),
     "lonely": lambda: mlp(model=Lonely),

@@ -144,6 +144,29 @@ class Counts(nn.Module):
         return self.layer(x)
 
 
+class Tempered(nn.Module):
+    """One of its parameters is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(8, 12), nn.Linear(12, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) * self.scale
+
+
+class Late(nn.Module):
+    """One of its layers has its first gradient in the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 4), nn.Linear(8, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.first(x) + self.second(x) if self.calls > 2 else self.first(x)
+
+
 class Shortened(nn.Module):
     """Looking a row up shortens it."""
 

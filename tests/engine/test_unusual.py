@@ -16,7 +16,7 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Mesh, Plan
 from echelon.testing.ranks import Pool
 from echelon.world import World
-from tests.engine.jobs import failure, mlp, trained
+from tests.engine.jobs import JOBS, failure, mlp, trained
 from tests.engine.staged import Hooked
 from tests.zoo import ZOO, prove
 
@@ -42,6 +42,7 @@ def test_unusual_parameters_are_proved(ranks: Pool, name: str, plan: str) -> Non
         ("shortened", "dp=2 zero=3 micro=2"),
         ("shortened", "tp=2"),
         ("orthogonal", "dp=2 zero=1"),
+        ("tempered", "tp=2"),
         ("orthogonal", "pp=2 micro=2"),
     ],
 )
@@ -67,6 +68,19 @@ def test_what_a_plan_cannot_keep_is_refused(ranks: Pool, name: str, plan: str, w
 
 def test_a_hook_that_sees_a_part_of_the_batch_is_told(ranks: Pool) -> None:
     assert any("first.weight has a hook on gradients" in each for each in ranks.run(2, warned, "hooked")[0])
+
+
+def test_a_parameter_may_have_its_first_gradient_later() -> None:
+    """Fused kernels take momenta of all parameters or of none."""
+    fused, plain = (trained_plainly(fused=fused) for fused in (True, False))
+    assert all(torch.allclose(a, b) for a, b in zip(fused, plain, strict=True))
+
+
+def trained_plainly(*, fused: bool) -> list[torch.Tensor]:
+    with Run(JOBS["late"](), Plan(fused=fused), World()) as run:
+        for batch in run.batches(4):
+            run.step(batch)
+        return [value.detach().clone() for value in run.model.parameters()]
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
