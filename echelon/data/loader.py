@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from echelon.data.workers import Request, from_workers
 from echelon.errors import DataError
 from echelon.plan.split import cut, split
 
+#: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares.
+_TOGETHER = 2**17
 #: Shares that are gathered ahead while the device computes: one ready, one being made.
 _AHEAD = 2
 
@@ -157,8 +159,28 @@ def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: i
 
 
 def _inline(source: Source, requests: Iterator[Request], pin: bool) -> Generator[list[Any]]:
+    for group in _groups(requests, _TOGETHER / source.sample_bytes):
+        if len(group) == 1:
+            yield source.parts(group[0].ids, group[0].sizes, group[0].epoch, pin=pin)
+            continue
+        sizes = [size for request in group for size in request.sizes]
+        parts = iter(source.parts(np.concatenate([request.ids for request in group]), sizes, group[0].epoch, pin=pin))
+        for request in group:
+            yield list(islice(parts, len(request.sizes)))
+
+
+def _groups(requests: Iterator[Request], most: float) -> Iterator[list[Request]]:
+    """Requests that are read together: as many as have no more than `most` samples, one at least."""
+    group: list[Request] = []
+    count = 0
     for request in requests:
-        yield source.parts(request.ids, request.sizes, request.epoch, pin=pin)
+        if group and count + len(request.ids) > most:
+            yield group
+            group, count = [], 0
+        group.append(request)
+        count += len(request.ids)
+    if group:
+        yield group
 
 
 def _from_thread(source: Source, requests: Iterator[Request]) -> Generator[list[Any]]:

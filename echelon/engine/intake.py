@@ -13,7 +13,6 @@ from torch import Tensor
 
 from echelon.data.digest import digest
 from echelon.data.loader import Loader
-from echelon.data.order import Order
 from echelon.data.source import Source, is_stream, open_source
 from echelon.data.stream import Stream, StreamLoader
 from echelon.engine.ranks import Group, Ranks
@@ -46,7 +45,7 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
         return Intake(loader, job.steps)
     with ranks.together():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
-        order = Order(samples=len(source), batch=job.batch, seed=job.seed)
+        order = source.order(batch=job.batch, seed=job.seed)
     _require_equal_data(source, ranks, workers)
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
     return Intake(

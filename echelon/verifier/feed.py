@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.order import Order
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream
 from echelon.job import Job
@@ -42,7 +41,7 @@ class _Numbered(Feed):
 
     def __init__(self, job: Job) -> None:
         self._source = open_source(job.data, collate=job.collate, seed=job.seed)
-        self._order = Order(samples=len(self._source), batch=job.batch, seed=job.seed)
+        self._order = self._source.order(batch=job.batch, seed=job.seed)
         self.batch = job.batch
         self.total = job.steps if job.steps is not None else (job.epochs or 0) * self._order.steps_per_epoch
 

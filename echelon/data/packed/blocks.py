@@ -1,0 +1,60 @@
+"""Where the rows of a block lie in a shard's file, and their checksum. Writer, reader and `verify` share it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from echelon.data.packed.manifest import Column, Shard
+
+
+def checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard, start: int, stop: int) -> int | None:
+    """CRC-32 of rows `start` to `stop` over the columns in turn; None where offsets point outside: no checksum is like it.
+
+    `file`: the shard's bytes.
+    """
+    found = 0
+    for column, buffers in zip(columns, shard.buffers, strict=True):
+        if not column.ragged:
+            first = buffers[0]
+            found = _crc(file[first + start * column.item : first + stop * column.item], found)
+            continue
+        at, first, size = buffers
+        offsets = file[at + 8 * start : at + 8 * (stop + 1)]
+        begin, end = (int.from_bytes(part.tobytes(), "little") for part in (offsets[:8], offsets[-8:]))
+        if not 0 <= begin * column.item <= end * column.item <= size:
+            return None
+        found = _crc(offsets, found)
+        found = _crc(file[first + begin * column.item : first + end * column.item], found)
+    return found
+
+
+def frame(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
+    """CRC-32 of what belongs to no column: Arrow's own words about the file."""
+    found = place = 0
+    for start, stop in sorted(_spans(columns, shard)):
+        found = _crc(file[place:start], found)
+        place = max(place, stop)
+    return _crc(file[place : shard.bytes], found)
+
+
+def _crc(content: np.ndarray, found: int) -> int:
+    return zlib.crc32(content.data, found)
+
+
+def _spans(columns: Sequence[Column], shard: Shard) -> Iterator[tuple[int, int]]:
+    for column, buffers in zip(columns, shard.buffers, strict=True):
+        if column.ragged:
+            at, first, size = buffers
+            yield at, at + 8 * (shard.samples + 1)
+            yield first, first + size
+        else:
+            yield buffers[0], buffers[0] + shard.samples * column.item
+
+
+def block_rows(columns: Sequence[Column], row_bytes: float) -> int:
+    """Rows under one checksum: a power of two, about 256 KB. Less would make a long manifest, more a slow first touch."""
+    rows = max(1, int(2**18 / max(row_bytes, 1)))
+    return 1 << (rows.bit_length() - 1)

@@ -1,0 +1,259 @@
+"""A packed data set: a map-style data set of torch's kind, and a Source that gathers whole batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from echelon.data.packed import manifest as documents
+from echelon.data.packed import tree
+from echelon.data.packed.cache import Cache
+from echelon.data.packed.manifest import Column, Manifest
+from echelon.data.packed.remote import RemoteRows, Store, is_url
+from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, wrong
+from echelon.data.source import Source
+from echelon.errors import DataError
+from echelon.world import cache_folder
+
+if TYPE_CHECKING:
+    from echelon.data.packed.filled import Filled
+
+
+class Packed:
+    """Packed data in one or more folders, one behind the other. Give it to a job as data=, index it, or read batches of it.
+
+    `transform(sample)` is applied to each sample as it is read (in workers, seeded per sample). `pad`: fill rows that differ in
+    length up to the longest of the batch with this value. `bucket`: the column by whose length samples of a batch are to be alike.
+    `damaged`: "stop" at a damaged file or block, naming it, or "skip"
+    them all, found by reading everything once when it is opened. `check=False` reads without looking at checksums.
+
+    Folders may be on remote stores (s3://...): their files are copied to the folder `cache`, of `cache_bytes` at most, which the
+    ranks of a machine share; a read from which nothing comes for `timeout` seconds ends with an error. `window`: shuffle so many
+    files of a lane at a time instead of all, so that a cache smaller than the data serves.
+    """
+
+    def __init__(
+        self, *folders: str | Path, transform: Callable[[Any], Any] | None = None, pad: float | None = None,
+        damaged: Literal["stop", "skip"] = "stop", check: bool = True, window: int | None = None,
+        bucket: str | None = None, cache: str | Path | None = None, cache_bytes: int = 64 * 2**30, timeout: float = 60.0,
+    ) -> None:  # fmt: skip
+        if not folders:
+            raise DataError("Packed() needs the folder of a packed data set; `echelon pack SRC DST` makes one")
+        if damaged not in ("stop", "skip"):
+            raise DataError(f"damaged={damaged!r}: stop or skip")
+        remote = [folder for folder in folders if is_url(folder)]
+        if remote and (len(remote) < len(folders) or damaged == "skip"):
+            raise DataError(
+                f"{remote[0]} is remote: all folders are remote or none, and damaged='skip' is for files on this machine"
+            )
+        self.transform, self.pad, self.window, self.bucket = transform, pad, window, bucket
+        self._given = folders, damaged, check, cache, cache_bytes, timeout
+        self._open()
+
+    def _open(self) -> None:
+        folders, damaged, check, cache, cache_bytes, timeout = self._given
+        stores = [Store(str(folder), timeout) for folder in folders if is_url(folder)]
+        self.manifests = [store.manifest() for store in stores] or [documents.load(Path(folder)) for folder in folders]
+        first = self.manifests[0]
+        for folder, other in zip(folders, self.manifests, strict=True):
+            if (other.columns, other.sample) != (first.columns, first.sample):
+                raise DataError(f"{folder} holds {describe(other)} and {folders[0]} {describe(first)}: pack them alike")
+        self.columns: tuple[Column, ...] = first.columns
+        self._structure, self._names = first.sample, [column.name for column in first.columns]
+        files = _files([Path(folder) for folder in folders], self.manifests)
+        self._length, self.lanes, self.skipped = files[-1].first + files[-1].shard.samples, _lanes(files), 0
+        if self.window is not None and (self.lanes == 1 < len(files) or damaged == "skip"):
+            raise DataError(
+                f"window={self.window} needs files that hold equally many samples each: pack the data in one go"
+            )
+        if stores:
+            owners = [store for store, manifest in zip(stores, self.manifests, strict=True) for _ in manifest.shards]
+            kept = Cache(cache_folder() / "data" if cache is None else Path(cache), cache_bytes)
+            self._rows: Rows = RemoteRows(list(zip(owners, files, strict=True)), self.columns, kept, patience=timeout)
+        elif damaged == "stop":
+            self._rows = LocalRows(files, self.columns, check=check)
+        else:
+            self._rows = self._healthy(files)
+        self._build = tree.builder(self._structure, self._names)
+
+    def _healthy(self, files: list[File]) -> Rows:
+        """The rows that can be read; what cannot is counted and told."""
+        problems: list[str] = []
+        dropped: list[tuple[int, int]] = []
+        for file in files:
+            problem = wrong(file)
+            if problem:
+                problems.append(problem)
+                dropped.append((file.first, file.first + file.shard.samples))
+                continue
+            content = np.memmap(file.path, np.uint8, "r")
+            for block in range(len(file.shard.checksums)):
+                problem = damage(content, self.columns, file, block)
+                if problem:
+                    start = file.first + block * file.block
+                    problems.append(problem)
+                    dropped.append((start, min(start + file.block, file.first + file.shard.samples)))
+        if not dropped:
+            return LocalRows(files, self.columns, check=False)
+        self.skipped = sum(stop - start for start, stop in dropped)
+        if self.skipped == self._length:
+            raise DataError(f"no sample is left: {problems[0]}")
+        warnings.warn(
+            f"{self.skipped:,} of {self._length:,} samples are skipped in {len(problems)} damaged parts, the first: {problems[0]}",
+            stacklevel=4,
+        )
+        good = [file for file in files if wrong(file) is None]
+        gone = [span for span in dropped if any(file.first == span[0] and wrong(file) for file in files)]
+        here = sum(file.shard.samples for file in good)
+        inner = [(_without(a, gone), _without(b, gone)) for a, b in dropped if (a, b) not in gone]
+        self._length -= self.skipped
+        self.lanes = 1
+        return Kept.without(LocalRows(good, self.columns, check=False), here, inner)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> Any:
+        if not -self._length <= number < self._length:
+            raise IndexError(f"sample {number} of {self._length}")
+        return self.__getitems__([number % self._length])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Samples by number, read together."""
+        columns = self._rows.take(np.asarray(numbers, np.int64))
+        samples = [
+            tree.built(self._structure, dict(zip(self._names, values, strict=True)), batch=False)
+            for values in zip(*columns, strict=True)
+        ]
+        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+
+    def batch(self, ids: np.ndarray, *, pin: bool = False) -> Any:
+        """The samples `ids` as one batch, without `transform`: a tensor for each column, padded where `pad` says so."""
+        return self._build(self.gathered(ids, pin=pin))
+
+    def gathered(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
+        """The columns of a batch."""
+        found = self._rows.take(ids, pin=pin)
+        for place, column in enumerate(self.columns):
+            if column.ragged and column.kind == "array":
+                if self.pad is None:
+                    raise DataError(no_batch(column))
+                padded = pad_sequence(found[place], batch_first=True, padding_value=self.pad)
+                found[place] = padded.pin_memory() if pin else padded
+        return found
+
+    def lengths(self, name: str) -> np.ndarray:
+        """The number of items of each sample in a column that differs in length."""
+        if name not in self._names or not self.columns[self._names.index(name)].ragged:
+            raise DataError(
+                f"{name!r} is no column of rows that differ in length; the columns are {describe(self.manifests[0])}"
+            )
+        return self._rows.lengths(self._names.index(name))
+
+    def bucketed(self) -> np.ndarray | None:
+        """The lengths by which batches are put together, if any."""
+        return None if self.bucket is None else self.lengths(self.bucket)
+
+    def filled(self, length: int, column: str | None = None) -> Filled:
+        """Rows of `length` tokens, each filled with whole samples of a column that differs in length (filled.py)."""
+        from echelon.data.packed.filled import Filled
+
+        ragged = [each.name for each in self.columns if each.ragged and each.kind == "array"]
+        return Filled(self, column or (ragged[0] if ragged else ""), length)
+
+    def __getstate__(self) -> Any:
+        return (
+            self._given,
+            self.transform,
+            self.pad,
+            self.window,
+            self.bucket,
+        )  # the maps are of this process: a worker opens its own
+
+    def __setstate__(self, state: Any) -> None:
+        self._given, self.transform, self.pad, self.window, self.bucket = state
+        self._open()
+
+
+class PackedSource(Source):
+    """Batches of a packed data set, each one gather per column."""
+
+    gathers = True
+
+    def __init__(self, data: Packed, rows: np.ndarray | None = None) -> None:
+        """`rows`: which of its samples (None: all)."""
+        self._data, self._rows = data, rows
+        self.lanes = data.lanes if rows is None else 1
+        self.window = data.window if rows is None else None
+        found = data.bucketed()
+        self.lengths = found if found is None or rows is None else found[rows]
+        if not any(column.ragged for column in data.columns):
+            self.sample_bytes = float(sum(column.item for column in data.columns))
+
+    def __len__(self) -> int:
+        return len(self._data) if self._rows is None else len(self._rows)
+
+    def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
+        data = self._data
+        if self._rows is not None:
+            ids = self._rows[ids]
+        columns = data.gathered(ids, pin=pin)
+        if len(sizes) == 1:
+            return [data._build(columns)]
+        cuts = [_cut(column, sizes) for column in columns]
+        return [data._build(list(part)) for part in zip(*cuts, strict=True)]
+
+
+def gathers(data: Packed) -> bool:
+    """Whether whole batches can be gathered: nothing has to run for each sample."""
+    ready = all(
+        column.kind != "image" and (not column.ragged or column.kind != "array" or data.pad is not None)
+        for column in data.columns
+    )
+    return data.transform is None and ready
+
+
+def no_batch(column: Column) -> str:
+    """Why rows of this column make no batch as they are."""
+    return f"{column.name!r} differs in length from sample to sample: give Packed(..., pad=0), a transform=, or the job's collate="
+
+
+def describe(manifest: Manifest) -> str:
+    """The columns in words."""
+    return ", ".join(f"{column.name}: {column}" for column in manifest.columns)
+
+
+def _cut(column: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(column, Tensor):
+        return torch.split(column, list(sizes))
+    ends = np.cumsum(sizes).tolist()
+    return [column[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _files(folders: Sequence[Path], manifests: Sequence[Manifest]) -> list[File]:
+    files, first = [], 0
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for shard in manifest.shards:
+            files.append(File(path=folder / shard.file, shard=shard, block=manifest.block, first=first))
+            first += shard.samples
+    if not first:
+        raise DataError(f"{folders[0]} holds no samples")
+    return files
+
+
+def _lanes(files: Sequence[File]) -> int:
+    """Files that are equal parts are lanes: ranks whose number divides them read their own files only."""
+    total, count = files[-1].first + files[-1].shard.samples, len(files)
+    return count if all(file.first == place * total // count for place, file in enumerate(files)) else 1
+
+
+def _without(place: int, gone: Sequence[tuple[int, int]]) -> int:
+    """The number of a row once whole spans before it are gone."""
+    return place - sum(stop - start for start, stop in gone if stop <= place)

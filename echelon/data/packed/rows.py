@@ -1,0 +1,261 @@
+"""Rows of packed files by number: one gather per column, whatever file they are in, each block checked when it is first touched."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.data.packed import blocks
+from echelon.data.packed.from_images import decoded
+from echelon.data.packed.manifest import RESTORE, Column, Shard
+from echelon.data.packed.region import Region
+from echelon.data.packed.shard import stored
+from echelon.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A shard and where it lies: its path, the rows under one checksum, and the number of its first sample."""
+
+    path: Path
+    shard: Shard
+    block: int
+    first: int
+
+    def named(self, start: int, stop: int, block: int | None = None) -> str:
+        """A part of it, for messages."""
+        inside = "" if block is None else f", block {block}"
+        return f"{self.path}{inside} (samples {self.first + start:,} to {self.first + stop - 1:,})"
+
+
+class Rows(ABC):
+    """Rows of all files, by number."""
+
+    @abstractmethod
+    def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
+        """For each column the rows `ids`: one tensor, or a list of tensors, texts or bytes where rows differ in length."""
+
+    @abstractmethod
+    def lengths(self, column: int) -> np.ndarray:
+        """The number of items in each row of a ragged column."""
+
+
+class LocalRows(Rows):
+    """Files on this machine, mapped side by side."""
+
+    def __init__(self, files: Sequence[File], columns: Sequence[Column], *, check: bool = True) -> None:
+        self._files, self._columns = list(files), list(columns)
+        for file in files:
+            problem = wrong(file)
+            if problem:
+                raise DataError(problem)
+        try:
+            region = Region([(file.path, file.shard.bytes) for file in files])
+        except OSError as error:
+            raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
+        self._bytes = region.bytes
+        self._places = region.starts.tolist()
+        counts = np.array([file.shard.samples for file in files])
+        self._ends = np.cumsum(counts)
+        self._starts = self._ends - counts
+        self._block = np.array([file.block for file in files])
+        per_file = -(-counts // self._block)
+        self._first_block = np.cumsum(per_file) - per_file
+        self._unchecked = int(per_file.sum()) if check else 0
+        self._checked = np.zeros(self._unchecked, bool)
+        self._gathers = [self._gather(place) for place in range(len(columns))]
+
+    def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
+        shard = self._ends.searchsorted(ids, "right") if len(self._files) > 1 else None
+        if self._unchecked:
+            self._check(ids, shard)
+        return [gather.take(ids, shard, pin) for gather in self._gathers]
+
+    def lengths(self, column: int) -> np.ndarray:
+        self.check_all()
+        found = []
+        for number, file in enumerate(self._files):
+            at = self._places[number] + file.shard.buffers[column][0]
+            found.append(np.diff(self._bytes[at : at + 8 * (file.shard.samples + 1)].view(np.int64)))
+        return np.concatenate(found)
+
+    def check_all(self) -> None:
+        """Every block that was not touched yet."""
+        if self._unchecked:
+            for number in range(len(self._files)):
+                each = np.arange(self._starts[number], self._ends[number], self._block[number])
+                self._check(each, np.full(len(each), number))
+
+    def _check(self, ids: np.ndarray, shard: np.ndarray | None) -> None:
+        if shard is None:
+            touched = ids // self._block[0]
+        else:
+            touched = self._first_block[shard] + (ids - self._starts[shard]) // self._block[shard]
+        fresh = ~self._checked[touched]
+        if not fresh.any():
+            return
+        for block in np.unique(touched[fresh]).tolist():
+            number = int(self._first_block.searchsorted(block, "right")) - 1
+            file = self._files[number]
+            problem = damage(self._file(number), self._columns, file, block - int(self._first_block[number]))
+            if problem:
+                raise DataError(f"{problem}; {RESTORE}, or leave such blocks out with Packed(..., damaged='skip')")
+            self._checked[block] = True
+            self._unchecked -= 1
+
+    def _file(self, number: int) -> np.ndarray:
+        start = self._places[number]
+        return self._bytes[start : start + self._files[number].shard.bytes]
+
+    def _gather(self, place: int) -> _Gather:
+        column = self._columns[place]
+        buffers = np.array([file.shard.buffers[place] for file in self._files], np.int64)
+        # Where row 0 of all files would lie if it were in this file: the address of a row is then one multiplication away.
+        if column.ragged:
+            return _Ragged(
+                column, self._bytes, self._places + buffers[:, 0] - 8 * self._starts, self._places + buffers[:, 1]
+            )
+        return _Fixed(
+            column, self._bytes, self._places + buffers[:, 0] - column.item * self._starts, int(self._ends[-1])
+        )
+
+
+class _Gather(ABC):
+    """Gathers rows of one column. `shard`: the file of each row, None where there is one."""
+
+    @abstractmethod
+    def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> Any: ...
+
+
+class _Fixed(_Gather):
+    """Rows of equal size."""
+
+    def __init__(self, column: Column, content: np.ndarray, bases: np.ndarray, rows: int) -> None:
+        self._dtype, self._stored, self._shape = torch_dtype(column), stored(column), column.shape
+        self._item, self._bases = column.item, bases
+        if len(bases) == 1:
+            first = int(bases[0])
+            self._rows = content[first : first + rows * column.item].view(self._stored).reshape(rows, *column.shape)
+        else:
+            self._windows = windows(content, column.item)
+
+    def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> Tensor:
+        if pin:
+            found = torch.empty((len(ids), *self._shape), dtype=self._dtype, pin_memory=True)
+            whole = found.view(_INTEGERS[found.itemsize]).numpy().view(self._stored)
+            if shard is None:
+                np.take(self._rows, ids, axis=0, out=whole, mode="clip")  # the mode "raise" would go through a buffer
+            else:
+                whole[...] = self._scattered(ids, shard)
+            return found
+        rows = self._rows.take(ids, axis=0) if shard is None else self._scattered(ids, shard)
+        tensor = torch.from_numpy(rows)
+        return tensor if tensor.dtype is self._dtype else tensor.view(self._dtype)
+
+    def _scattered(self, ids: np.ndarray, shard: np.ndarray) -> np.ndarray:
+        places = ids * self._item
+        places += self._bases[shard]
+        return self._windows[places].view(self._stored).reshape(len(ids), *self._shape)
+
+
+class _Ragged(_Gather):
+    """Rows of any length."""
+
+    def __init__(self, column: Column, content: np.ndarray, offsets: np.ndarray, values: np.ndarray) -> None:
+        self._column, self._dtype, self._stored = column, torch_dtype(column), stored(column)
+        self._content, self._offsets, self._values = content, offsets, values
+        self._pairs = windows(content, 16)
+
+    def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> list[Any]:
+        which = 0 if shard is None else shard
+        pairs = self._pairs[ids * 8 + self._offsets[which]].view(np.int64).reshape(-1, 2)
+        if self._column.item > 1:
+            pairs = pairs * self._column.item
+        pairs = pairs + np.asarray(self._values[which]).reshape(-1, 1)
+        content = self._content
+        rows = [content[start:stop] for start, stop in pairs.tolist()]
+        kind = self._column.kind
+        if kind == "text":
+            return [row.tobytes().decode() for row in rows]
+        if kind == "bytes":
+            return [row.tobytes() for row in rows]
+        if kind == "image":
+            return [
+                torch.from_numpy(decoded(row.tobytes(), f"sample {number}"))
+                for row, number in zip(rows, ids, strict=True)
+            ]
+        shape = (-1, *self._column.shape)
+        found = [torch.from_numpy(row.copy().view(self._stored).reshape(shape)) for row in rows]
+        return found if self._stored.name == self._column.dtype else [row.view(self._dtype) for row in found]
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def windows(content: np.ndarray, size: int) -> np.ndarray:
+    """The `size` bytes that begin at each byte, as one array: an index is an address. It takes no memory, it only overlaps."""
+    return np.ndarray(len(content) - size + 1, f"V{size}", content.data, strides=1)
+
+
+def torch_dtype(column: Column) -> torch.dtype:
+    """The dtype of a column's tensors."""
+    found: torch.dtype = getattr(torch, column.dtype)
+    return found
+
+
+def wrong(file: File) -> str | None:
+    """Why a file cannot hold its shard: it is not there, or has another size."""
+    whole = file.named(0, file.shard.samples)
+    try:
+        size = file.path.stat().st_size
+    except OSError as error:
+        return f"{whole} cannot be read: {error.strerror or error}; {RESTORE}"
+    if size == file.shard.bytes:
+        return None
+    what = "is cut off" if size < file.shard.bytes else "is too long"
+    return f"{whole} {what}: it has {size:,} bytes of {file.shard.bytes:,}; {RESTORE}"
+
+
+def damage(content: np.ndarray, columns: Sequence[Column], file: File, block: int) -> str | None:
+    """What is wrong with a block, if anything. `content`: the file's bytes."""
+    start = block * file.block
+    stop = min(start + file.block, file.shard.samples)
+    found, promised = blocks.checksum(content, columns, file.shard, start, stop), file.shard.checksums[block]
+    if found == promised:
+        return None
+    told = (
+        "its offsets point outside of the file" if found is None else f"its checksum is {found:08x}, not {promised:08x}"
+    )
+    return f"{file.named(start, stop, block)} is damaged: {told}"
+
+
+class Kept(Rows):
+    """Only some of the rows: what is left when damaged blocks are passed over, or a part that was asked for."""
+
+    def __init__(self, rows: Rows, spans: Sequence[tuple[int, int]]) -> None:
+        """`spans`: the rows that are kept, from and to, in order."""
+        sizes = np.array([stop - start for start, stop in spans])
+        self._rows, self._spans = rows, list(spans)
+        self._ends = np.cumsum(sizes)
+        self._shift = np.array([start for start, _ in spans]) - (self._ends - sizes)
+
+    def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
+        return self._rows.take(ids + self._shift[self._ends.searchsorted(ids, "right")], pin=pin)
+
+    def lengths(self, column: int) -> np.ndarray:
+        found = self._rows.lengths(column)
+        return np.concatenate([found[start:stop] for start, stop in self._spans])
+
+    @classmethod
+    def without(cls, rows: Rows, total: int, dropped: Sequence[tuple[int, int]]) -> Self:
+        """All but these spans."""
+        bounds = [0, *(bound for span in dropped for bound in span), total]
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        return cls(rows, [(start, stop) for start, stop in pairs if start < stop])

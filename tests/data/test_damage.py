@@ -1,0 +1,131 @@
+"""Damaged files: a message that names the place, or the right data; never a crash, never wrong data."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.damage import MUTATIONS, intact, make, mutated, read
+from echelon.data import Packed, open_source
+from echelon.data.packed.look import damages
+from echelon.errors import DataError
+from tests.data.test_packed import images
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    images(tmp_path / "set", 4, 400)
+    return tmp_path / "set"
+
+
+def test_a_missing_file_is_named(whole: Path) -> None:
+    (whole / "shard-00002.arrow").unlink()
+    with pytest.raises(DataError, match=r"shard-00002.arrow \(samples 200 to 299\) cannot be read: No such file"):
+        open_source(str(whole))
+
+
+def test_a_file_that_is_cut_off_is_named(whole: Path) -> None:
+    os.truncate(whole / "shard-00001.arrow", 5000)
+    with pytest.raises(
+        DataError, match=r"shard-00001.arrow \(samples 100 to 199\) is cut off: it has 5,000 bytes of [0-9,]+; restore"
+    ):
+        Packed(whole)
+
+
+def damage(folder: Path, shard: int, row: int) -> None:
+    found = Packed(folder).manifests[0]
+    place = found.shards[shard].buffers[0][0] + row * found.columns[0].item
+    with (folder / found.shards[shard].file).open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 64]))
+
+
+def test_a_damaged_block_is_named_when_it_is_first_touched(whole: Path) -> None:
+    damage(whole, 3, 5)
+    data = Packed(whole)
+    data.batch(np.arange(300))
+    with pytest.raises(
+        DataError,
+        match=r"shard-00003.arrow, block 0 \(samples 300 to 399\) is damaged: its checksum is [0-9a-f]{8}, not",
+    ):
+        data.batch(np.array([3, 307]))
+    assert Packed(whole, check=False).batch(np.array([306]))[1].item() == 306
+
+
+def test_damaged_parts_are_skipped_and_counted_if_asked(whole: Path) -> None:
+    damage(whole, 3, 5)
+    (whole / "shard-00000.arrow").unlink()
+    with pytest.warns(
+        UserWarning, match=r"200 of 400 samples are skipped in 2 damaged parts, the first: .*shard-00000.arrow"
+    ):
+        data = Packed(whole, damaged="skip")
+    assert (len(data), data.skipped) == (200, 200)
+    assert data.batch(np.arange(200))[1].tolist() == list(range(100, 300))
+    assert open_source(data).order(batch=10, seed=0).lanes == 1
+
+
+def test_nothing_left_is_an_error(whole: Path) -> None:
+    for path in whole.glob("*.arrow"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"no sample is left: .*shard-00000"):
+        Packed(whole, damaged="skip")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"shard-00001.arrow"', '"../shard-0001.arrow"'),
+        ('"shard-00001.arrow"', '"shard-00000.arrow"'),
+        ('"dtype":"uint8"', '"dtype":"object"'),
+    ],
+)
+def test_a_manifest_that_was_made_to_lead_astray_is_refused(whole: Path, old: str, new: str) -> None:
+    """Also with the right hash, which anybody can make."""
+    import json
+
+    from echelon.data.packed.manifest import _hash
+
+    document = json.loads((whole / "manifest.json").read_text().replace(old, new, 1))
+    document.pop("hash")
+    (whole / "manifest.json").write_text(json.dumps({**document, "hash": _hash(document)}))
+    with pytest.raises(DataError, match=r"manifest.json is damaged"):
+        Packed(whole)
+
+
+def test_another_version_is_told(whole: Path) -> None:
+    (whole / "manifest.json").write_text((whole / "manifest.json").read_text().replace('"version":1', '"version":9'))
+    with pytest.raises(DataError, match="has version 9, this echelon reads 1"):
+        Packed(whole)
+
+
+def test_damage_outside_of_the_samples_is_found_by_verify(whole: Path) -> None:
+    with (whole / "shard-00001.arrow").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"?")
+    assert [problem.rpartition("/")[2] for problem in damages(whole)] == [
+        "shard-00001.arrow: Arrow's own part of it is damaged (its samples are not): other programs may fail to read it"
+    ]
+    assert Packed(whole)[150][1].item() == 150
+
+
+def test_mutated_files_give_a_named_error_or_the_right_data(tmp_path: Path) -> None:
+    """A sample of what `python -m bench.damage` does ten thousand times."""
+    make(tmp_path / "good")
+    right = intact(tmp_path / "good")
+    draw = random.Random(int(os.environ.get("ECHELON_FUZZ_SEED", "0")))
+    outcomes = []
+    for _ in range(60):
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        mutated(tmp_path / "bad", draw)
+        outcomes.append(read(tmp_path / "bad", right))
+        shutil.rmtree(tmp_path / "bad")
+    assert set(outcomes) <= {"right", "named"}
+    assert outcomes.count("named") > 20
+    assert len(MUTATIONS) >= 5

@@ -1,0 +1,223 @@
+"""What can be packed, from the command line: each kind of source comes back as it was."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from echelon.cli.app import app
+from echelon.data import Packed
+
+MNIST = Path(__file__).parents[3] / "shared/data/mnist"
+
+
+def echelon(*words: Any, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def packed(tmp_path: Path, source: Any, *options: Any) -> Packed:
+    echelon("pack", source, tmp_path / "packed", "--processes", 1, *options)
+    return Packed(tmp_path / "packed")
+
+
+def idx(path: Path, array: np.ndarray) -> None:
+    head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(gzip.compress(head + array.tobytes()) if path.suffix == ".gz" else head + array.tobytes())
+
+
+def test_idx_files(tmp_path: Path) -> None:
+    folder = tmp_path / "idx"
+    folder.mkdir()
+    pixels = np.arange(10 * 4 * 5, dtype=np.uint8).reshape(10, 4, 5)
+    idx(folder / "train-images-idx3-ubyte.gz", pixels)
+    idx(folder / "train-labels-idx1-ubyte.gz", np.arange(10, dtype=np.uint8))
+    idx(folder / "t10k-images-idx3-ubyte", pixels[:3])
+    idx(folder / "t10k-labels-idx1-ubyte", np.arange(3, dtype=np.uint8))
+    data = packed(tmp_path, folder)
+    assert np.array_equal(data.batch(np.arange(10))[0].numpy(), pixels)
+    assert data[4][1].item() == 4
+    echelon("pack", folder, tmp_path / "test", "--split", "t10k")
+    assert len(Packed(tmp_path / "test")) == 3
+    assert "has no split 'dev'; it has t10k, train" in echelon("pack", folder, tmp_path / "x", "--split", "dev", code=2)
+
+
+def test_idx_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    idx(tmp_path / "train-images-idx3-ubyte", np.zeros((3, 2, 2), np.uint8))
+    idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(3, np.uint8))
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "has 11 bytes of values, its head promises (3, 2, 2)" in echelon("pack", tmp_path, tmp_path / "p", code=2)
+
+
+@pytest.mark.parametrize("ending", ["npy", "npz"])
+def test_numpy(tmp_path: Path, ending: str) -> None:
+    rows = np.random.default_rng(0).normal(size=(30, 2, 3)).astype(">f4")
+    if ending == "npy":
+        np.save(tmp_path / "x.npy", rows)
+        batch = packed(tmp_path, tmp_path / "x.npy").batch(np.array([3, 1]))
+    else:
+        np.savez(tmp_path / "x.npz", rows=rows, flag=np.arange(30) > 3)
+        found = packed(tmp_path, tmp_path / "x.npz").batch(np.array([3, 1]))
+        batch = found["rows"]
+        assert found["flag"].tolist() == [False, False]
+    assert np.array_equal(batch.numpy(), rows[[3, 1]])
+
+
+def test_numpy_never_unpickles(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{}, None]), allow_pickle=True)
+    assert "cannot be read as a NumPy file of numbers" in echelon("pack", tmp_path / "x.npy", tmp_path / "p", code=2)
+
+
+TABLE = {"number": [1, 2, 3], "name": ["a", "", "ccc"], "weight": [0.5, 1.5, -1.0], "good": [True, False, True]}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "folder"])
+def test_tables(tmp_path: Path, kind: str) -> None:
+    table = pa.table(TABLE)
+    if kind == "csv":
+        from pyarrow import csv
+
+        csv.write_csv(table, tmp_path / "t.csv")
+    elif kind == "parquet":
+        pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+    elif kind == "arrow":
+        with pa.ipc.new_stream(str(tmp_path / "t.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        (tmp_path / "t.folder").mkdir()
+        for part in range(3):
+            pq.write_table(table.slice(part, 1), tmp_path / f"t.folder/{part}.parquet")
+    data = packed(tmp_path, tmp_path / f"t.{kind}", "--shards", 2)
+    batch = data.batch(np.array([2, 0, 1]))
+    assert batch["number"].tolist() == [3, 1, 2]
+    assert batch["name"] == ["ccc", "a", ""]
+    assert batch["weight"].tolist() == [-1.0, 0.5, 1.5]
+    assert batch["good"].tolist() == [True, True, False]
+
+
+def test_lists_in_tables(tmp_path: Path) -> None:
+    columns = {
+        "any": pa.array([[1, 2], [], [3]], pa.list_(pa.int16())),
+        "two": pa.array([[1.0, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2)),
+        "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    data = packed(tmp_path, tmp_path / "t.parquet")
+    assert [data[row]["any"].tolist() for row in range(3)] == [[1, 2], [], [3]]
+    assert data[1]["two"].tolist() == [3, 4]
+    assert data[1]["kind"] == "y"
+
+
+def test_a_place_without_a_value_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2, None]}), tmp_path / "t.parquet")
+    assert "column 'a' has no value in row 2" in echelon("pack", tmp_path / "t.parquet", tmp_path / "p", code=2)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"line {number}", "ids": [number] * (number % 3), "meta": {"score": number / 2}} for number in range(9)
+    ]
+    (tmp_path / "x.jsonl").write_text(
+        "\n".join(map(json.dumps, rows[:4])) + "\n\n" + "\n".join(map(json.dumps, rows[4:]))
+    )
+    data = packed(tmp_path, tmp_path / "x.jsonl", "--shards", 2)
+    assert len(data) == 9
+    assert (data[8]["text"], data[8]["ids"].tolist(), data[8]["meta"]["score"].item()) == ("line 8", [8, 8], 4.0)
+    (tmp_path / "y.jsonl").write_text('{"a": 1}\n{"a": \n')
+    assert "y.jsonl: its value 1 is no JSON" in echelon("pack", tmp_path / "y.jsonl", tmp_path / "p", code=2)
+
+
+def test_text_as_bytes(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/a.txt").write_text("hello ")
+    (tmp_path / "t/b.txt").write_text("world!!")
+    rows = packed(tmp_path, tmp_path / "t", "--tokens", "byte", "--length", 4).batch(np.arange(3))
+    assert bytes(rows.reshape(-1).tolist()) == b"hello world!"
+    echelon("pack", tmp_path / "t", tmp_path / "whole", "--tokens", "byte", "--dtype", "uint8")
+    assert bytes(Packed(tmp_path / "whole")[1].tolist()) == b"world!!"
+    assert "is text: say how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
+
+
+def test_text_by_a_tokenizer_file(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a b c a b")
+    data = packed(tmp_path, tmp_path / "a.txt", "--tokens", tmp_path / "tokenizer.json", "--length", 2)
+    assert data.batch(np.arange(2)).tolist() == [[0, 1], [2, 0]]
+    assert data.manifests[0].provenance["left out"] == "1"
+
+
+def test_pictures_by_class(tmp_path: Path) -> None:
+    for name, shade in (("cat", 10), ("dog", 200)):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (6 + number, 5), (shade, number, 0)).save(tmp_path / "in" / name / f"{number}.png")
+    raw = packed(tmp_path, tmp_path / "in")
+    assert raw[4][0].shape == (3, 5, 7)
+    assert (raw[4][0][:, 0, 0].tolist(), raw[4][1].item()) == ([200, 1, 0], 1)
+    echelon("pack", tmp_path / "in", tmp_path / "sized", "--size", "4x3")
+    assert Packed(tmp_path / "sized").batch(np.array([0, 5]))[0].shape == (2, 3, 4, 3)
+    (tmp_path / "in/dog/1.png").write_bytes(b"no picture")
+    assert "dog/1.png is no picture that can be read" in echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
+
+
+def test_a_torch_data_set_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "numbers_set.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def squares():\n    return TensorDataset(torch.arange(50.0), torch.arange(50) ** 2)\n"
+    )
+    data = packed(tmp_path, f"{tmp_path / 'numbers_set.py'}:squares", "--shards", 4)
+    assert data.batch(np.array([7, 49]))[1].tolist() == [49, 2401]
+    assert "no `cubes` in it" in echelon("pack", f"{tmp_path / 'numbers_set.py'}:cubes", tmp_path / "p", code=2)
+
+
+def test_show_and_verify(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.arange(60.0).reshape(20, 3), y=np.arange(20))
+    packed(tmp_path, tmp_path / "x.npz", "--shards", 3)
+    shown = echelon("data", "show", tmp_path / "packed")
+    assert "20 samples" in shown
+    assert "float64[3]" in shown
+    assert "6 to 7" in shown
+    assert "sample 1: {x: float64[3] [3, 4, 5], y: 1}" in shown
+    assert json.loads(echelon("data", "show", tmp_path / "packed", "--json"))["shards"]["lanes"] == 3
+    assert "whole; 3 blocks in 3 files" in echelon("data", "verify", tmp_path / "packed")
+    path = tmp_path / "packed/shard-00001.arrow"
+    content = bytearray(path.read_bytes())
+    content[Packed(tmp_path / "packed").manifests[0].shards[1].buffers[0][0]] ^= 1
+    path.write_bytes(content)
+    told = echelon("data", "verify", tmp_path / "packed", code=1)
+    assert "shard-00001.arrow, block 0 (samples 6 to 12) is damaged: its checksum is" in told
+    assert "no such folder" in echelon("data", "verify", tmp_path / "nothing", code=2)
+
+
+@pytest.mark.skipif(not MNIST.is_dir(), reason="no MNIST beside the checkout")
+def test_mnist(tmp_path: Path) -> None:
+    data = packed(tmp_path, MNIST, "--split", "t10k")
+    assert len(data) == 10_000
+    assert data.batch(np.arange(10_000))[1].bincount().tolist() == [
+        980,
+        1135,
+        1032,
+        1010,
+        982,
+        892,
+        958,
+        1028,
+        974,
+        1009,
+    ]
