@@ -39,7 +39,7 @@ class Filled:
         """Rows by number; their samples are read together."""
         pieces = [self._pieces[self._rows[number]] for number in numbers]
         ids = np.concatenate([each[:, 0] for each in pieces])
-        found = iter(self._data._rows.take(ids)[self._place])
+        found = iter(self._data.column(self._column, ids))
         return [self._filled(each, found) for each in pieces]
 
     def _filled(self, pieces: np.ndarray, found: Any) -> dict[str, torch.Tensor]:

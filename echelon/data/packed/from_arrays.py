@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.packed.manifest import _ITEMS, Column
+from echelon.data.packed.manifest import ITEMS, Column
 from echelon.data.packed.origin import Origin, stamp
 from echelon.data.packed.shard import stored
 from echelon.errors import DataError
@@ -42,7 +42,7 @@ class Arrays(Origin):
 
 def _column(name: str, array: np.ndarray) -> Column:
     dtype = array.dtype.newbyteorder("=").name
-    if dtype not in _ITEMS or 0 in array.shape[1:]:
+    if dtype not in ITEMS or 0 in array.shape[1:]:
         raise DataError(
             f"array {name!r} of {array.dtype} {array.shape} cannot be packed: make it numbers, with rows that hold some"
         )

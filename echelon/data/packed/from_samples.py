@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon.data.describe import shape_of
 from echelon.data.packed import tree
-from echelon.data.packed.manifest import _ITEMS, Column
+from echelon.data.packed.manifest import ITEMS, Column
 from echelon.data.packed.origin import Origin, stamp
 from echelon.data.source import Samples
 from echelon.errors import DataError
@@ -123,7 +123,7 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     dtypes = {dtype for _, dtype in known}
     listed = isinstance(first, list)
     dtype = "float64" if listed and dtypes == {"int64", "float64"} else known[0][1]
-    if dtype not in _ITEMS or (len(dtypes) > 1 and not listed):
+    if dtype not in ITEMS or (len(dtypes) > 1 and not listed):
         raise DataError(
             f"{name!r} has {' and '.join(sorted(dtypes))} in different samples, or a kind that cannot be packed: make it one"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.packed.manifest import _ITEMS, Column
+from echelon.data.packed.manifest import ITEMS, Column
 from echelon.data.packed.origin import Origin, stamp
 from echelon.errors import DataError
 
@@ -128,7 +128,7 @@ def _dtype(kind: Any, name: str, pa: Any) -> str:
         dtype = "bool" if pa.types.is_boolean(kind) else np.dtype(kind.to_pandas_dtype()).name
     except (NotImplementedError, TypeError):
         dtype = ""
-    if dtype not in _ITEMS:
+    if dtype not in ITEMS:
         raise DataError(f"column {name!r} is {kind}: numbers, lists of numbers, text, bytes and pictures can be packed")
     return dtype
 

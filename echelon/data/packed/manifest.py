@@ -17,7 +17,8 @@ from echelon.errors import DataError
 NAME = "manifest.json"
 FORMAT, VERSION = "echelon packed data", 1
 
-_ITEMS = {
+#: Bytes of one number of each kind that can be packed.
+ITEMS = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2, "uint32": 4, "int32": 4,
     "float32": 4, "uint64": 8, "int64": 8, "float64": 8,
 }  # fmt: skip
@@ -40,7 +41,7 @@ class Column:
     @property
     def item(self) -> int:
         """Bytes of a row, or of one of its items where their number differs."""
-        return prod(self.shape) * _ITEMS[self.dtype]
+        return prod(self.shape) * ITEMS[self.dtype]
 
     def __str__(self) -> str:
         if self.kind != "array":
@@ -148,7 +149,7 @@ def _checked(document: Mapping[str, Any]) -> Manifest:
     columns = tuple(Column(**{**column, "shape": tuple(column["shape"])}) for column in document["columns"])
     for column in columns:
         sizes = all(type(size) is int and size >= 0 for size in column.shape)
-        if column.dtype not in _ITEMS or column.kind not in _KINDS or type(column.name) is not str or not sizes:
+        if column.dtype not in ITEMS or column.kind not in _KINDS or type(column.name) is not str or not sizes:
             raise ValueError(f"column {column.name!r}")
     block = document["block"]
     if type(block) is not int or block < 1:

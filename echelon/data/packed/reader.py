@@ -149,6 +149,10 @@ class Packed:
                 found[place] = padded.pin_memory() if pin else padded
         return found
 
+    def column(self, name: str, ids: np.ndarray) -> Any:
+        """One column of the samples `ids`, not padded."""
+        return self._rows.take(ids)[self._names.index(name)]
+
     def lengths(self, name: str) -> np.ndarray:
         """The number of items of each sample in a column that differs in length."""
         if name not in self._names or not self.columns[self._names.index(name)].ragged:

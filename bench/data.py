@@ -1,0 +1,246 @@
+"""Reading packed data against a bare NumPy gather and against what people use: samples per CPU second, shuffled, one process.
+
+    python -m bench.data [--only images,tokens] [--seconds 60] [--json data.json] [--folder F]
+    python -m bench.data --what first,cold,ranks,memory     # the first pass with its checksums, dropped pages, 2 ranks, 10 GB
+
+CPU seconds are those of the whole process, all threads. Contenders take turns. Packages that are not installed are named and left
+out. `--folder` keeps the data between runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.common import Row, among, machine, median, publish, take_turns, tell
+from bench.loaders import READERS, Bare, Echelon, EchelonShards, Material, Reader, images, tokens
+
+#: Of a NumPy memory map's speed, the least that a packed data set must have; and more than any other.
+LEAST = 0.7
+#: Anonymous memory that a reader of a large set may take above the interpreter with torch.
+MOST_MEMORY = 300e6
+SAMPLES = {"images": 50_000, "tokens": 100_000}
+MAKERS = {"images": images, "tokens": tokens}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="Samples per CPU second.")
+    parser.add_argument("--only", type=among(*MAKERS), default=list(MAKERS))
+    parser.add_argument(
+        "--what", type=among("speed", "first", "cold", "ranks", "memory"), default=["speed", "first", "cold", "ranks"]
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--gigabytes", type=float, default=10.0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    rows: list[Row] = []
+    missing = [reader.name for reader in READERS if reader.missing()]
+    with tempfile.TemporaryDirectory() as place:
+        folder = given.folder or Path(place)
+        for name in given.only:
+            material = MAKERS[name](folder / name, SAMPLES[name])
+            if "speed" in given.what:
+                rows += map(tell, speed(material, folder / name, given.seconds, given.rounds))
+            if "first" in given.what:
+                rows += map(tell, first(material, folder / name))
+            if "cold" in given.what:
+                rows += map(tell, cold(material, folder / name))
+            if "ranks" in given.what:
+                rows += map(tell, ranks(material, folder / name))
+        if "memory" in given.what:
+            rows += map(tell, memory(folder, given.gigabytes))
+    notes = [f"not installed: {', '.join(missing) or 'none missing'}", f"machine: {machine()}"]
+    return publish("reading, shuffled", rows, json_path=given.json, notes=notes)
+
+
+def speed(material: Material, folder: Path, seconds: float, rounds: int) -> list[Row]:
+    """Samples per CPU second once the pages are in memory and their checksums known; ours against each."""
+    fast = _turns([Bare, Echelon, EchelonShards], material, folder, 400, seconds / 2, rounds)
+    others = [reader for reader in READERS if reader not in (Bare, Echelon, EchelonShards) and not reader.missing()]
+    slow = _turns([Echelon, *others], material, folder, 40, seconds / 2, rounds)
+    rows = []
+    for reader, costs in {**slow, **fast}.items():
+        rate = material.batch / float(np.median(costs))
+        of = fast[Bare] if reader in fast else slow[Echelon]
+        share = median([other / one for one, other in zip(costs, of, strict=True)])
+        ours = reader in (Echelon, EchelonShards)
+        text = f"{rate:,.0f} samples/s of CPU"
+        text += (
+            f", {share.median:.2f} [{share.low:.2f}, {share.high:.2f}] of {'NumPy' if reader in fast else 'echelon'}"
+        )
+        # A row's value may not exceed its limit: for ours NumPy's time over ours turned round, for a peer its share of our speed.
+        value, limit = (1 / share.low, 1 / LEAST) if ours else (share.high, None if reader is Bare else 1.0)
+        what = {"data": f"{material.name}, batch {material.batch}", "reader": reader.name, "resumes": reader.resumes}
+        rows.append(Row(what=what, value=value, text=text, limit=limit, detail={"rate": rate}))
+    return rows
+
+
+def _turns(
+    readers: Sequence[type[Reader]], material: Material, folder: Path, block: int, seconds: float, rounds: int
+) -> dict[type[Reader], tuple[float, ...]]:
+    """CPU seconds per batch, round by round."""
+    open_readers = [reader(material, folder) for reader in readers]
+    for reader in open_readers:
+        if isinstance(reader, Echelon):
+            reader.advance(
+                material.samples // material.batch + 1
+            )  # every block's checksum is compared in the first epoch
+    timings = take_turns(open_readers, block=block, rounds=rounds, seconds=seconds)
+    for reader in open_readers:
+        reader.close()
+    return {reader: timing.cpu for reader, timing in zip(readers, timings, strict=True)}
+
+
+def first(material: Material, folder: Path) -> list[Row]:
+    """The first epoch, in which every block's checksum is compared, against the second."""
+    costs = []
+    for _ in range(5):
+        reader = Echelon(material, folder)
+        steps = material.samples // material.batch
+        spent = []
+        for _ in range(2):
+            begin = time.process_time()
+            reader.advance(steps)
+            spent.append((time.process_time() - begin) / steps)
+        costs.append(spent)
+    rates = [material.batch / float(np.median([each[epoch] for each in costs])) for epoch in range(2)]
+    text = f"{rates[0]:,.0f} samples/s of CPU, then {rates[1]:,.0f}"
+    what = {"data": f"{material.name}, batch {material.batch}", "reader": "echelon, first epoch", "resumes": ""}
+    return [Row(what=what, value=rates[1] / rates[0], text=text, detail={"first": rates[0], "second": rates[1]})]
+
+
+_COLD = """
+import sys, time, resource
+from pathlib import Path
+from bench.data import MAKERS, SAMPLES
+from bench.loaders import Bare, Echelon
+name, kind, folder, steps = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+reader = {"Bare": Bare, "Echelon": Echelon}[kind](MAKERS[name](folder, SAMPLES[name]), folder)
+real, processor = time.perf_counter(), time.process_time()
+reader.advance(steps)
+print(time.process_time() - processor, time.perf_counter() - real)
+"""
+
+
+def cold(material: Material, folder: Path) -> list[Row]:
+    """From the disk: before each run the pages of all files are dropped from memory."""
+    name = "images" if "image" in material.arrays else "tokens"
+    rates: dict[str, list[float]] = {"Bare": [], "Echelon": []}
+    steps = material.samples // material.batch // 4
+    for kind in ("Bare", "Echelon", "Echelon", "Bare") * 2:
+        _drop(folder)
+        done = subprocess.run(
+            [sys.executable, "-c", _COLD, name, kind, str(folder), str(steps)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rates[kind].append(steps * material.batch / float(done.stdout.split()[0]))
+    ours, bare = float(np.median(rates["Echelon"])), float(np.median(rates["Bare"]))
+    text = f"{ours:,.0f} samples/s of CPU, {ours / bare:.2f} of NumPy ({bare:,.0f})"
+    what = {
+        "data": f"{material.name}, batch {material.batch}",
+        "reader": "echelon, pages dropped, checksums on",
+        "resumes": "",
+    }
+    return [Row(what=what, value=bare / ours, text=text, detail={"ours": rates["Echelon"], "bare": rates["Bare"]})]
+
+
+def _drop(folder: Path) -> None:
+    """Have the kernel forget the pages of these files."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+_RANK = """
+import sys, time
+from pathlib import Path
+from bench.loaders import EchelonShards
+from bench.data import MAKERS, SAMPLES
+from echelon.data import Loader
+name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+material = MAKERS[name](folder, SAMPLES[name])
+source = EchelonShards(material, folder)._source
+order = source.order(batch=2 * material.batch, seed=0)
+loader = Loader(source, order, rank=rank, ranks=2, micro=None)
+count = order.steps_per_epoch
+for _ in loader.steps(0, count): pass
+begin = time.process_time()
+seen = sum(step.micros[0].samples for step in loader.steps(count, 3 * count))
+print(seen / (time.process_time() - begin))
+"""
+
+
+def ranks(material: Material, folder: Path) -> list[Row]:
+    """Two processes at once, each reading its own files."""
+    name = "images" if "image" in material.arrays else "tokens"
+    EchelonShards(material, folder)
+    words = [sys.executable, "-c", _RANK, name, str(folder)]
+    both = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    rates = [float(process.communicate()[0]) for process in both]
+    text = f"{rates[0]:,.0f} and {rates[1]:,.0f} samples/s of CPU"
+    what = {
+        "data": f"{material.name}, batch {2 * material.batch}",
+        "reader": "echelon, 2 ranks, 16 files",
+        "resumes": "",
+    }
+    return [Row(what=what, value=1 / min(rates), text=text, detail={"rates": rates})]
+
+
+_MEMORY = """
+import sys
+import torch
+from echelon.data import Loader, open_source
+def anonymous():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+before = anonymous()
+source = open_source(sys.argv[1])
+order = source.order(batch=64, seed=0)
+most, seen = 0, 0
+for step in Loader(source, order, rank=0, ranks=1, micro=None).steps(0, int(sys.argv[2])):
+    seen += step.samples
+    if step.step % 500 == 0:
+        most = max(most, anonymous())
+print(before, max(most, anonymous()), seen)
+"""
+
+
+def memory(folder: Path, gigabytes: float) -> list[Row]:
+    """Anonymous memory of a reader of a large packed set, above that of Python with torch."""
+    from echelon.data.packed.from_arrays import Arrays
+    from echelon.data.packed.pack import pack
+
+    samples = int(gigabytes * 1e9 / 3080)
+    pattern = np.random.default_rng(0).integers(0, 256, (8192, 3, 32, 32), np.uint8)
+    repeated = np.lib.stride_tricks.as_strided(pattern, (samples, 3, 32, 32), (0, *pattern.strides[1:]))
+    pack(
+        Arrays({"image": repeated, "label": np.arange(samples)}, {"tuple": ["image", "label"]}, {"source": "large"}),
+        folder / "large",
+    )
+    steps = min(20_000, samples // 64)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY, str(folder / "large"), str(steps)], capture_output=True, text=True, check=True
+    )
+    before, after, seen = map(int, done.stdout.split())
+    text = f"{(after - before) / 1e6:.0f} MB more than torch alone ({before / 1e6:.0f} MB), after {seen:,} of {samples:,} samples"
+    what = {"data": f"{gigabytes:g} GB of images, batch 64", "reader": "echelon, RssAnon", "resumes": ""}
+    return [Row(what=what, value=after - before, text=text, limit=MOST_MEMORY)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
