@@ -30,6 +30,8 @@ class Source(ABC):
     gathers: bool
     #: Equal parts that lie apart: an order over them lets ranks read from their own.
     lanes: int = 1
+    #: What it holds, as one short text, where that is known without reading samples.
+    identity: str | None = None
     #: Of the parts of a lane, how many are shuffled at a time (None: all).
     window: int | None = None
     #: The length of each sample, where batches are to hold samples of similar length.
@@ -74,7 +76,7 @@ def is_stream(data: Any) -> bool:
 def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> Source:
     """`data` as a Source: a map-style Dataset, a list of samples, a tensor, a packed data set or its folder, or whatever has
     `__len__` and `__getitem__`."""
-    data = _packed(data)
+    data = opened(data)
     _refuse_what_is_no_data_set(data)
     try:
         samples = len(data)
@@ -93,6 +95,7 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
     source = Samples(data, collate=collate, seed=seed)
     if hasattr(data, "manifests"):
         source.lanes, source.window, source.lengths = data.lanes, data.window, data.bucketed()
+        source.identity = data.identity
     return source
 
 
@@ -123,8 +126,8 @@ def _refuse_what_is_no_data_set(data: Any) -> None:
         )
 
 
-def _packed(data: Any) -> Any:
-    """A folder's name as the packed data set in it; anything else as it is."""
+def opened(data: Any) -> Any:
+    """A folder's name or URL as the packed data set in it; anything else as it is."""
     if isinstance(data, str) and "://" in data:
         from echelon.data.packed.reader import Packed
 
@@ -213,7 +216,7 @@ class Samples(Source):
 
     def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
         self._data, self._seed, self._length = data, seed, len(data)
-        self._collate = collate_as_torch if collate is None else collate
+        self._collate = collate or getattr(data, "packed_collate", None) or collate_as_torch
         self._many = getattr(data, "__getitems__", None)
         self._generators = draws.Apart()
         self._draws: set[str] = set()

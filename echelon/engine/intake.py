@@ -64,6 +64,15 @@ def _require_equal_data(source: Source, ranks: Ranks, workers: int) -> None:
             f"data= has {lengths[0]:,} samples on rank 0 and {lengths[other]:,} on rank {other}: every rank must see the same "
             "data set (it reads only its own part of it)"
         )
+    if source.identity is not None:
+        found = ranks.gather(source.identity)
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None:
+            raise DataError(
+                f"the ranks have different data: the packed data set on rank {other} is not rank 0's; give every rank the same files, "
+                "or repair what one rank skips"
+            )
+        return
     # A data set with workers may not like to be opened before they are forked.
     if ranks.size > 1 and (source.gathers or not workers):
         for number in sorted({0, len(source) - 1}):

@@ -81,6 +81,14 @@ def test_a_bucketed_training_pads_little(texts: Path) -> None:
     assert padded(bucket="tokens") < padded() / 4
 
 
+def test_a_transform_of_rows_that_differ_in_length_is_padded_too(texts: Path) -> None:
+    source = open_source(Packed(texts, pad=-1, transform=lambda sample: (sample["tokens"] * 2, {"y": sample["label"]})))
+    assert not source.gathers
+    tokens, rest = source.take(np.array([2, 0, 3]), 0)
+    assert tokens.tolist() == [[2, 4, -1], [-1, -1, -1], [2, 4, 6]]
+    assert rest["y"].tolist() == [2, 0, 3]
+
+
 def test_filled_rows_come_back_as_they_were(texts: Path) -> None:
     rows = Packed(texts).filled(16)
     found = [rows[number] for number in range(len(rows))]

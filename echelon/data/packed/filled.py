@@ -24,9 +24,6 @@ class Filled:
         if length < 1:
             raise DataError(f"length={length}: a row holds at least one token")
         self._data, self._column, self._row = data, column, length
-        self._place = (
-            [each.name for each in data.columns].index(column) if column in (each.name for each in data.columns) else -1
-        )
         self._pieces, self._rows = layout(data.lengths(column), length)
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -142,6 +142,11 @@ def _document(manifest: Manifest) -> dict[str, Any]:
 def _hash(document: Mapping[str, Any]) -> str:
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def identity(manifests: Sequence[Manifest]) -> str:
+    """A short text for what these data sets hold, one behind the other."""
+    return " ".join(_hash(_document(manifest)) for manifest in manifests)
 
 
 def _checked(document: Mapping[str, Any]) -> Manifest:

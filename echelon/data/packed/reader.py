@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from echelon.data.collate import collate as collated
 from echelon.data.packed import manifest as documents
 from echelon.data.packed import tree
 from echelon.data.packed.cache import Cache
@@ -68,6 +69,7 @@ class Packed:
         self.columns: tuple[Column, ...] = first.columns
         self._structure, self._names = first.sample, [column.name for column in first.columns]
         files = _files([Path(folder) for folder in folders], self.manifests)
+        self.identity = documents.identity(self.manifests)
         self._length, self.lanes, self.skipped = files[-1].first + files[-1].shard.samples, _lanes(files), 0
         if self.window is not None and (self.lanes == 1 < len(files) or damaged == "skip"):
             raise DataError(
@@ -103,6 +105,7 @@ class Packed:
         if not dropped:
             return LocalRows(files, self.columns, check=False)
         self.skipped = sum(stop - start for start, stop in dropped)
+        self.identity += f" without {dropped}"
         if self.skipped == self._length:
             raise DataError(f"no sample is left: {problems[0]}")
         warnings.warn(
@@ -148,6 +151,12 @@ class Packed:
                 padded = pad_sequence(found[place], batch_first=True, padding_value=self.pad)
                 found[place] = padded.pin_memory() if pin else padded
         return found
+
+    @property
+    def packed_collate(self) -> Callable[[list[Any]], Any] | None:
+        """How single samples become a batch where `pad` says that they are padded; None: as torch does."""
+        pad = self.pad
+        return None if pad is None else lambda samples: collated(_even(samples, pad))
 
     def column(self, name: str, ids: np.ndarray) -> Any:
         """One column of the samples `ids`, not padded."""
@@ -196,6 +205,7 @@ class PackedSource(Source):
         self._data, self._rows = data, rows
         self.lanes = data.lanes if rows is None else 1
         self.window = data.window if rows is None else None
+        self.identity = None if rows is not None else data.identity
         found = data.bucketed()
         self.lengths = found if found is None or rows is None else found[rows]
         if not any(column.ragged for column in data.columns):
@@ -232,6 +242,21 @@ def no_batch(column: Column) -> str:
 def describe(manifest: Manifest) -> str:
     """The columns in words."""
     return ", ".join(f"{column.name}: {column}" for column in manifest.columns)
+
+
+def _even(samples: list[Any], value: float) -> list[Any]:
+    """The samples with tensors in the same place of equal length."""
+    first = samples[0]
+    if isinstance(first, Tensor):
+        lengths = {len(sample) if sample.ndim else 0 for sample in samples}
+        return samples if len(lengths) == 1 else list(pad_sequence(samples, batch_first=True, padding_value=value))
+    if isinstance(first, dict):
+        columns = {key: _even([sample[key] for sample in samples], value) for key in first}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if isinstance(first, list | tuple):
+        parts = [_even(list(part), value) for part in zip(*samples, strict=True)]
+        return [type(first)(row) for row in zip(*parts, strict=True)]
+    return samples
 
 
 def _cut(column: Any, sizes: Sequence[int]) -> Sequence[Any]:
