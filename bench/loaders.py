@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -255,6 +257,7 @@ class Mosaic(Reader):
     name, needs, resumes = "mosaicml-streaming", "streaming", "yes"
 
     def prepare(self, folder: Path) -> None:
+        _stand_in_for_torchvision()
         from streaming import MDSWriter
 
         if not folder.exists():
@@ -278,6 +281,15 @@ class Mosaic(Reader):
         if not hasattr(self, "_data"):
             self._data = StreamingDataset(local=str(self._folder), shuffle=True, batch_size=self.batch)
         yield from DataLoader(self._data, batch_size=self.batch, drop_last=True)
+
+
+def _stand_in_for_torchvision() -> None:
+    """mosaicml-streaming imports torchvision for image sets that are not read here: where it is missing, empty modules do."""
+    if find_spec("torchvision") is None:
+        for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
+            sys.modules.setdefault(name, ModuleType(name))
+        sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
+        sys.modules["torchvision.transforms.functional"].to_tensor = None  # type: ignore[attr-defined]
 
 
 class Web(Reader):

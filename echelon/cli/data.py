@@ -31,11 +31,10 @@ def show(
     screen = console()
     shards = found["shards"]
     screen.print(f"{folder}: {found['samples']:,} samples, {size(found['bytes'])}")
-    files = table("files", "samples in each", "lanes", "samples per checksum", left=0)
-    each = (
-        f"{shards['fewest']:,}" if shards["fewest"] == shards["most"] else f"{shards['fewest']:,} to {shards['most']:,}"
-    )
-    files.add_row(str(shards["count"]), each, str(shards["lanes"]), f"{found['block']:,}")
+    files = table("files", "samples in each", "size of each", "lanes", "samples per checksum", left=0)
+    counts = _range(f"{shards['fewest']:,}", f"{shards['most']:,}")
+    sizes = _range(size(shards["smallest"]), size(shards["largest"]))
+    files.add_row(str(shards["count"]), counts, sizes, str(shards["lanes"]), f"{found['block']:,}")
     columns = table("column", "holds", left=2)
     for name, kind in found["columns"].items():
         columns.add_row(name, kind)
@@ -45,6 +44,10 @@ def show(
         screen.print(f"sample {number}: {sample}", markup=False)
     for key, value in found["provenance"].items():
         screen.print(f"{key}: {value if len(value) < 200 else value[:200] + '...'}", markup=False)
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
 
 
 @app.command()

@@ -152,6 +152,8 @@ def _evaluation_request(start: int, stop: int) -> Request:
 
 
 def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: int) -> Generator[list[Any]]:
+    if source.ahead:
+        requests = _told_of(source, requests)
     if source.gathers:
         # A gather is one memory copy: a worker process would only add two more.
         return _from_thread(source, requests) if pin else _inline(source, requests, pin)
@@ -167,6 +169,17 @@ def _inline(source: Source, requests: Iterator[Request], pin: bool) -> Generator
         parts = iter(source.parts(np.concatenate([request.ids for request in group]), sizes, group[0].epoch, pin=pin))
         for request in group:
             yield list(islice(parts, len(request.sizes)))
+
+
+def _told_of(source: Source, requests: Iterator[Request]) -> Iterator[Request]:
+    """The same requests, each told to the source some steps before it is read."""
+    waiting: deque[Request] = deque()
+    for request in requests:
+        source.expect(request.ids)
+        waiting.append(request)
+        if len(waiting) > source.ahead:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _groups(requests: Iterator[Request], most: float) -> Iterator[list[Request]]:

@@ -32,10 +32,13 @@ class Source(ABC):
     lanes: int = 1
     #: What it holds, as one short text, where that is known without reading samples.
     identity: str | None = None
-    #: Of the parts of a lane, how many are shuffled at a time (None: all).
+    #: Files of equal size, and how many of a lane's are shuffled at a time (None: all).
+    files: int = 1
     window: int | None = None
     #: The length of each sample, where batches are to hold samples of similar length.
     lengths: np.ndarray | None = None
+    #: Steps whose samples are told to `expect` before they are read, where that helps.
+    ahead: int = 0
     #: Bytes of a sample, where they are so few that shares of several steps are best gathered together.
     sample_bytes: float = inf
 
@@ -50,18 +53,15 @@ class Source(ABC):
         """The samples `ids` as one collated batch."""
         return self.parts(ids, (len(ids),), epoch, pin=pin)[0]
 
+    def expect(self, ids: np.ndarray) -> None:
+        """These samples are needed soon. Does not wait."""
+
     def order(self, *, batch: int, seed: int) -> Order:
         """The order in which a training visits it."""
-        how: dict[str, Any] = {
-            "batch": batch,
-            "seed": seed,
-            "lanes": self.lanes,
-            "files": self.lanes,
-            "window": self.window,
-        }
+        parts: dict[str, Any] = {"lanes": self.lanes, "files": self.files, "window": self.window}
         if self.lengths is None:
-            return Order(samples=len(self), **how)
-        return Bucketed(samples=len(self), lengths=self.lengths, **how)
+            return Order(samples=len(self), batch=batch, seed=seed, **parts)
+        return Bucketed(samples=len(self), batch=batch, seed=seed, lengths=self.lengths, **parts)
 
     def sample(self, number: int) -> Any:
         """One sample as the first epoch has it: by itself, not collated where that is not how it is read."""
@@ -94,8 +94,8 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
         raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
     source = Samples(data, collate=collate, seed=seed)
     if hasattr(data, "manifests"):
-        source.lanes, source.window, source.lengths = data.lanes, data.window, data.bucketed()
-        source.identity = data.identity
+        source.lanes, source.files, source.window = data.lanes, data.files, data.window
+        source.lengths, source.identity = data.bucketed(), data.identity
     return source
 
 

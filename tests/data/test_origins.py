@@ -150,6 +150,19 @@ def test_text_as_bytes(tmp_path: Path) -> None:
     assert "is text: say how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
 
 
+def test_numbers_in_json_that_are_not_all_whole_are_floats(tmp_path: Path) -> None:
+    lines = [{"score": n if n % 3 else n + 0.5, "ids": [n]} for n in range(300)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = packed(tmp_path, tmp_path / "x.jsonl")
+    assert Packed(tmp_path / "packed", pad=0).batch(np.arange(5))["score"].tolist() == [0.5, 1.0, 2.0, 3.5, 4.0]
+
+
+def test_parquet_in_many_row_groups(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": list(range(2000))}), tmp_path / "x.parquet", row_group_size=700)
+    echelon("pack", tmp_path / "x.parquet", tmp_path / "packed", "--shards", 3, "--processes", 2)
+    assert [sample["n"].item() for sample in Packed(tmp_path / "packed").__getitems__(range(2000))] == list(range(2000))
+
+
 def test_text_by_a_tokenizer_file(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

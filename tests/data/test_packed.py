@@ -57,6 +57,9 @@ def test_batches_are_what_torch_would_collate(tmp_path: Path, shards: int) -> No
     assert data[-1][1].item() == 499
     with pytest.raises(IndexError):
         data[500]
+    for outside in ([-1, 3], [3, 500]):
+        with pytest.raises(IndexError, match="of 500: they count from 0"):
+            data.batch(np.array(outside))
 
 
 NESTED = [
@@ -153,7 +156,10 @@ def test_several_folders_are_one_data_set(tmp_path: Path) -> None:
     images(tmp_path / "b", 3, 50)
     data = Packed(tmp_path / "a", tmp_path / "b")
     assert len(data) == 150
-    assert data.lanes == 1
+    source = open_source(data)
+    loader = Loader(source, source.order(batch=10, seed=0), rank=1, ranks=5, micro=None)
+    labels = [label for step in loader.steps(0, 15) for label in step.micros[0].batch[1].tolist()]
+    assert sorted(labels) == list(range(30, 60))  # its part of all, though the files hold 50, 50, 16, 17 and 17
     assert data.batch(np.array([99, 100, 149, 0]))[1].tolist() == [99, 0, 49, 0]
     pack(Values([1, 2], {}), tmp_path / "c")
     with pytest.raises(

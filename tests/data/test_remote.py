@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +14,69 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from echelon.data import Packed, open_source
+from echelon.data import Loader, Packed, open_source
 from echelon.data.packed.cache import Cache
 from echelon.errors import DataError
 from tests.data.test_packed import PIXELS, images
 
 
 class Stalling(LocalFileSystem):
-    """A store on which files stop to come after a while."""
+    """A store on which files do not begin to come, until `GO` is set."""
 
     protocol = "stalling"
 
     def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
-        file = super().open(path.removeprefix("stalling://"), mode, **how)
-        if not path.endswith(".arrow"):
-            return file
-        time.sleep(30)
-        return file
+        if path.endswith(".arrow"):
+            GO.wait(30)
+        return super().open(path, mode, **how)
 
 
-fsspec.register_implementation("stalling", Stalling, clobber=True)
+class Halting(LocalFileSystem):
+    """A store on which a file stops to come after its first 4,000 bytes."""
+
+    protocol = "halting"
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        file = super().open(path, mode, **how)
+        return HaltingFile(file) if path.endswith(".arrow") else file
+
+
+class HaltingFile:
+    def __init__(self, file: Any) -> None:
+        self._file, self._turns = file, 0
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def read(self, size: int) -> bytes:
+        self._turns += 1
+        if self._turns > 1:
+            GO.wait(30)
+        content: bytes = self._file.read(4000)
+        return content
+
+
+class Slow(LocalFileSystem):
+    """A store on which each file takes half a second; it counts how many come at once."""
+
+    protocol = "slow"
+    now = most = 0
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        if path.endswith(".arrow"):
+            Slow.now += 1
+            Slow.most = max(Slow.most, Slow.now)
+            time.sleep(0.5)
+            Slow.now -= 1
+        return super().open(path, mode, **how)
+
+
+GO = threading.Event()
+for store_ in (Stalling, Halting, Slow):
+    fsspec.register_implementation(store_.protocol, store_, clobber=True)
 
 
 @pytest.fixture
@@ -53,8 +99,6 @@ def test_remote_batches_are_the_same(store: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_fetches_only_its_own_files(store: str, tmp_path: Path) -> None:
-    from echelon.data import Loader
-
     source = open_source(Packed(store, cache=tmp_path / "cache"))
     list(Loader(source, source.order(batch=16, seed=0), rank=1, ranks=4, micro=None).steps(0, 25))
     assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2
@@ -103,14 +147,100 @@ def test_a_store_that_fails_leaves_no_copy(store: str, tmp_path: Path) -> None:
     assert data.batch(np.array([10]))[1].item() == 10
 
 
-def test_a_read_that_stalls_ends_with_a_message(store: str, tmp_path: Path) -> None:
-    data = Packed(store.replace("file://", "stalling://"), cache=tmp_path / "cache", timeout=0.2)
+@pytest.mark.parametrize(("kind", "came"), [("stalling", "0"), ("halting", "4,000")])
+def test_a_read_that_stalls_ends_with_a_message(store: str, tmp_path: Path, kind: str, came: str) -> None:
+    GO.clear()
+    data = Packed(store.replace("file://", f"{kind}://"), cache=tmp_path / "cache", timeout=0.2)
     began = time.monotonic()
     with pytest.raises(
-        DataError, match=r"stalling://.*shard-00000.arrow: no byte came for 0.2 s \(after 0\); try again"
+        DataError, match=rf"{kind}://.*shard-00000.arrow: no byte came for 0.2 s \(after {came}\); try again"
     ):
         data.batch(np.array([0]))
     assert time.monotonic() - began < 10
+    GO.set()
+
+
+def test_a_read_that_comes_to_life_after_it_was_given_up_spoils_nothing(store: str, tmp_path: Path) -> None:
+    GO.clear()
+    url = store.replace("file://", "stalling://")
+    with pytest.raises(DataError, match="no byte came"):
+        Packed(url, cache=tmp_path / "cache", timeout=0.1).batch(np.array([0]))
+    data = Packed(url, cache=tmp_path / "cache", timeout=20)
+    with ThreadPoolExecutor(1) as other:
+        again = other.submit(data.batch, np.arange(50))
+        time.sleep(0.1)  # a second attempt waits at the same place as the first; then both go on
+        GO.set()
+        assert again.result()[1].tolist() == list(range(50))
+    assert cached(tmp_path / "cache") == data.manifests[0].shards[0].bytes
+
+
+@pytest.mark.parametrize("how", ["bit", "cut"])
+def test_a_copy_that_is_damaged_later_is_made_anew(store: str, tmp_path: Path, how: str) -> None:
+    data = Packed(store, cache=tmp_path / "cache")
+    assert data[60][1].item() == 60
+    (copy,) = (tmp_path / "cache").glob("*.arrow")
+    right = copy.read_bytes()
+    if how == "cut":
+        os.truncate(copy, 1000)
+    else:
+        place = data.manifests[0].shards[1].buffers[0][0] + 700
+        copy.write_bytes(right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :])
+    again = Packed(store, cache=tmp_path / "cache")
+    assert np.array_equal(again.batch(np.arange(50, 100))[0].numpy(), PIXELS[50:100])
+    assert copy.read_bytes() == right
+
+
+def test_remote_files_that_cannot_be_had_are_skipped_and_counted_if_asked(store: str, tmp_path: Path) -> None:
+    (tmp_path / "far/shard-00003.arrow").unlink()
+    os.truncate(tmp_path / "far/shard-00005.arrow", 700)
+    with pytest.warns(UserWarning, match=r"100 of 400 samples are skipped in 2 damaged parts, the first: file://.*-00003"):
+        data = Packed(store, cache=tmp_path / "cache", damaged="skip")
+    assert (len(data), data.skipped) == (300, 100)
+    left = [*range(150), *range(200, 250), *range(300, 400)]
+    assert data.batch(np.arange(300))[1].tolist() == left
+    with pytest.raises(DataError, match=r"shard-00003.arrow cannot be read"):
+        Packed(store, cache=tmp_path / "cache").batch(np.array([160]))
+
+
+def test_files_come_together_and_ahead_of_their_batch(store: str, tmp_path: Path) -> None:
+    url = store.replace("file://", "slow://")
+    data = Packed(url, cache=tmp_path / "cache")
+    data.batch(np.array([0, 60, 110, 160]))
+    assert Slow.most == 4  # at once, not one after the other
+    source = open_source(Packed(url, cache=tmp_path / "other", lanes=2, window=1))
+    order = source.order(batch=2, seed=0)
+    steps = Loader(source, order, rank=0, ranks=1, micro=None).steps(0, 100)
+    next(steps)
+    time.sleep(1.5)
+    # The first two files last for fifty steps, and the next ones are there already.
+    assert len(list((tmp_path / "other").glob("*.arrow"))) >= 4
+    labels = [label for step in steps for label in step.micros[0].batch[1].tolist()]
+    assert len({*labels}) == 198
+
+
+def test_a_rank_that_copies_ahead_never_fills_a_cache_that_another_needs(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    both = [
+        open_source(Packed(store, cache=tmp_path / "cache", cache_bytes=4 * size + 50, window=1, lanes=4, timeout=5))
+        for _ in range(2)
+    ]
+    loaders = [
+        Loader(source, source.order(batch=4, seed=0), rank=rank, ranks=2, micro=None).steps(0, 100)
+        for rank, source in enumerate(both)
+    ]
+    seen = [label for pair in zip(*loaders, strict=True) for step in pair for label in step.micros[0].batch[1].tolist()]
+    assert sorted(seen) == list(range(400))
+    assert cached(tmp_path / "cache") <= 4 * size + 50
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*use of fork:DeprecationWarning")
+def test_workers_read_remote_files_for_a_transform(store: str, tmp_path: Path) -> None:
+    data = Packed(store, cache=tmp_path / "cache", transform=lambda sample: sample[1] * 2)
+    assert data[3].item() == 6  # the store was used before the workers are born
+    source = open_source(data)
+    loader = Loader(source, source.order(batch=40, seed=0), rank=0, ranks=1, micro=None, workers=2)
+    seen = [label for step in loader.steps(0, 10) for label in step.micros[0].batch.tolist()]
+    assert sorted(seen) == list(range(0, 800, 2))
 
 
 def test_no_such_store(tmp_path: Path) -> None:

@@ -18,6 +18,10 @@ from echelon.errors import DataError
 from echelon.plan.units import size as in_words
 
 
+class NoRoom(DataError):
+    """The cache is full of copies that are in use."""
+
+
 class Held:
     """A copy that stays until it is let go."""
 
@@ -91,7 +95,7 @@ class Cache:
                     os.truncate(part, size)
                     return
             if time.monotonic() > until:
-                raise DataError(
+                raise NoRoom(
                     f"{self.folder}: all {in_words(self.limit)} of the cache are in use, {in_words(size)} more are needed: give it more "
                     "(cache_bytes=), or shuffle fewer files at a time (window=)"
                 )

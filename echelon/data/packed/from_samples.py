@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.describe import shape_of
+from echelon.data.digest import digest
 from echelon.data.packed import tree
 from echelon.data.packed.manifest import ITEMS, Column
 from echelon.data.packed.origin import Origin, stamp
@@ -27,7 +28,7 @@ class Values(Origin):
 
     def __init__(self, data: Any, provenance: Mapping[str, str], *, seed: int = 0) -> None:
         self._source = Samples(data, seed=seed)
-        self.samples, self.provenance = len(self._source), provenance
+        self.samples = len(self._source)
         if not self.samples:
             raise DataError("the source has no samples: there is nothing to pack")
         looked = sorted(
@@ -35,6 +36,7 @@ class Values(Origin):
         )
         self.sample = tree.structure_of(self._source.sample(0))
         seen = [self._leaves(number) for number in looked]
+        self.provenance = {**provenance, "content": digest(seen)}
         names = _names(self.sample)
         self.columns = tuple(
             _column(name, values, looked) for name, values in zip(names, zip(*seen, strict=True), strict=True)
@@ -122,8 +124,10 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     known = [array for array in arrays if array is not None]
     dtypes = {dtype for _, dtype in known}
     listed = isinstance(first, list)
-    dtype = "float64" if listed and dtypes == {"int64", "float64"} else known[0][1]
-    if dtype not in ITEMS or (len(dtypes) > 1 and not listed):
+    # 1 and 1.5, as Python and JSON write numbers: where some are not whole, all are floats.
+    mixed = dtypes == {"int64", "float64"} and all(isinstance(value, int | float | list) for value in values)
+    dtype = "float64" if mixed else known[0][1]
+    if dtype not in ITEMS or (len(dtypes) > 1 and not mixed and not listed):
         raise DataError(
             f"{name!r} has {' and '.join(sorted(dtypes))} in different samples, or a kind that cannot be packed: make it one"
         )
@@ -178,8 +182,8 @@ def _array(value: Any, column: Column, number: int) -> np.ndarray:
     found = None if column.kind != "array" else _plain(value)
     if found is not None:
         array, dtype = found
-        widened = isinstance(value, list) and (dtype == "int64" or not array.size)
-        if isinstance(value, list) and widened and column.dtype == "float64":
+        whole = type(value) in (int, list) and (dtype == "int64" or not array.size)
+        if whole and column.dtype == "float64":
             array, dtype = array.astype(np.float64), "float64"
         elif isinstance(value, list) and not array.size:
             dtype = column.dtype

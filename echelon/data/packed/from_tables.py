@@ -24,6 +24,7 @@ class Tables(Origin):
 
         self._parts: list[tuple[Path, int, int]] = []  # path, row group (or 0), rows
         self._tables: dict[Path, Any] = {}
+        self._group: tuple[int, Any] = (-1, None)  # the row group that was read last: rows are asked for a few at a time
         schema = None
         for path in paths:
             try:
@@ -80,9 +81,11 @@ class Tables(Origin):
         path, group, _ = self._parts[part]
         if path in self._tables:
             return self._tables[path].slice(start, stop - start)
-        import pyarrow.parquet as pq
+        if self._group[0] != part:
+            import pyarrow.parquet as pq
 
-        return pq.ParquetFile(path, memory_map=True).read_row_group(group, use_threads=False).slice(start, stop - start)
+            self._group = part, pq.ParquetFile(path, memory_map=True).read_row_group(group, use_threads=False)
+        return self._group[1].slice(start, stop - start)
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         import pyarrow as pa

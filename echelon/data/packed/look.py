@@ -41,6 +41,7 @@ def summary(folder: Path, samples: int) -> dict[str, Any]:
 
     manifest = documents.load(folder)
     counts = [shard.samples for shard in manifest.shards]
+    sizes = [shard.bytes for shard in manifest.shards]
     shown = Packed(folder, check=True)
     return {
         "folder": str(folder),
@@ -48,7 +49,10 @@ def summary(folder: Path, samples: int) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "columns": {column.name: str(column) for column in manifest.columns},
         "sample": manifest.sample,
-        "shards": {"count": len(counts), "fewest": min(counts), "most": max(counts), "lanes": shown.lanes},
+        "shards": {
+            "count": len(counts), "fewest": min(counts), "most": max(counts), "smallest": min(sizes), "largest": max(sizes),
+            "lanes": shown.lanes,
+        },
         "block": manifest.block,
         "provenance": dict(manifest.provenance),
         "first": [short(shown[number]) for number in range(min(samples, manifest.samples))],

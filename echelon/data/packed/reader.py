@@ -27,39 +27,42 @@ if TYPE_CHECKING:
     from echelon.data.packed.filled import Filled
 
 
+#: Steps ahead of which remote files begin to be copied.
+_AHEAD = 256
+
+
 class Packed:
     """Packed data in one or more folders, one behind the other. Give it to a job as data=, index it, or read batches of it.
 
     `transform(sample)` is applied to each sample as it is read (in workers, seeded per sample). `pad`: fill rows that differ in
     length up to the longest of the batch with this value. `bucket`: the column by whose length samples of a batch are to be alike.
-    `damaged`: "stop" at a damaged file or block, naming it, or "skip"
-    them all, found by reading everything once when it is opened. `check=False` reads without looking at checksums.
+    `damaged`: "stop" at a damaged file or block, naming it, or "skip" them all, found by reading everything once when it is opened. `check=False` reads without looking at checksums.
 
     Folders may be on remote stores (s3://...): their files are copied to the folder `cache`, of `cache_bytes` at most, which the
     ranks of a machine share; a read from which nothing comes for `timeout` seconds ends with an error. `window`: shuffle so many
-    files of a lane at a time instead of all, so that a cache smaller than the data serves.
+    files of a lane at a time instead of all, so that a cache smaller than the data serves; `lanes`: so many instead of one per file.
     """
 
     def __init__(
         self, *folders: str | Path, transform: Callable[[Any], Any] | None = None, pad: float | None = None,
         damaged: Literal["stop", "skip"] = "stop", check: bool = True, window: int | None = None,
-        bucket: str | None = None, cache: str | Path | None = None, cache_bytes: int = 64 * 2**30, timeout: float = 60.0,
+        lanes: int | None = None, bucket: str | None = None, cache: str | Path | None = None, cache_bytes: int = 64 * 2**30, timeout: float = 60.0,
     ) -> None:  # fmt: skip
         if not folders:
             raise DataError("Packed() needs the folder of a packed data set; `echelon pack SRC DST` makes one")
         if damaged not in ("stop", "skip"):
             raise DataError(f"damaged={damaged!r}: stop or skip")
         remote = [folder for folder in folders if is_url(folder)]
-        if remote and (len(remote) < len(folders) or damaged == "skip"):
+        if remote and len(remote) < len(folders):
             raise DataError(
-                f"{remote[0]} is remote: all folders are remote or none, and damaged='skip' is for files on this machine"
+                f"{remote[0]} is remote and {len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
             )
         self.transform, self.pad, self.window, self.bucket = transform, pad, window, bucket
-        self._given = folders, damaged, check, cache, cache_bytes, timeout
+        self._given = folders, damaged, check, lanes, cache, cache_bytes, timeout
         self._open()
 
     def _open(self) -> None:
-        folders, damaged, check, cache, cache_bytes, timeout = self._given
+        folders, damaged, check, lanes, cache, cache_bytes, timeout = self._given
         stores = [Store(str(folder), timeout) for folder in folders if is_url(folder)]
         self.manifests = [store.manifest() for store in stores] or [documents.load(Path(folder)) for folder in folders]
         first = self.manifests[0]
@@ -70,15 +73,21 @@ class Packed:
         self._structure, self._names = first.sample, [column.name for column in first.columns]
         files = _files([Path(folder) for folder in folders], self.manifests)
         self.identity = documents.identity(self.manifests)
-        self._length, self.lanes, self.skipped = files[-1].first + files[-1].shard.samples, _lanes(files), 0
-        if self.window is not None and (self.lanes == 1 < len(files) or damaged == "skip"):
+        self._length, self.skipped, self.files = files[-1].first + files[-1].shard.samples, 0, len(files)
+        self.lanes = len(files) if lanes is None else lanes
+        if type(self.lanes) is not int or self.lanes < 1 or len(files) % self.lanes:
+            raise DataError(f"lanes={lanes!r}: lanes are equal numbers of the {len(files)} files")
+        if self.window is not None and (not _equal(files) or damaged == "skip"):
             raise DataError(
                 f"window={self.window} needs files that hold equally many samples each: pack the data in one go"
             )
         if stores:
             owners = [store for store, manifest in zip(stores, self.manifests, strict=True) for _ in manifest.shards]
             kept = Cache(cache_folder() / "data" if cache is None else Path(cache), cache_bytes)
-            self._rows: Rows = RemoteRows(list(zip(owners, files, strict=True)), self.columns, kept, patience=timeout)
+            far = list(zip(owners, files, strict=True))
+            if damaged == "skip":
+                far = self._reachable(far, RemoteRows(far, self.columns, kept, patience=timeout))
+            self._rows: Rows = RemoteRows(far, self.columns, kept, patience=timeout)
         elif damaged == "stop":
             self._rows = LocalRows(files, self.columns, check=check)
         else:
@@ -104,21 +113,33 @@ class Packed:
                     dropped.append((start, min(start + file.block, file.first + file.shard.samples)))
         if not dropped:
             return LocalRows(files, self.columns, check=False)
+        self._skip(dropped, problems)
+        good = [file for file in files if wrong(file) is None]
+        gone = [span for span in dropped if any(file.first == span[0] and wrong(file) for file in files)]
+        here = sum(file.shard.samples for file in good)
+        inner = [(_without(a, gone), _without(b, gone)) for a, b in dropped if (a, b) not in gone]
+        return Kept.without(LocalRows(good, self.columns, check=False), here, inner)
+
+    def _reachable(self, far: list[tuple[Store, File]], rows: RemoteRows) -> list[tuple[Store, File]]:
+        """The remote files that can be had; a damaged one is left out whole. Each is copied to the cache for it."""
+        problems = [rows.problem(number) for number in range(len(far))]
+        gone = [file for (_, file), problem in zip(far, problems, strict=True) if problem]
+        if gone:
+            self._skip([(file.first, file.first + file.shard.samples) for file in gone], [p for p in problems if p])
+        return [each for each, problem in zip(far, problems, strict=True) if not problem]
+
+    def _skip(self, dropped: Sequence[tuple[int, int]], problems: Sequence[str]) -> None:
+        """Count what is left out, and say so."""
         self.skipped = sum(stop - start for start, stop in dropped)
         self.identity += f" without {dropped}"
         if self.skipped == self._length:
             raise DataError(f"no sample is left: {problems[0]}")
         warnings.warn(
             f"{self.skipped:,} of {self._length:,} samples are skipped in {len(problems)} damaged parts, the first: {problems[0]}",
-            stacklevel=4,
+            stacklevel=5,
         )
-        good = [file for file in files if wrong(file) is None]
-        gone = [span for span in dropped if any(file.first == span[0] and wrong(file) for file in files)]
-        here = sum(file.shard.samples for file in good)
-        inner = [(_without(a, gone), _without(b, gone)) for a, b in dropped if (a, b) not in gone]
         self._length -= self.skipped
-        self.lanes = 1
-        return Kept.without(LocalRows(good, self.columns, check=False), here, inner)
+        self.lanes = self.files = 1
 
     def __len__(self) -> int:
         return self._length
@@ -130,7 +151,7 @@ class Packed:
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Samples by number, read together."""
-        columns = self._rows.take(np.asarray(numbers, np.int64))
+        columns = self._rows.take(self._inside(numbers))
         samples = [
             tree.built(self._structure, dict(zip(self._names, values, strict=True)), batch=False)
             for values in zip(*columns, strict=True)
@@ -139,10 +160,21 @@ class Packed:
 
     def batch(self, ids: np.ndarray, *, pin: bool = False) -> Any:
         """The samples `ids` as one batch, without `transform`: a tensor for each column, padded where `pad` says so."""
-        return self._build(self.gathered(ids, pin=pin))
+        return self._build(self.gathered(self._inside(ids), pin=pin))
+
+    def expect(self, ids: np.ndarray) -> None:
+        """These samples are needed soon: remote files begin to be copied."""
+        self._rows.expect(ids)
+
+    def _inside(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The numbers, once it is sure that there are such samples: a gather by address would find something else."""
+        ids = np.asarray(numbers, np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._length:
+            raise IndexError(f"samples {ids.min()} to {ids.max()} of {self._length}: they count from 0")
+        return ids
 
     def gathered(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
-        """The columns of a batch."""
+        """The columns of a batch; `ids` are known to lie in it."""
         found = self._rows.take(ids, pin=pin)
         for place, column in enumerate(self.columns):
             if column.ragged and column.kind == "array":
@@ -153,6 +185,11 @@ class Packed:
         return found
 
     @property
+    def remote(self) -> bool:
+        """Whether its files come from a store."""
+        return isinstance(self._rows, RemoteRows)
+
+    @property
     def packed_collate(self) -> Callable[[list[Any]], Any] | None:
         """How single samples become a batch where `pad` says that they are padded; None: as torch does."""
         pad = self.pad
@@ -160,7 +197,7 @@ class Packed:
 
     def column(self, name: str, ids: np.ndarray) -> Any:
         """One column of the samples `ids`, not padded."""
-        return self._rows.take(ids)[self._names.index(name)]
+        return self._rows.take(self._inside(ids))[self._names.index(name)]
 
     def lengths(self, name: str) -> np.ndarray:
         """The number of items of each sample in a column that differs in length."""
@@ -182,13 +219,8 @@ class Packed:
         return Filled(self, column or (ragged[0] if ragged else ""), length)
 
     def __getstate__(self) -> Any:
-        return (
-            self._given,
-            self.transform,
-            self.pad,
-            self.window,
-            self.bucket,
-        )  # the maps are of this process: a worker opens its own
+        # The maps are of this process: a worker opens its own.
+        return self._given, self.transform, self.pad, self.window, self.bucket
 
     def __setstate__(self, state: Any) -> None:
         self._given, self.transform, self.pad, self.window, self.bucket = state
@@ -203,16 +235,20 @@ class PackedSource(Source):
     def __init__(self, data: Packed, rows: np.ndarray | None = None) -> None:
         """`rows`: which of its samples (None: all)."""
         self._data, self._rows = data, rows
-        self.lanes = data.lanes if rows is None else 1
-        self.window = data.window if rows is None else None
+        if rows is None:
+            self.lanes, self.files, self.window = data.lanes, data.files, data.window
+        self.ahead = _AHEAD if data.remote else 0
         self.identity = None if rows is not None else data.identity
         found = data.bucketed()
         self.lengths = found if found is None or rows is None else found[rows]
-        if not any(column.ragged for column in data.columns):
+        if not data.remote and not any(column.ragged for column in data.columns):
             self.sample_bytes = float(sum(column.item for column in data.columns))
 
     def __len__(self) -> int:
         return len(self._data) if self._rows is None else len(self._rows)
+
+    def expect(self, ids: np.ndarray) -> None:
+        self._data.expect(ids if self._rows is None else self._rows[ids])
 
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
         data = self._data
@@ -277,10 +313,10 @@ def _files(folders: Sequence[Path], manifests: Sequence[Manifest]) -> list[File]
     return files
 
 
-def _lanes(files: Sequence[File]) -> int:
-    """Files that are equal parts are lanes: ranks whose number divides them read their own files only."""
+def _equal(files: Sequence[File]) -> bool:
+    """Whether files are equal parts, rounded as the order rounds them."""
     total, count = files[-1].first + files[-1].shard.samples, len(files)
-    return count if all(file.first == place * total // count for place, file in enumerate(files)) else 1
+    return all(file.first == place * total // count for place, file in enumerate(files))
 
 
 def _without(place: int, gone: Sequence[tuple[int, int]]) -> int:

@@ -46,6 +46,9 @@ class Rows(ABC):
     def lengths(self, column: int) -> np.ndarray:
         """The number of items in each row of a ragged column."""
 
+    def expect(self, ids: np.ndarray) -> None:
+        """These rows are needed soon: where they have to come from afar, let them come."""
+
 
 class LocalRows(Rows):
     """Files on this machine, mapped side by side."""
