@@ -6,6 +6,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -257,7 +259,7 @@ class Mosaic(Reader):
     name, needs, resumes = "mosaicml-streaming", "streaming", "yes"
 
     def prepare(self, folder: Path) -> None:
-        _stand_in_for_torchvision()
+        _import_streaming()
         from streaming import MDSWriter
 
         if not folder.exists():
@@ -283,13 +285,22 @@ class Mosaic(Reader):
         yield from DataLoader(self._data, batch_size=self.batch, drop_last=True)
 
 
-def _stand_in_for_torchvision() -> None:
-    """mosaicml-streaming imports torchvision for image sets that are not read here: where it is missing, empty modules do."""
-    if find_spec("torchvision") is None:
-        for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
-            sys.modules.setdefault(name, ModuleType(name))
-        sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
-        sys.modules["torchvision.transforms.functional"].to_tensor = None  # type: ignore[attr-defined]
+def _import_streaming() -> None:
+    """It imports torchvision for image sets that are not read here: where that is missing, empty modules do for the moment."""
+    if "streaming" in sys.modules or find_spec("torchvision") is not None:
+        return
+    names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
+    empty: dict[str, Any] = {name: ModuleType(name) for name in names}
+    for name, module in empty.items():
+        module.__spec__ = ModuleSpec(name, None)
+    empty["torchvision.datasets"].VisionDataset = object
+    empty["torchvision.transforms.functional"].to_tensor = None
+    sys.modules.update(empty)
+    try:
+        import_module("streaming")
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 class Web(Reader):

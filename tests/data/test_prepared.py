@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from echelon.data import prepared
-from echelon.data.packed.prepare import fingerprint
+from echelon.data.packed.fingerprint import fingerprint
 
 DATA = TensorDataset(torch.arange(40.0), torch.arange(40))
 
@@ -61,3 +65,46 @@ def test_a_fingerprint_tells_functions_apart() -> None:
     assert fingerprint(plus(1)) != fingerprint(plus(2))
     assert fingerprint(lambda value: value * 2) != fingerprint(lambda value: value * 3)
     assert fingerprint(torch.nn.ReLU()) != fingerprint(torch.nn.Tanh())
+    assert fingerprint(partial(pow, 2)) != fingerprint(partial(pow, 3))
+
+
+def told(folder: Path, **files: str) -> str:
+    """The fingerprint, in a process of its own, of what job.py says."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    code = "import sys; sys.path.insert(0, '.'); import job; from echelon.data.packed.fingerprint import fingerprint; print(fingerprint(job.it))"
+    words = [sys.executable, "-B", "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+
+
+HELPER = "SCALE = 2\ndef scaled(x): return x * SCALE\n"
+JOB = """
+import helper
+from helper import scaled
+class Step:
+    def __init__(self): self.path = "{path}"
+    def twice(self, x): return helper.scaled(x) + 1
+    def __call__(self, x): return self.twice(scaled(x))
+it = Step()
+"""
+
+
+def test_a_fingerprint_sees_what_a_function_calls_and_reads(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("one")
+    job = JOB.format(path=tmp_path / "list.txt")
+    first = told(tmp_path, job=job, helper=HELPER)
+    assert told(tmp_path) == first
+    assert told(tmp_path, helper=HELPER.replace("x * SCALE", "x + SCALE")) != first
+    assert told(tmp_path, helper=HELPER.replace("SCALE = 2", "SCALE = 3")) != first
+    assert told(tmp_path, helper=HELPER, job=job.replace("+ 1", "+ 2")) != first
+    assert told(tmp_path, job=job) == first
+    (tmp_path / "list.txt").write_text("other")
+    assert told(tmp_path) != first
+
+
+def test_any_sample_that_changes_makes_it_anew(tmp_path: Path) -> None:
+    values = list(range(1000))
+    prepared(values, tmp_path / "set")
+    values[333] = -1  # none of those that are looked at
+    assert prepared(values, tmp_path / "set")[333].item() == -1

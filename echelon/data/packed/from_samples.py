@@ -36,7 +36,7 @@ class Values(Origin):
         )
         self.sample = tree.structure_of(self._source.sample(0))
         seen = [self._leaves(number) for number in looked]
-        self.provenance = {**provenance, "content": digest(seen)}
+        self.provenance = {"content": digest(seen), **provenance}
         names = _names(self.sample)
         self.columns = tuple(
             _column(name, values, looked) for name, values in zip(names, zip(*seen, strict=True), strict=True)
