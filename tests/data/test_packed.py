@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from echelon.data.packed.from_arrays import Arrays
 from echelon.data.packed.from_samples import Values
 from echelon.data.packed.manifest import Manifest
 from echelon.data.packed.pack import pack
+from echelon.data.packed.region import even_gaps
 from echelon.errors import DataError
 
 pytestmark = [  # what torch says of worker processes on a small machine, and Python 3.12 of fork
@@ -93,6 +95,35 @@ def test_nested_samples_of_any_length_come_back(tmp_path: Path, shards: int) -> 
     assert batch["words"] == ["", "", "grün"]
     assert batch["boxes"].shape == (3, 2, 4)
     assert data.lengths("ids").tolist() == [number % 5 for number in range(40)]
+
+
+@pytest.mark.parametrize("first", ["label", "image"])
+def test_rows_are_gathered_whether_or_not_files_can_be_laid_in_step(tmp_path: Path, first: str) -> None:
+    """Rows of 256 bytes lie a multiple of 64 bytes behind labels: files of other lengths cannot be mapped in step with each other."""
+    rows = {"image": np.arange(100 * 256).reshape(100, 256).astype(np.uint8), "label": np.arange(100)}
+    names = [first, *({*rows} - {first})]
+    pack(Arrays({name: rows[name] for name in names}, {"dict": {n: n for n in names}}, {}), tmp_path / "set", shards=7)
+    data = Packed(tmp_path / "set")
+    ids = np.random.default_rng(0).permutation(100)
+    batch = data.batch(ids)
+    assert np.array_equal(batch["image"].numpy(), rows["image"][ids])
+    assert batch["label"].tolist() == ids.tolist()
+    kinds = {type(gather).__name__ for gather in data._rows._gathers}  # type: ignore[attr-defined]
+    assert kinds == ({"_Even"} if first == "image" else {"_Even", "_Scattered"})
+
+
+@given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 100)), min_size=1, max_size=6), st.integers(1, 5000))
+def test_gaps_lay_files_in_step(files: list[tuple[int, int]], item: int) -> None:
+    sizes, offsets = [size for size, _ in files], [64 * offset for _, offset in files]
+    gaps = even_gaps(sizes, offsets, item)
+    if gaps is None:
+        assert len({offset % math.gcd(4096, item) for offset in offsets}) > 1
+        return
+    place = 0
+    for size, offset, gap in zip(sizes, offsets, gaps, strict=True):
+        assert gap % 4096 == 0
+        assert (place + gap + offset - offsets[0]) % item == 0
+        place += gap + -(-size // 4096) * 4096
 
 
 def test_any_arrow_reader_finds_the_samples(tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ import mmap
 import os
 from collections.abc import Sequence
 from functools import cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+#: Addresses that may be left free: a process has about 100 TB of them.
+_MOST_FREE = 2**42
 _PROT_NONE, _FIXED, _NORESERVE = 0, 0x10, 0x4000  # Linux
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -23,12 +26,13 @@ _FAILED = ctypes.c_void_p(-1).value
 class Region:
     """Maps `files` one behind the other; `starts` are their first bytes in `bytes`."""
 
-    def __init__(self, files: Sequence[tuple[Path, int]]) -> None:
-        """`files`: path and size of each."""
+    def __init__(self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None) -> None:
+        """`files`: path and size of each. `gaps`: addresses left free before each, in whole pages."""
         page = mmap.PAGESIZE
         sizes = [-(-size // page) * page for _, size in files]
-        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        self._length = max(sum(sizes), page)
+        free = np.zeros(len(files), np.int64) if gaps is None else np.array(gaps, np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) + np.cumsum(free)
+        self._length = max(sum(sizes) + int(free.sum()), page)
         self._address = _map(None, self._length, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
         for (path, size), start in zip(files, self.starts.tolist(), strict=True):
             if size:
@@ -51,6 +55,22 @@ class Region:
         address = getattr(self, "_address", None)
         if address is not None:
             _library().munmap(ctypes.c_void_p(address), ctypes.c_size_t(self._length))
+
+
+def even_gaps(sizes: Sequence[int], offsets: Sequence[int], item: int) -> list[int] | None:
+    """Gaps before files of `sizes` with which what lies at `offsets` of them is whole multiples of `item` bytes apart; None where
+    no gaps do that, files being mapped in whole pages, or only huge ones."""
+    page = mmap.PAGESIZE
+    common = gcd(page, item)
+    turn = pow(page // common, -1, item // common)
+    gaps, place = [], 0
+    for size, offset in zip(sizes, offsets, strict=True):
+        short = offsets[0] - place - offset
+        if short % common:
+            return None
+        gaps.append(short // common * turn % (item // common) * page)
+        place += gaps[-1] + -(-size // page) * page
+    return gaps if sum(gaps) < _MOST_FREE else None
 
 
 def _map(address: int | None, length: int, protection: int, flags: int, file: int) -> int:

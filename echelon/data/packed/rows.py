@@ -15,9 +15,13 @@ from torch import Tensor
 from echelon.data.packed import blocks
 from echelon.data.packed.from_images import decoded
 from echelon.data.packed.manifest import RESTORE, Column, Shard
-from echelon.data.packed.region import Region
+from echelon.data.packed.region import Region, even_gaps
 from echelon.data.packed.shard import stored
 from echelon.errors import DataError
+
+
+#: Files of a data set that are mapped once for each column: the kernel keeps 65,530 mappings of a process.
+_MAPPED = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +63,6 @@ class LocalRows(Rows):
             problem = wrong(file)
             if problem:
                 raise DataError(problem)
-        try:
-            region = Region([(file.path, file.shard.bytes) for file in files])
-        except OSError as error:
-            raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
-        self._bytes = region.bytes
-        self._places = region.starts.tolist()
         counts = np.array([file.shard.samples for file in files])
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
@@ -73,7 +71,12 @@ class LocalRows(Rows):
         self._first_block = np.cumsum(per_file) - per_file
         self._unchecked = int(per_file.sum()) if check else 0
         self._checked = np.zeros(self._unchecked, bool)
-        self._gathers = [self._gather(place) for place in range(len(columns))]
+        try:
+            region = Region([(file.path, file.shard.bytes) for file in files])
+            self._bytes, self._places = region.bytes, region.starts.tolist()
+            self._gathers = [self._gather(place) for place in range(len(columns))]
+        except OSError as error:
+            raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
         shard = self._ends.searchsorted(ids, "right") if len(self._files) > 1 else None
@@ -125,9 +128,22 @@ class LocalRows(Rows):
             return _Ragged(
                 column, self._bytes, self._places + buffers[:, 0] - 8 * self._starts, self._places + buffers[:, 1]
             )
-        return _Fixed(
-            column, self._bytes, self._places + buffers[:, 0] - column.item * self._starts, int(self._ends[-1])
+        return self._even(column, buffers[:, 0]) or _Scattered(
+            column, self._bytes, self._places + buffers[:, 0] - column.item * self._starts
         )
+
+    def _even(self, column: Column, offsets: np.ndarray) -> _Gather | None:
+        """A column of equal rows as one array over all files, which are mapped once more so that their rows are in step."""
+        sizes = [file.shard.bytes for file in self._files]
+        gaps = even_gaps(sizes, offsets.tolist(), column.item) if column.item and len(sizes) < _MAPPED else None
+        if gaps is None:
+            return None
+        region = Region([(file.path, file.shard.bytes) for file in self._files], gaps)
+        first = int(region.starts[0] + offsets[0])
+        skipped = first % column.item
+        whole = region.bytes[skipped:]
+        rows = whole[: len(whole) // column.item * column.item].view(stored(column)).reshape(-1, *column.shape)
+        return _Even(column, rows, (region.starts + offsets - skipped) // column.item - self._starts)
 
 
 class _Gather(ABC):
@@ -137,35 +153,38 @@ class _Gather(ABC):
     def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> Any: ...
 
 
-class _Fixed(_Gather):
-    """Rows of equal size."""
+class _Even(_Gather):
+    """Rows of equal size, all in one array: `rows[id + shifts[file]]`."""
 
-    def __init__(self, column: Column, content: np.ndarray, bases: np.ndarray, rows: int) -> None:
+    def __init__(self, column: Column, rows: np.ndarray, shifts: np.ndarray) -> None:
         self._dtype, self._stored, self._shape = torch_dtype(column), stored(column), column.shape
-        self._item, self._bases = column.item, bases
-        if len(bases) == 1:
-            first = int(bases[0])
-            self._rows = content[first : first + rows * column.item].view(self._stored).reshape(rows, *column.shape)
-        else:
-            self._windows = windows(content, column.item)
+        self._rows, self._shifts = rows, shifts
+        self._shift = int(shifts[0])
 
     def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> Tensor:
+        places = ids + (self._shift if shard is None else self._shifts[shard])
         if pin:
             found = torch.empty((len(ids), *self._shape), dtype=self._dtype, pin_memory=True)
             whole = found.view(_INTEGERS[found.itemsize]).numpy().view(self._stored)
-            if shard is None:
-                np.take(self._rows, ids, axis=0, out=whole, mode="clip")  # the mode "raise" would go through a buffer
-            else:
-                whole[...] = self._scattered(ids, shard)
+            np.take(self._rows, places, axis=0, out=whole, mode="clip")  # the mode "raise" would go through a buffer
             return found
-        rows = self._rows.take(ids, axis=0) if shard is None else self._scattered(ids, shard)
-        tensor = torch.from_numpy(rows)
+        tensor = torch.from_numpy(self._rows.take(places, axis=0))
         return tensor if tensor.dtype is self._dtype else tensor.view(self._dtype)
 
-    def _scattered(self, ids: np.ndarray, shard: np.ndarray) -> np.ndarray:
-        places = ids * self._item
-        places += self._bases[shard]
-        return self._windows[places].view(self._stored).reshape(len(ids), *self._shape)
+
+class _Scattered(_Gather):
+    """Rows of equal size that lie in no common step, by their addresses."""
+
+    def __init__(self, column: Column, content: np.ndarray, bases: np.ndarray) -> None:
+        self._dtype, self._stored, self._shape = torch_dtype(column), stored(column), column.shape
+        self._item, self._bases = column.item, bases
+        self._windows = windows(content, column.item)
+
+    def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> Tensor:
+        places = ids * self._item + self._bases[0 if shard is None else shard]
+        rows = self._windows[places].view(self._stored).reshape(len(ids), *self._shape)
+        tensor = torch.from_numpy(rows).view(self._dtype)
+        return tensor.pin_memory() if pin else tensor
 
 
 class _Ragged(_Gather):
