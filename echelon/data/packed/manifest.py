@@ -58,7 +58,7 @@ class Shard:
     samples: int
     bytes: int
     buffers: tuple[tuple[int, ...], ...]
-    #: Of each block of rows, over the bytes of its columns in turn (CRC-32).
+    #: Of each block of rows, over its columns in turn (blocks.py).
     checksums: tuple[int, ...]
     #: Of all bytes that belong to no column: what other programs read to find them.
     frame: int
