@@ -14,6 +14,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _processor() -> float:
     """CPU seconds of this process, all its threads, and the children that have ended."""
-    found = os.times()
-    return found.user + found.system + found.children_user + found.children_system
+    children = os.times()
+    return time.process_time() + children.children_user + children.children_system
 
 
 def forget(folder: Path) -> None:
@@ -113,10 +114,15 @@ def in_memory(folder: Path) -> float:
     for path in folder.rglob("*"):
         size = path.stat().st_size if path.is_file() else 0
         if size:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as mapped:
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as mapped,
+            ):
                 content = np.frombuffer(mapped, np.uint8)
                 found = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-                library.mincore(ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data))
+                library.mincore(
+                    ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)
+                )
                 del content
             held, pages = held + int((found & 1).sum()), pages + len(found)
     return held / max(pages, 1)

@@ -125,9 +125,10 @@ def first(material: Material, folder: Path) -> list[Row]:
 def apart(material: Material, data: str, folder: Path, *, ranks: int, cold: bool) -> list[Row]:
     """Each reader in processes of its own, NumPy and ours in turns and again; ours against both NumPy and each other."""
     rates: dict[type[Reader], list[float]] = {}
-    for reader in [Bare, Echelon, EchelonShards, EchelonShards, Echelon, Bare, *_others()]:
-        limit = 4.0 if reader in _others() else 1e9  # CPU seconds: those that are far slower need not come to the end
-        found = together(reader, data, folder, ranks=ranks, epochs=3, seconds=limit, cold=cold)
+    others = _others()
+    for reader in [Bare, Echelon, EchelonShards, EchelonShards, Echelon, Bare, *others, Bare, Echelon, EchelonShards]:
+        limit = 4.0 if reader in others else 1e9  # CPU seconds: those that are far slower need not come to the end
+        found = together(reader, data, folder, ranks=ranks, epochs=3 if cold else 8, seconds=limit, cold=cold)
         rates.setdefault(reader, []).append(sum(f["samples"] for f in found) / sum(f["seconds"] for f in found))
         remembered = max([0.0, *(share for f in found for share in f["resident"])])
         if remembered > 0.02:
@@ -138,9 +139,15 @@ def apart(material: Material, data: str, folder: Path, *, ranks: int, cold: bool
     for reader, each in rates.items():
         rate = float(np.median(each))
         numpy = reader in (Bare, Echelon, EchelonShards)
-        text = f"{rate:,.0f} samples/s of CPU, {rate / (bare if numpy else ours):.2f} of {'NumPy' if numpy else 'echelon'}"
+        text = (
+            f"{rate:,.0f} samples/s of CPU, {rate / (bare if numpy else ours):.2f} of {'NumPy' if numpy else 'echelon'}"
+        )
         value, most = (bare / rate, None if reader is Bare else 1 / LEAST) if numpy else (rate / ours, 1.0)
-        what = {"data": f"{material.name}, batch {material.batch}", "reader": f"{reader.name}, {how}", "resumes": reader.resumes}
+        what = {
+            "data": f"{material.name}, batch {material.batch}",
+            "reader": f"{reader.name}, {how}",
+            "resumes": reader.resumes,
+        }
         rows.append(Row(what=what, value=value, text=text, limit=most, detail={"rates": each}))
     return rows
 

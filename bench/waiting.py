@@ -199,7 +199,9 @@ def _pack(case: Case, folder: Path) -> None:
     draw = np.random.default_rng(0)
     item = 3 * case.side**2
     noise = np.repeat(draw.integers(0, 256, (item + 4 * case.samples) // 4 + 1, np.uint8), 4)
-    rows = np.lib.stride_tricks.as_strided(noise, (case.samples, 3, case.side, case.side), (4, case.side**2, case.side, 1))
+    rows = np.lib.stride_tricks.as_strided(
+        noise, (case.samples, 3, case.side, case.side), (4, case.side**2, case.side, 1)
+    )
     arrays = {"image": rows, "label": draw.integers(0, 10, case.samples)}
     pack(Arrays(arrays, {"tuple": ["image", "label"]}, {"source": "noise"}), folder, shards=16)
 

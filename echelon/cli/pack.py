@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,15 +42,22 @@ def pack(
 
     from echelon.data.packed.pack import pack as write
 
-    origin = _origin(source, split=split, size=size, tokens=tokens, length=length, dtype=dtype)
+    processes = processes or os.cpu_count() or 1
+    kept = target.with_name(f".{target.name}.tokens")
     screen = Console(stderr=True)
-    shown = TextColumn("packing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*shown, console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
-        task = bar.add_task("packing", total=origin.samples)
-        made = write(
-            origin, target, shards=shards, processes=processes or os.cpu_count() or 1, overwrite=overwrite,
-            progress=lambda done, total: bar.update(task, completed=done),
+        reading = bar.add_task("tokens", total=None, visible=False)
+        origin = _origin(
+            source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes,
+            progress=lambda done, total: bar.update(reading, completed=done, total=total, visible=True),
         )  # fmt: skip
+        packing = bar.add_task("packing", total=origin.samples)
+        made = write(
+            origin, target, shards=shards, processes=processes, overwrite=overwrite,
+            progress=lambda done, total: bar.update(packing, completed=done),
+        )  # fmt: skip
+    shutil.rmtree(kept, ignore_errors=True)
     if json:
         columns = {column.name: str(column) for column in made.columns}
         print_json(
@@ -66,15 +74,15 @@ def pack(
     typer.echo(f"{target}: {made.samples:,} samples, {in_words(made.bytes)} in {files}; use it as data={str(target)!r}")
 
 
-def _origin(source: str, **options: str | int | None) -> Origin:
+def _origin(source: str, **options: Any) -> Origin:
     """The source by its kind: a file of Python with a name in it, or data on the disk."""
     from echelon.data.packed.detect import open_origin
 
     file = source.rpartition(":")[0] if ":" in source else source
     if not file.endswith(".py"):
-        return open_origin(Path(source), **options)  # type: ignore[arg-type]
+        return open_origin(Path(source), **options)
     if options["tokens"] is not None and ":" not in source:
-        return open_origin(Path(source), **options)  # type: ignore[arg-type]
+        return open_origin(Path(source), **options)
     from echelon.data.packed.from_samples import Values
     from echelon.data.packed.origin import stamp
     from echelon.flow.jobfile import load_data

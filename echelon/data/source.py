@@ -55,6 +55,7 @@ class Source(ABC):
 
     def expect(self, ids: np.ndarray) -> None:
         """These samples are needed soon. Does not wait."""
+        return
 
     def order(self, *, batch: int, seed: int) -> Order:
         """The order in which a training visits it."""

@@ -66,10 +66,10 @@ def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int)
         )
     if source.identity is not None:
         found = ranks.gather(source.identity)
-        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-        if other is not None:
+        differing = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if differing is not None:
             raise DataError(
-                f"the ranks have different data: the packed data set on rank {other} is not rank 0's; give every rank the same files, "
+                f"the ranks have different data: the packed data set on rank {differing} is not rank 0's; give every rank the same files, "
                 "or repair what one rank skips"
             )
         return

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.data import Packed
+from echelon.data.packed.detect import open_origin
 
 MNIST = Path(__file__).parents[3] / "shared/data/mnist"
 
@@ -153,7 +154,7 @@ def test_text_as_bytes(tmp_path: Path) -> None:
 def test_numbers_in_json_that_are_not_all_whole_are_floats(tmp_path: Path) -> None:
     lines = [{"score": n if n % 3 else n + 0.5, "ids": [n]} for n in range(300)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    data = packed(tmp_path, tmp_path / "x.jsonl")
+    packed(tmp_path, tmp_path / "x.jsonl")
     assert Packed(tmp_path / "packed", pad=0).batch(np.arange(5))["score"].tolist() == [0.5, 1.0, 2.0, 3.5, 4.0]
 
 
@@ -173,6 +174,41 @@ def test_text_by_a_tokenizer_file(tmp_path: Path) -> None:
     data = packed(tmp_path, tmp_path / "a.txt", "--tokens", tmp_path / "tokenizer.json", "--length", 2)
     assert data.batch(np.arange(2)).tolist() == [[0, 1], [2, 0]]
     assert data.manifests[0].provenance["left out"] == "1"
+
+
+def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(500)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t").mkdir()
+    for number in range(20):
+        (tmp_path / f"t/{number:02}.txt").write_text(" ".join(map(str, range(number * 17 % 23))))
+    said: list[int] = []
+
+    def open_texts(stop: int | None) -> Any:
+        def told(done: int, total: int) -> None:
+            said.append(done)
+            if len(said) == stop:
+                raise KeyboardInterrupt
+
+        how = {"tokens": str(tmp_path / "tokenizer.json"), "kept": tmp_path / "kept", "progress": told}
+        return open_origin(tmp_path / "t", **how, processes=2)
+
+    with pytest.raises(KeyboardInterrupt):
+        open_texts(8)
+    found = len(list((tmp_path / "kept").glob("*.int32")))
+    assert 7 <= found < 20
+    said.clear()
+    origin = open_texts(None)
+    assert said[0] > 0
+    assert len(said) <= 21 - found
+    assert [row.tolist() for row in origin.read(0, 20)[0]] == [list(range(number * 17 % 23)) for number in range(20)]
+    data = packed(tmp_path, tmp_path / "t", "--tokens", tmp_path / "tokenizer.json", "--length", 7, "--shards", 3)
+    whole = [token for number in range(20) for token in range(number * 17 % 23)]
+    assert data.batch(np.arange(len(data))).flatten().tolist() == whole[: len(data) * 7]
+    assert not (tmp_path / ".packed.tokens").exists()
 
 
 def test_pictures_by_class(tmp_path: Path) -> None:

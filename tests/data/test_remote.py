@@ -193,7 +193,9 @@ def test_a_copy_that_is_damaged_later_is_made_anew(store: str, tmp_path: Path, h
 def test_remote_files_that_cannot_be_had_are_skipped_and_counted_if_asked(store: str, tmp_path: Path) -> None:
     (tmp_path / "far/shard-00003.arrow").unlink()
     os.truncate(tmp_path / "far/shard-00005.arrow", 700)
-    with pytest.warns(UserWarning, match=r"100 of 400 samples are skipped in 2 damaged parts, the first: file://.*-00003"):
+    with pytest.warns(
+        UserWarning, match=r"100 of 400 samples are skipped in 2 damaged parts, the first: file://.*-00003"
+    ):
         data = Packed(store, cache=tmp_path / "cache", damaged="skip")
     assert (len(data), data.skipped) == (300, 100)
     left = [*range(150), *range(200, 250), *range(300, 400)]

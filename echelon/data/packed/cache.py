@@ -18,7 +18,7 @@ from echelon.errors import DataError
 from echelon.plan.units import size as in_words
 
 
-class NoRoom(DataError):
+class CacheFullError(DataError):
     """The cache is full of copies that are in use."""
 
 
@@ -95,7 +95,7 @@ class Cache:
                     os.truncate(part, size)
                     return
             if time.monotonic() > until:
-                raise NoRoom(
+                raise CacheFullError(
                     f"{self.folder}: all {in_words(self.limit)} of the cache are in use, {in_words(size)} more are needed: give it more "
                     "(cache_bytes=), or shuffle fewer files at a time (window=)"
                 )

@@ -12,7 +12,7 @@ from echelon.data.packed.from_samples import json_lines
 from echelon.data.packed.from_tables import ENDINGS as TABLES
 from echelon.data.packed.from_tables import Tables
 from echelon.data.packed.from_text import ENDINGS as TEXTS
-from echelon.data.packed.from_text import Tokens
+from echelon.data.packed.from_text import Progress, Tokens
 from echelon.data.packed.origin import Origin
 from echelon.errors import DataError
 
@@ -22,9 +22,12 @@ KINDS = "NumPy (.npy, .npz), IDX, CSV, Parquet, Arrow, JSON lines (.jsonl), text
 
 def open_origin(
     path: Path, *, split: str | None = None, size: str | None = None, tokens: str | None = None, length: int | None = None,
-    dtype: str = "int64",
+    dtype: str = "int64", kept: Path, processes: int = 1, progress: Progress = lambda done, total: None,
 ) -> Origin:  # fmt: skip
-    """The data in a file or a folder. `split`: of IDX files; `size`: of pictures; `tokens`, `length`, `dtype`: of text."""
+    """The data in a file or a folder. `split`: of IDX files; `size`: of pictures; `tokens`, `length`, `dtype`: of text.
+
+    `kept`: a folder for what has to be worked out before packing begins, by `processes`.
+    """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if tokens is not None:
@@ -32,7 +35,9 @@ def open_origin(
             raise DataError(f"length={length}: a row of tokens has at least one")
         if dtype not in ("uint8", "int16", "int32", "int64"):
             raise DataError(f"dtype={dtype!r}: tokens are uint8, int16, int32 or int64")
-        return Tokens(_texts(path), tokens=tokens, length=length, dtype=dtype)
+        return Tokens(
+            _texts(path), tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes, progress=progress
+        )
     return _folder(path, split, size) if path.is_dir() else _file(path)
 
 

@@ -24,7 +24,10 @@ class Tables(Origin):
 
         self._parts: list[tuple[Path, int, int]] = []  # path, row group (or 0), rows
         self._tables: dict[Path, Any] = {}
-        self._group: tuple[int, Any] = (-1, None)  # the row group that was read last: rows are asked for a few at a time
+        self._group: tuple[int, Any] = (
+            -1,
+            None,
+        )  # the row group that was read last: rows are asked for a few at a time
         schema = None
         for path in paths:
             try:

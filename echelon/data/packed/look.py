@@ -50,7 +50,11 @@ def summary(folder: Path, samples: int) -> dict[str, Any]:
         "columns": {column.name: str(column) for column in manifest.columns},
         "sample": manifest.sample,
         "shards": {
-            "count": len(counts), "fewest": min(counts), "most": max(counts), "smallest": min(sizes), "largest": max(sizes),
+            "count": len(counts),
+            "fewest": min(counts),
+            "most": max(counts),
+            "smallest": min(sizes),
+            "largest": max(sizes),
             "lanes": shown.lanes,
         },
         "block": manifest.block,

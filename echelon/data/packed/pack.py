@@ -7,13 +7,10 @@ made again. Processes need not know of each other: whoever holds a shard's lock 
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import multiprocessing
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +21,7 @@ from typing import Any, cast
 
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.blocks import block_rows
+from echelon.data.packed.family import born_to
 from echelon.data.packed.manifest import Manifest, Shard, write_whole
 from echelon.data.packed.origin import Origin
 from echelon.data.packed.shard import Draft
@@ -256,12 +254,8 @@ def _together(origin: Origin, folder: Path, bounds: Sequence[int], block: int, p
 
 
 def _work(origin: Origin, folder: Path, bounds: Sequence[int], block: int, turn: int, told: Any, parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a packing that is killed leaves no process behind
-    if os.getppid() != parent:
-        return
+    born_to(parent)
     try:
-        if "torch" in sys.modules:  # its threads did not come along
-            sys.modules["torch"].set_num_threads(1)
         for rows in _shards(origin, folder, bounds, block, turn):
             told.send(rows)
     except Exception as error:

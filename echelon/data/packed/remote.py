@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echelon.data.packed import blocks
 from echelon.data.packed import manifest as documents
-from echelon.data.packed.cache import Cache, Held, NoRoom
+from echelon.data.packed.cache import Cache, CacheFullError, Held
 from echelon.data.packed.manifest import Column, Manifest
 from echelon.data.packed.rows import File, LocalRows, Rows, damage, wrong
 from echelon.errors import DataError
@@ -212,7 +212,7 @@ class RemoteRows(Rows):
             if coming is not None:
                 coming.result()
             return self._held(number)
-        except NoRoom:
+        except CacheFullError:
             for each in [each for each in self._open if each not in needed]:
                 self._release(each)  # what this process keeps for later must not stand in its own way
             return self._held(number, self._patience)
@@ -264,7 +264,8 @@ def _started(work: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            made.set_result(work())
+            work()
+            made.set_result(None)
         except BaseException as error:
             made.set_exception(error)
 

@@ -19,7 +19,6 @@ from echelon.data.packed.region import Region, even_gaps
 from echelon.data.packed.shard import stored
 from echelon.errors import DataError
 
-
 #: Files of a data set that are mapped once for each column: the kernel keeps 65,530 mappings of a process.
 _MAPPED = 4096
 
@@ -52,6 +51,7 @@ class Rows(ABC):
 
     def expect(self, ids: np.ndarray) -> None:
         """These rows are needed soon: where they have to come from afar, let them come."""
+        return  # here they are
 
 
 class LocalRows(Rows):
