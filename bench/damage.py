@@ -3,7 +3,7 @@
     python -m bench.damage [--mutations 10000] [--kills 100] [--seed 0] [--json damage.json]
 
 Mutations: a file of a small data set with columns of every kind is damaged at random (bits, cuts, zeros, noise, pieces moved, files
-deleted or exchanged) and the whole set is read. Kills: a packing by two processes, and two readers that fill a small cache, are ended
+deleted or exchanged) and the whole set is read; the same with copies in a cache. Kills: a packing by two processes, and two readers that fill a small cache, are ended
 with kill -9 at random moments; then the packing goes on, and the cache is read to its last byte.
 """
 
@@ -44,19 +44,19 @@ def make(folder: Path, samples: int = 96, shards: int = 3) -> None:
     pack(Values(rows, {"source": "made for a test"}), folder, shards=shards)
 
 
-def intact(folder: Path) -> list[Any]:
+def intact(folder: str | Path, **how: Any) -> list[Any]:
     """All samples, in a form that can be compared."""
-    data = Packed(folder)
+    data = Packed(folder, **how)
     return [
         (sample["pixels"].tolist(), sample["tokens"].tolist(), sample["name"], sample["label"].item())
         for sample in data.__getitems__(range(len(data)))
     ]
 
 
-def read(folder: Path, right: list[Any]) -> str:
+def read(folder: str | Path, right: list[Any], **how: Any) -> str:
     """`right`: every sample is as it was; `named`: an error that names a file of the folder; anything else is a fault."""
     try:
-        return "right" if intact(folder) == right else "wrong data"
+        return "right" if intact(folder, **how) == right else "wrong data"
     except DataError as error:
         return "named" if str(folder) in str(error) else f"unnamed: {error}"
     except Exception as error:
@@ -64,8 +64,8 @@ def read(folder: Path, right: list[Any]) -> str:
 
 
 def mutated(folder: Path, draw: random.Random) -> str:
-    """Damage one file of a packed data set in a random way; returns which and how."""
-    path = draw.choice(sorted(path for path in folder.iterdir() if not path.name.startswith(".")))
+    """Damage one file of a packed data set, or one copy in a cache, in a random way; returns which and how."""
+    path = draw.choice(sorted(path for path in folder.iterdir() if path.suffix in (".arrow", ".json")))
     how = draw.choice(sorted(MUTATIONS))
     MUTATIONS[how](path, draw)
     return f"{path.name}: {how}"
@@ -121,7 +121,7 @@ def _delete(path: Path, draw: random.Random) -> None:
 
 def _swap(path: Path, draw: random.Random) -> None:
     """Another file's content under this name."""
-    other = draw.choice(sorted(path.parent.glob("shard-*")))
+    other = draw.choice(sorted(path.parent.glob("*.arrow")))
     path.write_bytes(other.read_bytes())
 
 
@@ -144,34 +144,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if given.mutations:
-            rows.append(tell(_mutations(folder, given.mutations, draw)))
+            make(folder / "good")
+            right = intact(folder / "good")
+            rows.append(tell(_mutations(folder / "good", right, given.mutations, draw)))
+            store, kept = f"file://{folder / 'good'}", folder / "kept"
+            intact(store, cache=kept)
+            rows.append(tell(_mutations(kept, right, given.mutations // 10, draw, store)))
         if given.kills:
             rows.append(tell(_packings(folder, given.kills, draw)))
             rows.append(tell(_readers(folder, given.kills, draw)))
     return publish("what damage and kills leave behind", rows, json_path=given.json)
 
 
-def _mutations(folder: Path, count: int, draw: random.Random) -> Row:
-    make(folder / "good")
-    right = intact(folder / "good")
+def _mutations(good: Path, right: list[Any], count: int, draw: random.Random, store: str | None = None) -> Row:
+    """Damage copies of a folder `count` times; with `store` it is the cache of what is there, which is made anew from it."""
     outcomes: Counter[str] = Counter()
     strange: list[str] = []
+    expected = ("right", "named") if store is None else ("right",)
+    bad = good.with_name("bad")
     for _ in range(count):
-        shutil.copytree(folder / "good", folder / "bad")
-        how = mutated(folder / "bad", draw)
-        outcome = read(folder / "bad", right)
-        outcomes[outcome if outcome in ("right", "named") else "strange"] += 1
-        if outcome not in ("right", "named"):
+        shutil.copytree(good, bad)
+        how = mutated(bad, draw)
+        outcome = read(bad, right) if store is None else read(store, right, cache=bad)
+        outcomes[outcome if outcome in expected else "strange"] += 1
+        if outcome not in expected:
             strange.append(f"{how}: {outcome}")
-        shutil.rmtree(folder / "bad")
-    text = ", ".join(f"{each}: {outcomes[each]:,}" for each in ("named", "right", "strange"))
-    return Row(
-        what={"what": f"{count:,} mutations of a packed set"},
-        value=len(strange),
-        text=text,
-        limit=0,
-        detail={"strange": strange[:20]},
-    )
+        shutil.rmtree(bad)
+    text = ", ".join(f"{each}: {outcomes[each]:,}" for each in (*expected, "strange"))
+    what = {"what": f"{count:,} mutations of {'a packed set' if store is None else 'a cache'}"}
+    return Row(what=what, value=len(strange), text=text, limit=0, detail={"strange": strange[:20]})
 
 
 def _packings(folder: Path, count: int, draw: random.Random) -> Row:
