@@ -40,7 +40,7 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
         stream = Stream(job.data, collate=job.collate, seed=job.seed)
         loader = StreamLoader(
             stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=ranks.gather, pin=pin,
-            alike=ranks.size // data.size,
+            workers=workers, alike=ranks.size // data.size,
         )  # fmt: skip
         return Intake(loader, job.steps)
     with ranks.together():

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import TensorDataset
 
@@ -69,13 +71,12 @@ def test_a_fingerprint_tells_functions_apart() -> None:
 
 
 def told(folder: Path, **files: str) -> str:
-    """The fingerprint, in a process of its own, of what job.py says."""
+    """The fingerprint of what job.py says."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
-    code = "import sys; sys.path.insert(0, '.'); import job; from echelon.data.packed.fingerprint import fingerprint; print(fingerprint(job.it))"
-    words = [sys.executable, "-B", "-c", code]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+    for name in ("job", "helper"):
+        sys.modules.pop(name, None)
+    return fingerprint(import_module("job").it)
 
 
 HELPER = "SCALE = 2\ndef scaled(x): return x * SCALE\n"
@@ -90,11 +91,17 @@ it = Step()
 """
 
 
-def test_a_fingerprint_sees_what_a_function_calls_and_reads(tmp_path: Path) -> None:
+def test_a_fingerprint_sees_what_a_function_calls_and_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "list.txt").write_text("one")
     job = JOB.format(path=tmp_path / "list.txt")
     first = told(tmp_path, job=job, helper=HELPER)
     assert told(tmp_path) == first
+    code = "import job; from echelon.data.packed.fingerprint import fingerprint; print(fingerprint(job.it), end='')"
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PYTHONHASHSEED": "7"}
+    other = subprocess.run([sys.executable, "-B", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert other.stdout == first
     assert told(tmp_path, helper=HELPER.replace("x * SCALE", "x + SCALE")) != first
     assert told(tmp_path, helper=HELPER.replace("SCALE = 2", "SCALE = 3")) != first
     assert told(tmp_path, helper=HELPER, job=job.replace("+ 1", "+ 2")) != first
