@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from echelon.cli.common import Debug, Json, console, print_json, table
 from echelon.plan.units import size
 
 app = typer.Typer(help="Show or check a packed data set.", no_args_is_help=True, rich_markup_mode=None)
-Folder = Annotated[Path, typer.Argument(metavar="DST", help="The folder of a packed data set.")]
+Folder = Annotated[str, typer.Argument(metavar="DST", help="The folder or URL of a packed data set.")]
 
 
 @app.command()
@@ -56,19 +55,16 @@ def verify(folder: Folder, json: Json = False, debug: Debug = False) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from echelon.data.packed.look import damages
-    from echelon.data.packed.manifest import load
+    from echelon.data.packed.look import damages, manifest_of
 
-    manifest = load(folder)
+    manifest = manifest_of(folder)
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
         task = bar.add_task("reading", total=manifest.bytes)
         found = list(damages(folder, lambda done, total: bar.update(task, completed=done)))
     blocks = sum(len(shard.checksums) for shard in manifest.shards)
     if json:
-        print_json(
-            {"folder": str(folder), "good": not found, "blocks": blocks, "bytes": manifest.bytes, "damages": found}
-        )
+        print_json({"folder": folder, "good": not found, "blocks": blocks, "bytes": manifest.bytes, "damages": found})
     elif not found:
         typer.echo(f"{folder}: whole; {blocks:,} blocks in {len(manifest.shards)} files, {size(manifest.bytes)}")
     for problem in [] if json else found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.common import Debug, Json, print_json
+from echelon.errors import DataError
 from echelon.plan.units import size as in_words
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ def pack(
 
     from echelon.data.packed.pack import pack as write
 
+    if re.match(r"[a-z0-9+]+:/", str(target)):
+        raise DataError(
+            f"{target} is on a store: pack into a folder here, and copy that folder there with the store's own tool"
+        )
     processes = processes or os.cpu_count() or 1
     kept = target.with_name(f".{target.name}.tokens")
     screen = Console(stderr=True)

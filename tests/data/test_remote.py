@@ -13,7 +13,9 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from typer.testing import CliRunner
 
+from echelon.cli.app import app
 from echelon.data import Loader, Packed, open_source
 from echelon.data.packed.cache import Cache
 from echelon.errors import DataError
@@ -202,6 +204,23 @@ def test_remote_files_that_cannot_be_had_are_skipped_and_counted_if_asked(store:
     assert data.batch(np.arange(300))[1].tolist() == left
     with pytest.raises(DataError, match=r"shard-00003.arrow cannot be read"):
         Packed(store, cache=tmp_path / "cache").batch(np.array([160]))
+
+
+def test_show_and_verify_take_a_url(store: str, tmp_path: Path) -> None:
+    def said(*words: str, code: int = 0) -> str:
+        done = CliRunner().invoke(app, ["data", *words], env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+        assert done.exit_code == code, done.output
+        return done.output
+
+    assert "far: 400 samples" in " ".join(said("show", store).split())
+    assert f"{store}: whole; 8 blocks in 8 files" in said("verify", store)
+    (tmp_path / "far/shard-00003.arrow").unlink()
+    os.truncate(tmp_path / "far/shard-00005.arrow", 700)
+    told = said("verify", store, code=1)
+    assert "shard-00003.arrow cannot be read" in told
+    assert "shard-00005.arrow (samples 250 to 299) is cut off" in told
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "far"), "s3://bucket/set"])
+    assert "is on a store: pack into a folder here" in done.output
 
 
 def test_files_come_together_and_ahead_of_their_batch(store: str, tmp_path: Path) -> None:

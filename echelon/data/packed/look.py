@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,44 @@ import numpy as np
 
 from echelon.data.packed import blocks
 from echelon.data.packed import manifest as documents
+from echelon.data.packed.cache import Cache
+from echelon.data.packed.manifest import Manifest
+from echelon.data.packed.remote import Store, far_rows, is_url
 from echelon.data.packed.rows import File, damage, wrong
 
+#: Seconds without a byte from a store.
+_TIMEOUT = 60.0
 
-def damages(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Iterator[str]:
+
+Progress = Callable[[int, int], None]
+
+
+def manifest_of(folder: str) -> Manifest:
+    """What a folder, here or on a store, says that it holds."""
+    return Store(folder, _TIMEOUT).manifest() if is_url(folder) else documents.load(Path(folder))
+
+
+def damages(folder: str, progress: Progress = lambda done, total: None) -> Iterator[str]:
     """Each damaged part of a packed data set, in words. Reads every byte. `progress(bytes done, bytes in all)`."""
+    return _far(folder, progress) if is_url(folder) else _near(Path(folder), progress)
+
+
+def _far(url: str, progress: Progress) -> Iterator[str]:
+    """Of files on a store: each is fetched anew, and its first damage told."""
+    manifest = manifest_of(url)
+    with tempfile.TemporaryDirectory() as place:
+        kept = Cache(Path(place), 2 * max(shard.bytes for shard in manifest.shards))
+        rows = far_rows([Store(url, _TIMEOUT)], [manifest], kept, _TIMEOUT)
+        done = 0
+        for number, shard in enumerate(manifest.shards):
+            problem = rows.problem(number)
+            if problem:
+                yield problem
+            done += shard.bytes
+            progress(done, manifest.bytes)
+
+
+def _near(folder: Path, progress: Progress) -> Iterator[str]:
     manifest = documents.load(folder)
     done, first = 0, 0
     for shard in manifest.shards:
@@ -35,16 +69,16 @@ def damages(folder: Path, progress: Callable[[int, int], None] = lambda done, to
         progress(done, manifest.bytes)
 
 
-def summary(folder: Path, samples: int) -> dict[str, Any]:
+def summary(folder: str, samples: int) -> dict[str, Any]:
     """Columns, counts, sizes, balance over the files, where it came from, and the first `samples` samples in words."""
     from echelon.data.packed.reader import Packed
 
-    manifest = documents.load(folder)
+    manifest = manifest_of(folder)
     counts = [shard.samples for shard in manifest.shards]
     sizes = [shard.bytes for shard in manifest.shards]
     shown = Packed(folder, check=True)
     return {
-        "folder": str(folder),
+        "folder": folder,
         "samples": manifest.samples,
         "bytes": manifest.bytes,
         "columns": {column.name: str(column) for column in manifest.columns},

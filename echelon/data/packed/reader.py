@@ -17,8 +17,8 @@ from echelon.data.packed import manifest as documents
 from echelon.data.packed import tree
 from echelon.data.packed.cache import Cache
 from echelon.data.packed.manifest import Column, Manifest
-from echelon.data.packed.remote import RemoteRows, Store, is_url
-from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, wrong
+from echelon.data.packed.remote import RemoteRows, Store, far_rows, is_url
+from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, files_of, wrong
 from echelon.data.source import Source
 from echelon.errors import DataError
 from echelon.world import cache_folder
@@ -71,7 +71,7 @@ class Packed:
                 raise DataError(f"{folder} holds {describe(other)} and {folders[0]} {describe(first)}: pack them alike")
         self.columns: tuple[Column, ...] = first.columns
         self._structure, self._names = first.sample, [column.name for column in first.columns]
-        files = _files([Path(folder) for folder in folders], self.manifests)
+        files = files_of([Path(folder) for folder in folders], self.manifests)
         self.identity = documents.identity(self.manifests)
         self._length, self.skipped, self.files = files[-1].first + files[-1].shard.samples, 0, len(files)
         self.lanes = len(files) if lanes is None else lanes
@@ -82,12 +82,10 @@ class Packed:
                 f"window={self.window} needs files that hold equally many samples each: pack the data in one go"
             )
         if stores:
-            owners = [store for store, manifest in zip(stores, self.manifests, strict=True) for _ in manifest.shards]
             kept = Cache(cache_folder() / "data" if cache is None else Path(cache), cache_bytes)
-            far = list(zip(owners, files, strict=True))
+            self._rows: Rows = far_rows(stores, self.manifests, kept, timeout)
             if damaged == "skip":
-                far = self._reachable(far, RemoteRows(far, self.columns, kept, patience=timeout))
-            self._rows: Rows = RemoteRows(far, self.columns, kept, patience=timeout)
+                self._rows = self._reachable(files, self._rows)
         elif damaged == "stop":
             self._rows = LocalRows(files, self.columns, check=check)
         else:
@@ -120,13 +118,14 @@ class Packed:
         inner = [(_without(a, gone), _without(b, gone)) for a, b in dropped if (a, b) not in gone]
         return Kept.without(LocalRows(good, self.columns, check=False), here, inner)
 
-    def _reachable(self, far: list[tuple[Store, File]], rows: RemoteRows) -> list[tuple[Store, File]]:
+    def _reachable(self, files: Sequence[File], rows: RemoteRows) -> RemoteRows:
         """The remote files that can be had; a damaged one is left out whole. Each is copied to the cache for it."""
-        problems = [rows.problem(number) for number in range(len(far))]
-        gone = [file for (_, file), problem in zip(far, problems, strict=True) if problem]
-        if gone:
-            self._skip([(file.first, file.first + file.shard.samples) for file in gone], [p for p in problems if p])
-        return [each for each, problem in zip(far, problems, strict=True) if not problem]
+        problems = [rows.problem(number) for number in range(len(files))]
+        gone = [file for file, problem in zip(files, problems, strict=True) if problem]
+        if not gone:
+            return rows
+        self._skip([(file.first, file.first + file.shard.samples) for file in gone], [p for p in problems if p])
+        return rows.only([number for number, problem in enumerate(problems) if not problem])
 
     def _skip(self, dropped: Sequence[tuple[int, int]], problems: Sequence[str]) -> None:
         """Count what is left out, and say so."""
@@ -299,17 +298,6 @@ def _cut(column: Any, sizes: Sequence[int]) -> Sequence[Any]:
         return torch.split(column, list(sizes))
     ends = np.cumsum(sizes).tolist()
     return [column[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def _files(folders: Sequence[Path], manifests: Sequence[Manifest]) -> list[File]:
-    files, first = [], 0
-    for folder, manifest in zip(folders, manifests, strict=True):
-        for shard in manifest.shards:
-            files.append(File(path=folder / shard.file, shard=shard, block=manifest.block, first=first))
-            first += shard.samples
-    if not first:
-        raise DataError(f"{folders[0]} holds no samples")
-    return files
 
 
 def _equal(files: Sequence[File]) -> bool:

@@ -19,7 +19,7 @@ from echelon.data.packed import blocks
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.cache import Cache, CacheFullError, Held
 from echelon.data.packed.manifest import Column, Manifest
-from echelon.data.packed.rows import File, LocalRows, Rows, damage, wrong
+from echelon.data.packed.rows import File, LocalRows, Rows, damage, files_of, wrong
 from echelon.errors import DataError
 
 _PIECE = 2**20
@@ -170,6 +170,10 @@ class RemoteRows(Rows):
     def lengths(self, column: int) -> np.ndarray:
         return np.concatenate([self._rows(number, [number]).lengths(column) for number in range(len(self._files))])
 
+    def only(self, numbers: Sequence[int]) -> RemoteRows:
+        """Some of the files, and no others."""
+        return RemoteRows([self._files[n] for n in numbers], self._columns, self._cache, patience=self._patience)
+
     def problem(self, number: int) -> str | None:
         """Why a file cannot be had, if it cannot."""
         try:
@@ -256,6 +260,13 @@ class RemoteRows(Rows):
         held = self._open.pop(number)[1]
         held.path.unlink(missing_ok=True)
         held.release()
+
+
+def far_rows(stores: Sequence[Store], manifests: Sequence[Manifest], cache: Cache, patience: float) -> RemoteRows:
+    """The rows of whole data sets on stores, one behind the other."""
+    owners = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
+    files = files_of([Path(store.url) for store in stores], manifests)
+    return RemoteRows(list(zip(owners, files, strict=True)), manifests[0].columns, cache, patience=patience)
 
 
 def _started(work: Callable[[], None]) -> Future[None]:

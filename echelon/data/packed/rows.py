@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon.data.packed import blocks
 from echelon.data.packed.from_images import decoded
-from echelon.data.packed.manifest import RESTORE, Column, Shard
+from echelon.data.packed.manifest import RESTORE, Column, Manifest, Shard
 from echelon.data.packed.region import Region, even_gaps
 from echelon.data.packed.shard import stored
 from echelon.errors import DataError
@@ -36,6 +36,18 @@ class File:
         """A part of it, for messages."""
         inside = "" if block is None else f", block {block}"
         return f"{self.path}{inside} (samples {self.first + start:,} to {self.first + stop - 1:,})"
+
+
+def files_of(folders: Sequence[Path], manifests: Sequence[Manifest]) -> list[File]:
+    """All files of data sets that lie one behind the other."""
+    files, first = [], 0
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for shard in manifest.shards:
+            files.append(File(path=folder / shard.file, shard=shard, block=manifest.block, first=first))
+            first += shard.samples
+    if not first:
+        raise DataError(f"{folders[0]} holds no samples")
+    return files
 
 
 class Rows(ABC):
