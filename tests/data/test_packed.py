@@ -126,6 +126,25 @@ def test_gaps_lay_files_in_step(files: list[tuple[int, int]], item: int) -> None
         place += gap + -(-size // 4096) * 4096
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("far", [False, True])
+def test_pinned_batches_are_the_same(tmp_path: Path, shards: int, far: bool) -> None:
+    pack(Values(NESTED, {}), tmp_path / "set", shards=shards)
+    where = f"file://{tmp_path / 'set'}" if far else str(tmp_path / "set")
+    source = open_source(Packed(where, pad=-1, cache=tmp_path / "cache"))
+    loaders = [
+        Loader(source, source.order(batch=6, seed=0), rank=0, ranks=1, micro=4, pin=pin).steps(0, 12)
+        for pin in (False, True)
+    ]
+    for plain, pinned in zip(*loaders, strict=True):
+        assert same([micro.batch for micro in plain.micros], [micro.batch for micro in pinned.micros])
+        assert all(
+            micro.batch[name].is_pinned() for micro in pinned.micros for name in ("half", "ids", "boxes", "score")
+        )
+
+
 def test_any_arrow_reader_finds_the_samples(tmp_path: Path) -> None:
     images(tmp_path / "set", 3)
     tables = [pa.ipc.open_file(str(path)).read_all() for path in sorted((tmp_path / "set").glob("*.arrow"))]
