@@ -151,6 +151,16 @@ def test_text_as_bytes(tmp_path: Path) -> None:
     assert "is text: say how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
 
 
+def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
+    (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"{n},{n if n < 900 else n + 0.5}\n" for n in range(1000)))
+    batch = packed(tmp_path, tmp_path / "x.csv").batch(np.array([5, 950]))
+    assert (batch["a"].tolist(), batch["b"].tolist()) == ([5, 950], [5.0, 950.5])
+    (tmp_path / "y.csv").write_text("a\n" + "".join(f"{n}\n" for n in range(1000)))
+    echelon("pack", tmp_path / "y.csv", tmp_path / "y", "--shards", 4, "--processes", 2)
+    assert Packed(tmp_path / "y").batch(np.arange(1000))["a"].tolist() == list(range(1000))
+
+
 def test_numbers_in_json_that_are_not_all_whole_are_floats(tmp_path: Path) -> None:
     lines = [{"score": n if n % 3 else n + 0.5, "ids": [n]} for n in range(300)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -132,6 +133,24 @@ def test_a_copy_that_is_in_use_is_not_deleted(tmp_path: Path) -> None:
     cache.hold("c", 10, lambda path: path.write_bytes(b"c" * 10) and None)
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"} == {"a", "c"}
     held.release()
+
+
+def test_a_process_that_is_forked_while_a_copy_is_made_keeps_no_lock(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 100)
+    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+
+    def fill(path: Path) -> None:
+        helper.start()
+        path.write_bytes(b"a" * 10)
+
+    try:
+        cache.hold("a", 10, fill).release()
+        (tmp_path / "a").unlink()
+        again = ThreadPoolExecutor(1).submit(cache.hold, "a", 10, lambda path: path.write_bytes(b"a" * 10) and None)
+        assert again.result(timeout=20).path.read_bytes() == b"a" * 10
+    finally:
+        helper.kill()
+        helper.join()
 
 
 def test_a_store_that_fails_leaves_no_copy(store: str, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class Cache:
         except BlockingIOError:
             return False
         finally:
-            os.close(lock)
+            _unlock(lock)
 
 
 @contextmanager
@@ -143,4 +143,10 @@ def _locked(path: Path) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)
+        _unlock(lock)
+
+
+def _unlock(lock: int) -> None:
+    """Said, not left to the closing: a process that was forked meanwhile has the same lock open, and would keep it."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)

@@ -45,8 +45,8 @@ class Packed:
 
     def __init__(
         self, *folders: str | Path, transform: Callable[[Any], Any] | None = None, pad: float | None = None,
-        damaged: Literal["stop", "skip"] = "stop", check: bool = True, window: int | None = None,
-        lanes: int | None = None, bucket: str | None = None, cache: str | Path | None = None, cache_bytes: int = 64 * 2**30, timeout: float = 60.0,
+        damaged: Literal["stop", "skip"] = "stop", check: bool = True, window: int | None = None, lanes: int | None = None,
+        bucket: str | None = None, cache: str | Path | None = None, cache_bytes: int = 64 * 2**30, timeout: float = 60.0,
     ) -> None:  # fmt: skip
         if not folders:
             raise DataError("Packed() needs the folder of a packed data set; `echelon pack SRC DST` makes one")
@@ -79,7 +79,7 @@ class Packed:
             raise DataError(f"lanes={lanes!r}: lanes are equal numbers of the {len(files)} files")
         if self.window is not None and (not _equal(files) or damaged == "skip"):
             raise DataError(
-                f"window={self.window} needs files that hold equally many samples each: pack the data in one go"
+                f"window={self.window} needs files that hold equally many samples each: pack the data in one go, and let damaged= stop"
             )
         if stores:
             kept = Cache(cache_folder() / "data" if cache is None else Path(cache), cache_bytes)

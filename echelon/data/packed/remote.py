@@ -213,8 +213,9 @@ class RemoteRows(Rows):
     def _arrived(self, number: int, needed: Sequence[int]) -> Held:
         coming = self._coming.pop(number, None)
         try:
-            if coming is not None:
-                coming.result()
+            failed = None if coming is None else coming.exception()
+            if failed is not None and number not in self._due:  # else it was tried long ago, and is tried again
+                raise failed
             return self._held(number)
         except CacheFullError:
             for each in [each for each in self._open if each not in needed]:
