@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from bench.apart import together
+from bench.apart import forget, together
 from bench.common import Row, among, machine, median, publish, take_turns, tell
 from bench.loaders import MAKERS, READERS, SAMPLES, Bare, Echelon, EchelonShards, Material, Reader
 
@@ -130,6 +130,7 @@ def apart(material: Material, data: str, folder: Path, *, ranks: int, cold: bool
     others = _others()
     for reader in [Bare, Echelon, EchelonShards, EchelonShards, Echelon, Bare, *others, Bare, Echelon, EchelonShards]:
         limit = 4.0 if reader in others else 1e9  # CPU seconds: those that are far slower need not come to the end
+        forget(folder)  # what this process has mapped would stay
         found = together(reader, data, folder, ranks=ranks, epochs=3 if cold else 8, seconds=limit, cold=cold)
         rates.setdefault(reader, []).append(sum(f["samples"] for f in found) / sum(f["seconds"] for f in found))
         remembered = max([0.0, *(share for f in found for share in f["resident"])])

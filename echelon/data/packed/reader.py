@@ -150,7 +150,7 @@ class Packed:
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Samples by number, read together."""
-        columns = self._take(np.asarray(numbers, np.int64))
+        columns = self._rows.take(self._inside(numbers))
         samples = [
             tree.built(self._structure, dict(zip(self._names, values, strict=True)), batch=False)
             for values in zip(*columns, strict=True)
@@ -159,21 +159,22 @@ class Packed:
 
     def batch(self, ids: np.ndarray, *, pin: bool = False) -> Any:
         """The samples `ids` as one batch, without `transform`: a tensor for each column, padded where `pad` says so."""
-        return self._build(self.gathered(ids, pin=pin))
+        return self._build(self.gathered(self._inside(ids), pin=pin))
 
     def expect(self, ids: np.ndarray) -> None:
         """These samples are needed soon: remote files begin to be copied."""
         self._rows.expect(ids)
 
-    def _take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
-        """Rows of all columns. A gather by address would find something else where there are no such samples."""
-        if len(ids) and ids.view(np.uint64).max() >= self._length:  # a number below zero is a very large one
+    def _inside(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The numbers, once it is sure that there are such samples: a gather by address would find something else."""
+        ids = np.asarray(numbers, np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._length:
             raise IndexError(f"samples {ids.min()} to {ids.max()} of {self._length}: they count from 0")
-        return self._rows.take(ids, pin=pin)
+        return ids
 
     def gathered(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
-        """The columns of a batch."""
-        found = self._take(ids, pin=pin)
+        """The columns of a batch; `ids` are known to lie in it."""
+        found = self._rows.take(ids, pin=pin)
         for place, column in enumerate(self.columns):
             if column.ragged and column.kind == "array":
                 if self.pad is None:
@@ -195,7 +196,7 @@ class Packed:
 
     def column(self, name: str, ids: np.ndarray) -> Any:
         """One column of the samples `ids`, not padded."""
-        return self._take(ids)[self._names.index(name)]
+        return self._rows.take(self._inside(ids))[self._names.index(name)]
 
     def lengths(self, name: str) -> np.ndarray:
         """The number of items of each sample in a column that differs in length."""

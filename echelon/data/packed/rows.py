@@ -151,11 +151,10 @@ class LocalRows(Rows):
         if gaps is None:
             return None
         region = Region([(file.path, file.shard.bytes) for file in self._files], gaps)
-        first = int(region.starts[0] + offsets[0])
-        skipped = first % column.item
-        whole = region.bytes[skipped:]
-        rows = whole[: len(whole) // column.item * column.item].view(stored(column)).reshape(-1, *column.shape)
-        return _Even(column, rows, (region.starts + offsets - skipped) // column.item - self._starts)
+        places = region.starts + offsets
+        last = int(places[-1]) + self._files[-1].shard.samples * column.item
+        rows = region.bytes[int(places[0]) : last].view(stored(column)).reshape(-1, *column.shape)
+        return _Even(column, rows, (places - places[0]) // column.item - self._starts)
 
 
 class _Gather(ABC):
@@ -166,15 +165,14 @@ class _Gather(ABC):
 
 
 class _Even(_Gather):
-    """Rows of equal size, all in one array: `rows[id + shifts[file]]`."""
+    """Rows of equal size, all in one array: `rows[id + shifts[file]]`, with no shift in the first."""
 
     def __init__(self, column: Column, rows: np.ndarray, shifts: np.ndarray) -> None:
         self._dtype, self._stored, self._shape = torch_dtype(column), stored(column), column.shape
         self._rows, self._shifts = rows, shifts
-        self._shift = int(shifts[0])
 
     def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> Tensor:
-        places = ids + (self._shift if shard is None else self._shifts[shard])
+        places = ids if shard is None else ids + self._shifts[shard]
         if pin:
             found = torch.empty((len(ids), *self._shape), dtype=self._dtype, pin_memory=True)
             whole = found.view(_INTEGERS[found.itemsize]).numpy().view(self._stored)
