@@ -47,8 +47,9 @@ def simulate(
     if wanted is None:
         raise PlanError("--plan auto: there is nothing to simulate yet; `echelon plan` searches and forecasts")
     (subject, profile), machines = read_subject(file), read_cluster(cluster)
+    wanted, fallback = subject.settle(wanted, profile, machines)
+    warn([fallback] if fallback else [])
     warnings = require(wanted, profile, machines)
-    wanted = subject.complete(wanted)
     forecast = forecast_of(profile, machines, wanted)
     if json:
         print_json({"plan": str(wanted), "fits": forecast.fits, "forecast": to_plain(forecast)})

@@ -16,7 +16,7 @@ ReferenceKind = Literal["device", "host", "plan"]
 class Finding:
     """The largest relative difference among tensors of one kind, and where it was."""
 
-    kind: str  # loss, gradient, norm, parameter, buffer, optimizer
+    kind: str  # start, gradient, loss, norm, buffer, parameter, optimizer, copy, output
     tensors: int
     worst: float
     where: str

@@ -121,7 +121,10 @@ def _remarks(
 ) -> list[str]:
     evidence = _evidence(case, proof, mine, held, outputs)
     remarks = [causes.likely(evidence), _data(case, mine.step, read)]
-    return [*remarks, _about_outputs(outputs, case.plan) if evidence.worst.kind in ("gradient", "loss") else ""]
+    return [
+        *remarks,
+        _about_outputs(outputs, case.plan) if evidence.worst.kind in ("gradient", "loss", "output") else "",
+    ]
 
 
 def _expected(reference: Reference, number: int) -> list[Output]:

@@ -19,14 +19,15 @@ class Mark:
     norm: float
     product: float
 
-    def apart(self, reference: Mark) -> float:
-        """About |a - b| / |b|: the weights are about one, and signs fall as by chance."""
+    def apart(self, reference: Mark, floor: float = 0.0) -> float:
+        """About |a - b| / |b|: the weights are about one, and signs fall as by chance. `floor`: |b| counts for no less."""
         if self.shape != reference.shape:
             return BROKEN
         if self == reference:
             return 0.0
         off = max(abs(self.product - reference.product), abs(self.norm - reference.norm))
-        value = off / reference.norm if reference.norm else BROKEN
+        scale = max(reference.norm, floor)
+        value = off / scale if scale else BROKEN
         return value if value < BROKEN else BROKEN  # NaN too
 
 

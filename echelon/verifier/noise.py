@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from echelon.verifier.compare import BOUND, Bounds, Difference, compare, magnitude, wide
+from echelon.verifier.outputs import compared
 from echelon.verifier.reference import Record, Reference
 
 #: No bound is wider: semantic mistakes begin at about 1e-3.
@@ -97,4 +98,5 @@ def differences(plan: Record, true: Record, slack: Slack) -> list[Difference]:
         found += compare("norm", {"gradient norm": plan.norm}, {"gradient norm": true.norm}, step=step)
     found += compare("buffer", plan.buffers, true.buffers, step=step)
     found += compare("parameter", plan.parameters, true.parameters, step=step, slack=slack.grant(true.parameters))
-    return found + compare("optimizer", plan.optimizer, true.optimizer, step=step)
+    found += compare("optimizer", plan.optimizer, true.optimizer, step=step)
+    return found + compared(plan.outputs, true.outputs, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -14,18 +14,46 @@ from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
 from echelon.engine.layout import local, regions
+from echelon.engine.logits import Logits
+from echelon.engine.norm import total_norm
 from echelon.engine.precision import switch
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
 from echelon.engine.state import optimizer_tensors, piece_of, whole
 from echelon.job import Job
 from echelon.plan.plan import Plan
+from echelon.plan.split import Slice, split
 from echelon.profiler.still import Stillness, silence
-from echelon.verifier.mark import Holdings, Place, mark, weigh
+from echelon.verifier.mark import Holdings, Mark, Place, mark, weigh
+from echelon.verifier.outputs import Outputs, listening, marked
 from echelon.verifier.reference import Record
 
 #: How many ranks hold the same part of a parameter, and the ranks of the pipeline axis that do.
 Held = tuple[int, frozenset[int]]
+
+
+class _Heard:
+    """The marks of what the model gives for this rank's micro-batches, which come in order."""
+
+    def __init__(self, parts: Sequence[Slice]) -> None:
+        self._parts = parts
+        self._calls: list[dict[str, Mark]] = []
+
+    def note(self, tensors: list[Tensor | None]) -> None:
+        """Take one output; one without numbers is another stage's."""
+        if any(tensor is not None for tensor in tensors):
+            place = len(self._calls)
+            self._calls.append(marked(tensors, self._parts[place]) if place < len(self._parts) else {})
+
+    @property
+    def outputs(self) -> Outputs:
+        """All of them; none where the model was not called once for each micro-batch."""
+        whole = len(self._calls) == len(self._parts)
+        return {name: each for call in self._calls for name, each in call.items()} if whole else {}
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.copied() if isinstance(value, Logits) else value
 
 
 class Trial:
@@ -40,6 +68,9 @@ class Trial:
         self.silenced = silence(self.run.model)
         #: Steps that a loss scale made the run skip.
         self.skipped = 0
+        #: Whether the next step's outputs are noted. Compiled modules do not tell what they give.
+        self._listens = dtype is not None and not plan.compile
+        self._rough = dtype is None
 
     def __enter__(self) -> Self:
         return self
@@ -74,10 +105,14 @@ class Trial:
 
     def _step(self, number: int) -> Record | None:
         run, batch = self.run, self.batch(number)
-        with self._still():
+        heard = _Heard(split(batch.samples, run.plan.mesh.dp, run.plan.micro)[run.data.rank])
+        with self._still(), listening(run.model, heard.note, _whole) if self._listens else contextlib.nullcontext():
             loss = run.backward(batch)
+        told = self._ranks.gather(heard.outputs if run.tells else {}) if self._listens else []
+        self._listens = False
         named = dict(run.model.named_parameters())
         found = whole(run, {name: value.grad for name, value in named.items() if value.grad is not None})
+        size = self._norm()
         norms = [torch.linalg.vector_norm(local(value.grad)) for value in named.values() if value.grad is not None]
         step = run.update(loss, batch.samples)
         self.skipped += step.skipped
@@ -89,13 +124,25 @@ class Trial:
         return Record(
             step=number,
             loss=step.loss,
-            norm=step.norm,
+            norm=size if step.norm is None else step.norm,
             gradients={name: found.get(name) for name in named},
             parameters=parameters,
             buffers=buffers,
             optimizer=optimizer,
             rates=tuple(map(float, step.rates)),
             own=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
+            outputs={name: each for outputs in told for name, each in outputs.items()},
+        )
+
+    def _norm(self) -> Tensor | None:
+        """The gradient norm where a training would not ask for it; None where it does, or where rounding would decide."""
+        run = self.run
+        if self._rough or run.job.clip is not None:
+            return None
+        held = [(value.grad, count) for value, count in zip(run._parameters, run._copies, strict=True)]
+        grads = [(grad, count) for grad, count in held if grad is not None]
+        return total_norm(
+            [grad for grad, _ in grads], [count for _, count in grads], run.ranks, alike=run._pipeline is None
         )
 
     def holdings(self) -> Holdings:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from echelon.engine.ranks import Ranks
 from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
-from echelon.plan.certificate import Certificate
+from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.check import require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
@@ -198,8 +198,8 @@ def _certificate(
     basis: Basis, proof: Referee, drift: Referee, seen: Look | None, skipped: int, job_hash: str
 ) -> Certificate:
     found, footing = findings(proof.differences, basis.bounds), basis.footing
-    if seen is not None and seen.outputs is not None:
-        found = (seen.outputs, *found)
+    if seen is not None and seen.outputs is not None and not (seen.outputs.good and _outputs(found)):
+        found = (seen.outputs, *(each for each in found if each.kind != "output"))  # module by module, which tells more
     notes = [*filter(None, [footing.note]), *basis.notes, *drift.notes]
     remarks = seen.remarks if seen is not None else ()
     if proof.worst is not None and footing.plan is not None:
@@ -207,8 +207,10 @@ def _certificate(
     precision = basis.plan.precision or basis.job.precision
     if skipped:
         notes.append(f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled")
-    if not any(each.kind == "norm" for each in found):
-        notes.append("the gradient norm is not compared: the job does not clip, so the plan does not compute it")
+    if not _outputs(found):
+        notes.append(
+            "the model's outputs are not compared: none has a dim of samples in both runs, or a compiled model does not tell what it gives"
+        )
     return Certificate(
         plan=basis.plan,
         job=job_hash,
@@ -224,6 +226,10 @@ def _certificate(
         reference=footing.kind,
         peer=footing.plan,
     )
+
+
+def _outputs(found: Sequence[Finding]) -> bool:
+    return any(each.kind == "output" for each in found)
 
 
 def _from_main(ranks: Ranks, value: T | None) -> T:

@@ -59,7 +59,7 @@ def test_a_plan_that_passes_is_not_looked_at_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Watch, "__enter__", lambda self: pytest.fail("a second look"))
     certificate = alone(proofs.make_job("keys"), micro=4)
     assert certificate.verified
-    assert output(certificate) is None
+    assert output(certificate).good
 
 
 def test_a_verdict_stands_where_its_cause_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
