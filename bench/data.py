@@ -80,7 +80,7 @@ def speed(material: Material, folder: Path, seconds: float, rounds: int) -> list
             f", {share.median:.2f} [{share.low:.2f}, {share.high:.2f}] of {'NumPy' if reader in fast else 'echelon'}"
         )
         # A row's value may not exceed its limit: for ours NumPy's time over ours turned round, for a peer its share of our speed.
-        value, limit = (1 / share.low, 1 / LEAST) if ours else (share.high, None if reader is Bare else 1.0)
+        value, limit = (1 / share.low, 1 / LEAST) if ours else (share.high, 1.0 if reader.rival else None)
         what = {"data": f"{material.name}, batch {material.batch}", "reader": reader.name, "resumes": reader.resumes}
         rows.append(Row(what=what, value=value, text=text, limit=limit, detail={"rate": rate}))
     return rows
@@ -129,7 +129,7 @@ def apart(material: Material, data: str, folder: Path, *, ranks: int, cold: bool
     rates: dict[type[Reader], list[float]] = {}
     others = _others()
     for reader in [Bare, Echelon, EchelonShards, EchelonShards, Echelon, Bare, *others, Bare, Echelon, EchelonShards]:
-        limit = 4.0 if reader in others else 1e9  # CPU seconds: those that are far slower need not come to the end
+        limit = 2.0 if reader in others else 1e9  # CPU seconds: those that are far slower need not come to the end
         forget(folder)  # what this process has mapped would stay
         found = together(reader, data, folder, ranks=ranks, epochs=3 if cold else 8, seconds=limit, cold=cold)
         rates.setdefault(reader, []).append(sum(f["samples"] for f in found) / sum(f["seconds"] for f in found))
@@ -145,7 +145,7 @@ def apart(material: Material, data: str, folder: Path, *, ranks: int, cold: bool
         text = (
             f"{rate:,.0f} samples/s of CPU, {rate / (bare if numpy else ours):.2f} of {'NumPy' if numpy else 'echelon'}"
         )
-        value, most = (bare / rate, None if reader is Bare else 1 / LEAST) if numpy else (rate / ours, 1.0)
+        value, most = (bare / rate, None if reader is Bare else 1 / LEAST) if numpy else (rate / ours, 1.0 if reader.rival else None)
         what = {
             "data": f"{material.name}, batch {material.batch}",
             "reader": f"{reader.name}, {how}",

@@ -76,6 +76,8 @@ class Reader(ABC):
     needs: str | None = None
     #: Whether it can go on in mid-epoch, and on another number of ranks.
     resumes: str = "no"
+    #: Whether people have it as it is: ours must be faster.
+    rival: bool = True
 
     def __init__(self, material: Material, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
         """Of several `ranks` each gets its part as a data set of its own: the least work that any way of sharing could leave it."""
@@ -115,6 +117,7 @@ class Bare(Reader):
 
     name = "NumPy memmap, sorted"
     resumes = "by hand"
+    rival = False
 
     def prepare(self, folder: Path) -> None:
         self._arrays = list(self.material.arrays.values())
@@ -192,9 +195,10 @@ class Torch(Reader):
 
 
 class TorchTogether(Torch):
-    """torch's DataLoader with a data set that reads a batch at once: the fastest that it can be made."""
+    """torch's DataLoader with a data set that is written by hand to read a batch at once and checks nothing: as fast as it can be made."""
 
     name = "torch DataLoader, __getitems__"
+    rival = False
 
     def prepare(self, folder: Path) -> None:
         self._rows = _Together(self.material)
