@@ -145,7 +145,11 @@ def apart(material: Material, data: str, folder: Path, *, ranks: int, cold: bool
         text = (
             f"{rate:,.0f} samples/s of CPU, {rate / (bare if numpy else ours):.2f} of {'NumPy' if numpy else 'echelon'}"
         )
-        value, most = (bare / rate, None if reader is Bare else 1 / LEAST) if numpy else (rate / ours, 1.0 if reader.rival else None)
+        value, most = (
+            (bare / rate, None if reader is Bare else 1 / LEAST)
+            if numpy
+            else (rate / ours, 1.0 if reader.rival else None)
+        )
         what = {
             "data": f"{material.name}, batch {material.batch}",
             "reader": f"{reader.name}, {how}",

@@ -84,8 +84,8 @@ class LocalRows(Rows):
         self._unchecked = int(per_file.sum()) if check else 0
         self._checked = np.zeros(self._unchecked, bool)
         try:
-            self._region = Region([(file.path, file.shard.bytes) for file in files])
-            self._bytes, self._places = self._region.bytes, self._region.starts.tolist()
+            region = Region([(file.path, file.shard.bytes) for file in files])
+            self._bytes, self._places = region.bytes, region.starts.tolist()
             self._gathers = [self._gather(place) for place in range(len(columns))]
         except OSError as error:
             raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
@@ -145,12 +145,12 @@ class LocalRows(Rows):
         )
 
     def _even(self, column: Column, offsets: np.ndarray) -> _Gather | None:
-        """A column of equal rows as one array over all files, which are mapped once more where their rows are not in step."""
+        """A column of equal rows as one array over all files, which are mapped once more so that their rows are in step."""
         sizes = [file.shard.bytes for file in self._files]
         gaps = even_gaps(sizes, offsets.tolist(), column.item) if column.item and len(sizes) < _MAPPED else None
         if gaps is None:
             return None
-        region = Region([(file.path, file.shard.bytes) for file in self._files], gaps) if any(gaps) else self._region
+        region = Region([(file.path, file.shard.bytes) for file in self._files], gaps)
         places = region.starts + offsets
         last = int(places[-1]) + self._files[-1].shard.samples * column.item
         rows = region.bytes[int(places[0]) : last].view(stored(column)).reshape(-1, *column.shape)
