@@ -11,7 +11,7 @@ from math import gcd
 
 import numpy as np
 
-from echelon.data.permute import Keyed, shuffled
+from echelon.data.permute import FORMULA, Keyed, shuffled
 from echelon.errors import DataError
 
 #: Up to this many samples an epoch's order is a table (32 MB); above, a formula.
@@ -54,6 +54,23 @@ class Order:
                 f"{self.samples} sample{'s do' if self.samples > 1 else ' does'} not fill one batch of {self.batch}, and drop_last leaves out what does not: "
                 f"no batch remains; use a batch of at most {self.samples}, or keep the short batch"
             )
+
+    @property
+    def rule(self) -> str:
+        """How samples are ordered, in words: for the same samples, batch and seed, an equal rule is an equal order."""
+        return ", ".join(self._rules())
+
+    def _rules(self) -> list[str]:
+        rules = ["without short batches"] * self.drop_last
+        if not self.shuffle:
+            return ["in their own order", *rules]
+        if self.window is None:
+            lanes, most = gcd(self.lanes, self.batch), 0
+            rules.insert(0, "shuffled whole" if lanes == 1 else f"shuffled in lanes={lanes}")
+        else:
+            most = self.window * -(-self.samples // self.files)
+            rules.insert(0, f"shuffled in lanes={self.lanes}, window={self.window} of files={self.files}")
+        return rules + [f"by formula {FORMULA}"] * self._formula(most)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -139,10 +156,13 @@ class Order:
 
     def _some(self, key: tuple[int, ...], samples: int, start: int, stop: int) -> np.ndarray:
         """Places `start` to `stop` of `samples` numbers in the random order of `key`."""
-        held = self.samples if self.window is None else samples * self.lanes
-        if held <= _TABLE:
+        if not self._formula(samples):
             return self._table(*key, samples)[start:stop]
         return Keyed(samples, self.seed, *key).at(np.arange(start, stop))
+
+    def _formula(self, samples: int) -> bool:
+        """Whether parts of `samples`, one of each lane, are too much for tables."""
+        return (self.samples if self.window is None else samples * self.lanes) > _TABLE
 
     def _table(self, *key: int) -> np.ndarray:
         known = self._tables.get(key)
@@ -171,6 +191,9 @@ class Bucketed(Order):
             raise DataError(
                 f"{len(self.lengths):,} lengths for {self.samples:,} samples in pools of {self.pool}: give one for each"
             )
+
+    def _rules(self) -> list[str]:
+        return [*Order._rules(self), f"alike in length in pools of {self.pool} batches"]
 
     def ids(self, step: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions `start` to `stop` (exclusive) of the global batch of `step`."""

@@ -6,6 +6,8 @@ from math import isqrt
 
 import numpy as np
 
+#: Version of the formula. Another one is another order: a checkpoint holds it.
+FORMULA = 1
 #: Half rounds of the formula: each moves one of two coordinates by a hash of the other. Four already pass the tests of mixing.
 _ROUNDS = 8
 

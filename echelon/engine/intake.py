@@ -29,6 +29,9 @@ class Intake:
     #: Both 0 for a stream, whose length is not known.
     steps_per_epoch: int = 0
     samples: int = 0
+    #: The rule by which samples are ordered, and what the data holds, each as a short text (None: not known).
+    order: str | None = None
+    content: str | None = None
 
 
 def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int) -> Intake:
@@ -53,6 +56,8 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
         total,
         order.steps_per_epoch,
         order.samples,
+        order.rule,
+        source.identity,
     )
 
 

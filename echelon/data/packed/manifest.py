@@ -145,8 +145,8 @@ def _hash(document: Mapping[str, Any]) -> str:
 
 
 def identity(manifests: Sequence[Manifest]) -> str:
-    """A short text for what these data sets hold, one behind the other."""
-    return " ".join(_hash(_document(manifest)) for manifest in manifests)
+    """A short text for what these data sets hold, one behind the other, wherever it came from."""
+    return " ".join(_hash({**_document(manifest), "provenance": {}}) for manifest in manifests)
 
 
 def _checked(document: Mapping[str, Any]) -> Manifest:
