@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.damage import MUTATIONS, intact, make, mutated, read
 from echelon.data import Packed, open_source
+from echelon.data.packed import rows
 from echelon.data.packed.look import damages
 from echelon.errors import DataError
 from tests.data.test_packed import images
@@ -57,6 +61,30 @@ def test_a_damaged_block_is_named_when_it_is_first_touched(whole: Path) -> None:
     ):
         data.batch(np.array([3, 307]))
     assert Packed(whole, check=False).batch(np.array([306]))[1].item() == 306
+
+
+def test_two_threads_that_meet_in_a_block_leave_no_other_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training and evaluation may read parts of one data set at the same time."""
+    images(tmp_path / "set", 2, 200)
+    data, meeting = Packed(tmp_path / "set"), threading.Barrier(2)
+    real = rows.damage
+
+    def together(*arguments: Any) -> str | None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.2)
+        return real(*arguments)
+
+    monkeypatch.setattr(rows, "damage", together)
+    threads = [threading.Thread(target=data.batch, args=(np.arange(50),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    damage(tmp_path / "set", 1, 5)
+    with pytest.raises(DataError, match="shard-00001.arrow, block 0"):
+        data.batch(np.array([105]))
 
 
 def test_damaged_parts_are_skipped_and_counted_if_asked(whole: Path) -> None:

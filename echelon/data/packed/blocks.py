@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from echelon.data.packed.manifest import Column, Shard
 
 
-def checksum(file: np.ndarray, columns: Sequence[Column], shard: Shard, start: int, stop: int) -> int | None:
+def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int) -> int | None:
     """Of rows `start` to `stop`, over the columns in turn; None where offsets point outside: no checksum is like it.
 
-    `file`: the shard's bytes.
+    `files`: the shard's bytes, once for each column, which may be mapped apart.
     """
     found = 0
-    for column, buffers in zip(columns, shard.buffers, strict=True):
+    for file, column, buffers in zip(files, columns, shard.buffers, strict=True):
         if not column.ragged:
             first = buffers[0]
             found = _folded(file[first + start * column.item : first + stop * column.item], found)
@@ -41,7 +41,7 @@ def _folded(content: np.ndarray, found: int) -> int:
     whole = len(content) // 4096 * 4096
     if whole:
         words = content[:whole].view("<u8").reshape(-1, 512)
-        found = _crc(words.sum(axis=0), _crc(words.sum(axis=1), found))
+        found = _crc(np.add.reduce(words, axis=0), _crc(np.add.reduce(words, axis=1), found))
     return _crc(content[whole:], found)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,9 +85,9 @@ class LocalRows(Rows):
         self._first_block = np.cumsum(per_file) - per_file
         self._unchecked = int(per_file.sum()) if check else 0
         self._checked = np.zeros(self._unchecked, bool)
+        self._checking, self._process = threading.Lock(), os.getpid()
+        self._maps: list[_Map] = []
         try:
-            region = Region([(file.path, file.shard.bytes) for file in files])
-            self._bytes, self._places = region.bytes, region.starts.tolist()
             self._gathers = [self._gather(place) for place in range(len(columns))]
         except OSError as error:
             raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
@@ -100,8 +102,9 @@ class LocalRows(Rows):
         self.check_all()
         found = []
         for number, file in enumerate(self._files):
-            at = self._places[number] + file.shard.buffers[column][0]
-            found.append(np.diff(self._bytes[at : at + 8 * (file.shard.samples + 1)].view(np.int64)))
+            at = file.shard.buffers[column][0]
+            content = self._maps[column].file(number, file.shard.bytes)
+            found.append(np.diff(content[at : at + 8 * (file.shard.samples + 1)].view(np.int64)))
         return np.concatenate(found)
 
     def check_all(self) -> None:
@@ -119,30 +122,42 @@ class LocalRows(Rows):
         fresh = ~self._checked[touched]
         if not fresh.any():
             return
-        for block in np.unique(touched[fresh]).tolist():
-            number = int(self._first_block.searchsorted(block, "right")) - 1
-            file = self._files[number]
-            problem = damage(self._file(number), self._columns, file, block - int(self._first_block[number]))
-            if problem:
-                raise DataError(f"{problem}; {RESTORE}, or leave such blocks out with Packed(..., damaged='skip')")
-            self._checked[block] = True
-            self._unchecked -= 1
+        if self._process != os.getpid():  # a forked process may have got the lock while another thread held it
+            self._checking, self._process = threading.Lock(), os.getpid()
+        with self._checking:  # the count of what is left must be right: two threads may read the same data
+            for block in np.unique(touched[fresh]).tolist():
+                if not self._checked[block]:
+                    self._check_block(block)
 
-    def _file(self, number: int) -> np.ndarray:
-        start = self._places[number]
-        return self._bytes[start : start + self._files[number].shard.bytes]
+    def _check_block(self, block: int) -> None:
+        number = int(self._first_block.searchsorted(block, "right")) - 1
+        file = self._files[number]
+        # Through the maps that rows are gathered from: what is read here needs no second page fault there.
+        content = [each.file(number, file.shard.bytes) for each in self._maps]
+        problem = damage(content, self._columns, file, block - int(self._first_block[number]))
+        if problem:
+            raise DataError(f"{problem}; {RESTORE}, or leave such blocks out with Packed(..., damaged='skip')")
+        self._checked[block] = True
+        self._unchecked -= 1
 
     def _gather(self, place: int) -> _Gather:
         column = self._columns[place]
         buffers = np.array([file.shard.buffers[place] for file in self._files], np.int64)
+        gather = None if column.ragged else self._even(column, buffers[:, 0])
+        if gather is not None:
+            return gather
+        region = self._plain()
         # Where row 0 of all files would lie if it were in this file: the address of a row is then one multiplication away.
         if column.ragged:
-            return _Ragged(
-                column, self._bytes, self._places + buffers[:, 0] - 8 * self._starts, self._places + buffers[:, 1]
-            )
-        return self._even(column, buffers[:, 0]) or _Scattered(
-            column, self._bytes, self._places + buffers[:, 0] - column.item * self._starts
-        )
+            offsets, values = region.starts + buffers[:, 0] - 8 * self._starts, region.starts + buffers[:, 1]
+            return _Ragged(column, region.bytes, offsets, values)
+        return _Scattered(column, region.bytes, region.starts + buffers[:, 0] - column.item * self._starts)
+
+    def _plain(self) -> _Map:
+        """The files without gaps, mapped once for all columns that need none."""
+        known = next((each for each in self._maps if each.plain), None)
+        self._maps.append(known or _Map([(file.path, file.shard.bytes) for file in self._files]))
+        return self._maps[-1]
 
     def _even(self, column: Column, offsets: np.ndarray) -> _Gather | None:
         """A column of equal rows as one array over all files, which are mapped once more so that their rows are in step."""
@@ -150,11 +165,26 @@ class LocalRows(Rows):
         gaps = even_gaps(sizes, offsets.tolist(), column.item) if column.item and len(sizes) < _MAPPED else None
         if gaps is None:
             return None
-        region = Region([(file.path, file.shard.bytes) for file in self._files], gaps)
+        if any(gaps):
+            self._maps.append(_Map([(file.path, file.shard.bytes) for file in self._files], gaps))
+        region = self._maps[-1] if any(gaps) else self._plain()
         places = region.starts + offsets
         last = int(places[-1]) + self._files[-1].shard.samples * column.item
         rows = region.bytes[int(places[0]) : last].view(stored(column)).reshape(-1, *column.shape)
         return _Even(column, rows, (places - places[0]) // column.item - self._starts)
+
+
+class _Map:
+    """All files side by side in memory, as one column's rows are read. `plain`: without gaps between them."""
+
+    def __init__(self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None) -> None:
+        region = Region(files, gaps)
+        self.bytes, self.starts, self.plain = region.bytes, region.starts, gaps is None
+        self._places = region.starts.tolist()
+
+    def file(self, number: int, size: int) -> np.ndarray:
+        """The bytes of one file."""
+        return self.bytes[self._places[number] : self._places[number] + size]
 
 
 class _Gather(ABC):
@@ -255,11 +285,12 @@ def wrong(file: File) -> str | None:
     return f"{whole} {what}: it has {size:,} bytes of {file.shard.bytes:,}; {RESTORE}"
 
 
-def damage(content: np.ndarray, columns: Sequence[Column], file: File, block: int) -> str | None:
-    """What is wrong with a block, if anything. `content`: the file's bytes."""
+def damage(content: np.ndarray | Sequence[np.ndarray], columns: Sequence[Column], file: File, block: int) -> str | None:
+    """What is wrong with a block, if anything. `content`: the file's bytes, or once for each column, where it is mapped so."""
+    each = [content] * len(columns) if isinstance(content, np.ndarray) else content
     start = block * file.block
     stop = min(start + file.block, file.shard.samples)
-    found, promised = blocks.checksum(content, columns, file.shard, start, stop), file.shard.checksums[block]
+    found, promised = blocks.checksum(each, columns, file.shard, start, stop), file.shard.checksums[block]
     if found == promised:
         return None
     told = (

@@ -108,7 +108,7 @@ def _described(path: Path, name: str, columns: Sequence[Column], samples: int, b
         )  # fmt: skip
         file = np.frombuffer(whole, np.uint8)
         sums = [
-            blocks.checksum(file, columns, shard, start, min(start + block, samples))
+            blocks.checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
             for start in range(0, samples, block)
         ]
         rest = blocks.frame(file, columns, shard)
