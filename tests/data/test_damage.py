@@ -83,7 +83,7 @@ def test_two_threads_that_meet_in_a_block_leave_no_other_unchecked(
     for thread in threads:
         thread.join()
     damage(tmp_path / "set", 1, 5)
-    with pytest.raises(DataError, match="shard-00001.arrow, block 0"):
+    with pytest.raises(DataError, match=r"shard-00001.arrow, block 0"):
         data.batch(np.array([105]))
 
 

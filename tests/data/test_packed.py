@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, default_collate
 
 from echelon.data import Loader, Packed, evaluation_batches, open_source
+from echelon.data.packed import rows
 from echelon.data.packed.from_arrays import Arrays
 from echelon.data.packed.from_samples import Values
 from echelon.data.packed.manifest import Manifest
 from echelon.data.packed.pack import pack
-from echelon.data.packed.region import even_gaps
+from echelon.data.packed.region import HUGE, even_gaps
 from echelon.errors import DataError
 
 pytestmark = [  # what torch says of worker processes on a small machine, and Python 3.12 of fork
@@ -112,18 +113,41 @@ def test_rows_are_gathered_whether_or_not_files_can_be_laid_in_step(tmp_path: Pa
     assert kinds == ({"_Even"} if first == "image" else {"_Even", "_Scattered"})
 
 
-@given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 100)), min_size=1, max_size=6), st.integers(1, 5000))
-def test_gaps_lay_files_in_step(files: list[tuple[int, int]], item: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 100)), min_size=1, max_size=6),
+    st.integers(1, 5000),
+    st.sampled_from([4096, HUGE]),
+)
+def test_gaps_lay_files_in_step(files: list[tuple[int, int]], item: int, page: int) -> None:
     sizes, offsets = [size for size, _ in files], [64 * offset for _, offset in files]
-    gaps = even_gaps(sizes, offsets, item)
+    gaps = even_gaps(sizes, offsets, item, page)
     if gaps is None:
-        assert len({offset % math.gcd(4096, item) for offset in offsets}) > 1
+        assert len({offset % math.gcd(page, item) for offset in offsets}) > 1
         return
     place = 0
     for size, offset, gap in zip(sizes, offsets, gaps, strict=True):
-        assert gap % 4096 == 0
+        assert gap % page == 0
         assert (place + gap + offset - offsets[0]) % item == 0
-        place += gap + -(-size // 4096) * 4096
+        place += gap + -(-size // page) * page
+
+
+@pytest.mark.parametrize("memory", [2**40, 2**22])
+def test_files_larger_than_a_huge_page_are_read_the_same_where_they_fit_into_memory_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
+    monkeypatch.setattr(rows, "usable_memory", lambda: memory)
+    values = np.random.default_rng(0).integers(0, 256, (3001, 3, 32, 32), dtype=np.uint8)
+    pack(
+        Arrays({"image": values, "label": np.arange(3001)}, {"tuple": ["image", "label"]}, {}),
+        tmp_path / "set",
+        shards=3,
+    )
+    data, ids = Packed(tmp_path / "set"), np.random.default_rng(1).permutation(3001)
+    image, label = data.batch(ids)
+    assert np.array_equal(image.numpy(), values[ids])
+    assert label.tolist() == ids.tolist()
+    mapped = [mapping.starts for mapping in data._rows._maps]  # type: ignore[attr-defined]
+    assert all(not (starts % HUGE).any() for starts in mapped) == (memory == 2**40)
 
 
 @pytest.mark.gpu

@@ -46,7 +46,7 @@ def pack(
     if shards is not None and not 1 <= shards <= origin.samples:
         raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
     count = shards or _count(origin)
-    block = block_rows(origin.columns, origin.row_bytes)
+    block = block_rows(origin.row_bytes)
     intent = {"identity": origin.identity, "shards": count, "block": block, "version": documents.VERSION}
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / ".lock"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -17,9 +18,10 @@ from torch import Tensor
 from echelon.data.packed import blocks
 from echelon.data.packed.from_images import decoded
 from echelon.data.packed.manifest import RESTORE, Column, Manifest, Shard
-from echelon.data.packed.region import Region, even_gaps
+from echelon.data.packed.region import HUGE, Region, even_gaps
 from echelon.data.packed.shard import stored
 from echelon.errors import DataError
+from echelon.world import usable_memory
 
 #: Files of a data set that are mapped once for each column: the kernel keeps 65,530 mappings of a process.
 _MAPPED = 4096
@@ -87,6 +89,7 @@ class LocalRows(Rows):
         self._checked = np.zeros(self._unchecked, bool)
         self._checking, self._process = threading.Lock(), os.getpid()
         self._maps: list[_Map] = []
+        self._page = _page([file.shard.bytes for file in files])
         try:
             self._gathers = [self._gather(place) for place in range(len(columns))]
         except OSError as error:
@@ -156,17 +159,22 @@ class LocalRows(Rows):
     def _plain(self) -> _Map:
         """The files without gaps, mapped once for all columns that need none."""
         known = next((each for each in self._maps if each.plain), None)
-        self._maps.append(known or _Map([(file.path, file.shard.bytes) for file in self._files]))
+        self._maps.append(known or self._mapped(None))
         return self._maps[-1]
+
+    def _mapped(self, gaps: Sequence[int] | None) -> _Map:
+        return _Map([(file.path, file.shard.bytes) for file in self._files], gaps, self._page)
 
     def _even(self, column: Column, offsets: np.ndarray) -> _Gather | None:
         """A column of equal rows as one array over all files, which are mapped once more so that their rows are in step."""
         sizes = [file.shard.bytes for file in self._files]
-        gaps = even_gaps(sizes, offsets.tolist(), column.item) if column.item and len(sizes) < _MAPPED else None
+        gaps = None
+        if column.item and len(sizes) < _MAPPED:
+            gaps = even_gaps(sizes, offsets.tolist(), column.item, self._page)
         if gaps is None:
             return None
         if any(gaps):
-            self._maps.append(_Map([(file.path, file.shard.bytes) for file in self._files], gaps))
+            self._maps.append(self._mapped(gaps))
         region = self._maps[-1] if any(gaps) else self._plain()
         places = region.starts + offsets
         last = int(places[-1]) + self._files[-1].shard.samples * column.item
@@ -177,8 +185,8 @@ class LocalRows(Rows):
 class _Map:
     """All files side by side in memory, as one column's rows are read. `plain`: without gaps between them."""
 
-    def __init__(self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None) -> None:
-        region = Region(files, gaps)
+    def __init__(self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None, page: int) -> None:
+        region = Region(files, gaps, page=page)
         self.bytes, self.starts, self.plain = region.bytes, region.starts, gaps is None
         self._places = region.starts.tolist()
 
@@ -256,6 +264,13 @@ class _Ragged(_Gather):
         shape = (-1, *self._column.shape)
         found = [torch.from_numpy(row.copy().view(self._stored).reshape(shape)) for row in rows]
         return found if self._stored.name == self._column.dtype else [row.view(self._dtype) for row in found]
+
+
+def _page(sizes: Sequence[int]) -> int:
+    """In what steps files are mapped: huge where all of them fit into memory. Of more, huge pages would each be read for a few rows and
+    soon be given up again; and small files fill none."""
+    fits = sum(sizes) <= usable_memory() // 2 and sum(sizes) >= len(sizes) * HUGE
+    return HUGE if fits and mmap.PAGESIZE == 4096 else mmap.PAGESIZE
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
