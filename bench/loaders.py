@@ -76,8 +76,6 @@ class Reader(ABC):
     needs: str | None = None
     #: Whether it can go on in mid-epoch, and on another number of ranks.
     resumes: str = "no"
-    #: Whether people have it as it is: ours must be faster.
-    rival: bool = True
 
     def __init__(self, material: Material, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
         """Of several `ranks` each gets its part as a data set of its own: the least work that any way of sharing could leave it."""
@@ -113,11 +111,10 @@ class Reader(ABC):
 
 
 class Bare(Reader):
-    """NumPy's memory map, indexed with sorted numbers."""
+    """NumPy's memory map, indexed with sorted numbers. A baseline: no loader, nothing is checked."""
 
     name = "NumPy memmap, sorted"
     resumes = "by hand"
-    rival = False
 
     def prepare(self, folder: Path) -> None:
         self._arrays = list(self.material.arrays.values())
@@ -125,8 +122,23 @@ class Bare(Reader):
     def epoch(self, number: int) -> Iterator[Any]:
         order = np.random.default_rng(number).permutation(self.material.samples)
         for start in range(0, len(order) - self.batch + 1, self.batch):
-            ids = np.sort(order[start : start + self.batch])
-            yield [torch.from_numpy(array[ids]) for array in self._arrays]
+            yield [torch.from_numpy(rows) for rows in self.rows(np.sort(order[start : start + self.batch]))]
+
+    def rows(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Of each array the rows `ids`."""
+        return [array[ids] for array in self._arrays]
+
+
+class Taken(Bare):
+    """The same by `take` on the map as a plain array, which is NumPy's other way to gather."""
+
+    name = "NumPy memmap, sorted, take"
+
+    def prepare(self, folder: Path) -> None:
+        self._arrays = [np.asarray(array) for array in self.material.arrays.values()]
+
+    def rows(self, ids: np.ndarray) -> list[np.ndarray]:
+        return [array.take(ids, axis=0) for array in self._arrays]
 
 
 class Echelon(Reader):
@@ -198,7 +210,6 @@ class TorchTogether(Torch):
     """torch's DataLoader with a data set that is written by hand to read a batch at once and checks nothing: as fast as it can be made."""
 
     name = "torch DataLoader, __getitems__"
-    rival = False
 
     def prepare(self, folder: Path) -> None:
         self._rows = _Together(self.material)
@@ -350,5 +361,8 @@ def _dictionary(material: Material, number: int) -> dict[str, Any]:
 SAMPLES = {"images": 50_000, "tokens": 100_000}
 MAKERS = {"images": images, "tokens": tokens}
 READERS: tuple[type[Reader], ...] = (
-    Bare, Echelon, EchelonShards, TorchTogether, Torch, Stateful, HuggingFace, Lit, Mosaic, Web,
+    Bare, Taken, Echelon, EchelonShards, TorchTogether, Torch, Stateful, HuggingFace, Lit, Mosaic, Web,
 )  # fmt: skip
+#: Of NumPy, which ours are compared with, the faster one; and ours, which must be faster than all others.
+BARE: tuple[type[Reader], ...] = (Bare, Taken)
+OURS: tuple[type[Reader], ...] = (Echelon, EchelonShards)
