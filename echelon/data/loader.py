@@ -19,8 +19,8 @@ from echelon.data.workers import Request, from_workers
 from echelon.errors import DataError
 from echelon.plan.split import cut, split
 
-#: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares.
-_TOGETHER = 2**17
+#: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares, and its memory is asked for once.
+_TOGETHER = 2**21
 #: Shares that are gathered ahead while the device computes: one ready, one being made.
 _AHEAD = 2
 
