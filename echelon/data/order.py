@@ -116,8 +116,10 @@ class Order:
         found = np.empty((last - first, stop - start), np.int64)
         for lane in range(start // each, (stop - 1) // each + 1):
             low, high = max(start, lane * each), min(stop, (lane + 1) * each)
-            ids = self._lane(epoch, lane, lanes, first * each, last * each).reshape(last - first, each)
-            found[:, low - start : high - start] = ids[:, low - lane * each : high - lane * each]
+            # Those of this share alone: the others of a batch may be many times as many.
+            places = np.arange(first, last)[:, None] * each + np.arange(low - lane * each, high - lane * each)
+            ids = self._lane(epoch, lane, lanes, places.reshape(-1))
+            found[:, low - start : high - start] = ids.reshape(last - first, high - low)
         found.flags.writeable = False
         return found
 
@@ -130,14 +132,14 @@ class Order:
             before = begin - lane * used  # samples that the lanes before this one have left
             low, high = max(start, before), min(stop, before + end - begin - used)
             if low < high:
-                parts.append(self._lane(epoch, lane, lanes, used + low - before, used + high - before))
+                parts.append(self._lane(epoch, lane, lanes, np.arange(used + low - before, used + high - before)))
         return np.concatenate(parts)
 
-    def _lane(self, epoch: int, lane: int, lanes: int, start: int, stop: int) -> np.ndarray:
-        """The samples at places `start` to `stop` of a lane's own order."""
+    def _lane(self, epoch: int, lane: int, lanes: int, places: np.ndarray) -> np.ndarray:
+        """The samples at `places`, which ascend, of a lane's own order."""
         first, end = _bound(lane, self.samples, lanes), _bound(lane + 1, self.samples, lanes)
         if self.window is None:
-            return first + self._some((epoch, lane) if lanes > 1 else (epoch,), end - first, start, stop)
+            return first + self._some((epoch, lane) if lanes > 1 else (epoch,), end - first, places)
         files = self.files // lanes
         turns = self._table(epoch, lane, -1, files)
         parts, before = [], 0
@@ -145,20 +147,21 @@ class Order:
             chosen = lane * files + turns[group * self.window : (group + 1) * self.window]
             starts = np.array([_bound(int(file), self.samples, self.files) for file in chosen])
             sizes = np.array([_bound(int(file) + 1, self.samples, self.files) for file in chosen]) - starts
-            low, high = max(start, before), min(stop, before + int(sizes.sum()))
+            total = int(sizes.sum())
+            low, high = np.searchsorted(places, (before, before + total))
             if low < high:
-                places = self._some((epoch, lane, group), int(sizes.sum()), low - before, high - before)
+                drawn = self._some((epoch, lane, group), total, places[low:high] - before)
                 ends = np.cumsum(sizes)
-                file = np.searchsorted(ends, places, "right")
-                parts.append(places + (starts - (ends - sizes))[file])
-            before += int(sizes.sum())
+                file = np.searchsorted(ends, drawn, "right")
+                parts.append(drawn + (starts - (ends - sizes))[file])
+            before += total
         return np.concatenate(parts)
 
-    def _some(self, key: tuple[int, ...], samples: int, start: int, stop: int) -> np.ndarray:
-        """Places `start` to `stop` of `samples` numbers in the random order of `key`."""
+    def _some(self, key: tuple[int, ...], samples: int, places: np.ndarray) -> np.ndarray:
+        """What stands at `places` of `samples` numbers in the random order of `key`."""
         if not self._formula(samples):
-            return self._table(*key, samples)[start:stop]
-        return Keyed(samples, self.seed, *key).at(np.arange(start, stop))
+            return self._table(*key, samples)[places]
+        return Keyed(samples, self.seed, *key).at(places)
 
     def _formula(self, samples: int) -> bool:
         """Whether parts of `samples`, one of each lane, are too much for tables."""

@@ -113,6 +113,19 @@ def test_a_thousand_million_samples_need_little_memory() -> None:
     assert found.max() < 2 * 10**9 // 64
 
 
+@pytest.mark.parametrize("lanes", [1, 16])
+def test_a_rank_of_many_works_out_its_own_share_only(lanes: int) -> None:
+    """Of 256 ranks one asks for a 256th of each batch: whole batches would be 256 times as many numbers."""
+    order = Order(samples=10**9, batch=4096, lanes=lanes)
+    order.ids(0, 0, 1)
+    tracemalloc.start()
+    found = order.ids(7, 16 * 200, 16 * 201)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
+    assert found.tolist() == order.ids(7, 0, 4096)[16 * 200 : 16 * 201].tolist()
+
+
 @QUICK
 @given(st.integers(1, 3000), st.integers(0, 100))
 def test_the_formula_is_a_permutation(samples: int, key: int) -> None:
