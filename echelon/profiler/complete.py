@@ -23,7 +23,7 @@ from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
-from echelon.profiler.optimizer import rules
+from echelon.profiler.optimizer import on_pieces
 from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Sharding, shard
 from echelon.profiler.tree import module_tree
@@ -75,13 +75,7 @@ class _Outline:
 
 def _outline(job: Job) -> _Outline:
     model = _built(job)
-    try:
-        optimizers, _ = rules(job, {name: value for name, value in model.named_parameters() if value.requires_grad})
-    except EchelonError:
-        raise
-    except Exception as error:  # a user's own, which wants parameters with numbers
-        why = f"{type(error).__name__}: {first_line(error)}"
-        optimizers = (Rule(name="the optimizer", state=0, temporary=0, elements=0, whole=True, untried=why),)
+    optimizers = on_pieces(job, {name: value for name, value in model.named_parameters() if value.requires_grad})
     return _Outline(model=_fingerprint(model), optimizers=optimizers, units=units(module_tree(model)))
 
 

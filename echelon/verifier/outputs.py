@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,21 @@ from echelon.plan.split import Slice
 from echelon.verifier.compare import FLOOR, Difference
 from echelon.verifier.mark import Mark, mark
 
-#: By which tensor of the output, for which samples.
-Outputs = Mapping[str, Mark]
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Which tensor of an output, for which samples."""
+
+    tensor: int
+    part: Slice
+
+    def __str__(self) -> str:
+        first, last = self.part.start, self.part.stop - 1
+        return f"output {self.tensor} for {f'samples {first} to {last}' if last > first else f'sample {first}'}"
+
+
+#: None: given, but it cannot be told which part of it is of these samples.
+Outputs = Mapping[Given, Mark | None]
 
 
 @contextlib.contextmanager
@@ -61,14 +75,21 @@ def _numbers(value: Tensor) -> Tensor | None:
     return value if held and (value.is_floating_point() or value.is_complex()) else None
 
 
-def marked(tensors: Sequence[Tensor | None], part: Slice, *, first: int = 0, of: int | None = None) -> dict[str, Mark]:
+def marked(
+    tensors: Sequence[Tensor | None], part: Slice, *, first: int = 0, of: int | None = None
+) -> dict[Given, Mark | None]:
     """The marks of an output for the samples `part` of the batch, where it has `of` samples and these are those from `first` on."""
-    found = {}
+    found: dict[Given, Mark | None] = {}
     for number, tensor in enumerate(tensors):
-        mine = None if tensor is None else _share(tensor, first, part.size, part.size if of is None else of)
-        if mine is not None:
-            found[f"output {number} for samples {part.start} to {part.stop - 1}"] = mark(mine)
+        if tensor is not None:
+            mine = _share(tensor, first, part.size, part.size if of is None else of)
+            found[Given(number, part)] = None if mine is None else mark(mine)
     return found
+
+
+def singles(part: Slice) -> list[Slice]:
+    """Its samples one by one."""
+    return [Slice(at, at + 1) for at in range(part.start, part.stop)]
 
 
 def _share(tensor: Tensor, first: int, size: int, of: int) -> Tensor | None:
@@ -80,9 +101,44 @@ def _share(tensor: Tensor, first: int, size: int, of: int) -> Tensor | None:
 
 def compared(plan: Outputs, true: Outputs, step: int) -> list[Difference]:
     """How far each share of each tensor is off, where both runs have it in one shape."""
-    floor = FLOOR * max((each.norm for each in true.values()), default=0.0)  # of what is zero but for rounding
-    return [
-        Difference(kind="output", name=name, step=step, value=plan[name].apart(expected, floor))
-        for name, expected in true.items()
-        if name in plan and plan[name].shape == expected.shape
-    ]
+    sizes = [each.norm for each in true.values() if each is not None and not each.broken]
+    floor = FLOOR * max(sizes, default=0.0)  # of what is zero but for rounding
+    found = []
+    for given, expected in true.items():
+        mine = plan.get(given)
+        if mine is not None and expected is not None and mine.shape == expected.shape:
+            why = "it holds NaN" if mine.broken else ""
+            value = mine.apart(expected, floor)
+            found.append(Difference(kind="output", name=str(given), step=step, value=value, why=why))
+    return found
+
+
+def left_out(plan: Outputs, true: Outputs, parts: Sequence[Slice]) -> str:
+    """What a reader must know of outputs that are not compared; `parts`: how the samples are shared out. Empty: all are."""
+    tensors = sorted({given.tensor for given in (*plan, *true)})
+    every = [Given(number, part) for number in tensors for part in parts]
+    reasons = {given: _why_not(given, plan, true) for given in every}
+    out = [f"{given} ({reason})" for given, reason in reasons.items() if reason]
+    if not tensors:
+        return "the model's outputs are not compared: no run tells of any that has fractions"
+    if len(out) == len(every):
+        return f"the model's outputs are not compared: {', '.join(dict.fromkeys(reasons.values()))}"
+    return (
+        f"outputs of {len(every) - len(out)} of {len(every)} shares are compared, without {listed(out)}" if out else ""
+    )
+
+
+def _why_not(given: Given, plan: Outputs, true: Outputs) -> str:
+    if given not in plan:
+        return "the plan's run does not give it once for each micro-batch, or not whole"
+    if given not in true:
+        return "the reference does not give it"
+    mine, expected = plan[given], true[given]
+    if mine is None or expected is None:
+        return "no dim of samples in " + ("the plan's run" if mine is None else "the reference")
+    return "" if mine.shape == expected.shape else f"{mine.shape}, in the reference {expected.shape}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names for a note, the first of them where they are many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from echelon.verifier import recipe
 from echelon.verifier.feed import Feed
 from echelon.verifier.identity import model_hash
 from echelon.verifier.mark import Mark
-from echelon.verifier.outputs import Outputs, listening, marked
+from echelon.verifier.outputs import Given, Outputs, listening, marked
 from echelon.world import usable_cores
 
 #: Parameters from which on threads are worth their start.
@@ -51,6 +51,8 @@ class Record:
     optimizer: dict[str, Tensor]
     #: The learning rate of each parameter group in this step.
     rates: tuple[float, ...] = ()
+    #: Parameter -> its group, `recipe.groups`; where it is not told all are taken as one.
+    groups: Mapping[str, str] = field(default_factory=dict)
     #: The norm of the gradients that rank 0 holds, before clipping.
     own: Tensor | None = None
     #: What the model gave; of the first step alone.
@@ -82,7 +84,7 @@ class Reference:
         #: Module path -> when the first forward entered it.
         self.order: dict[str, int] = {}
         #: What the model gave in the step that was made last, of the first one alone.
-        self._outputs: dict[str, Mark] = {}
+        self._outputs: dict[Given, Mark | None] = {}
         #: What the last step made.
         self.last: Record | None = None
 
@@ -117,6 +119,7 @@ class Reference:
                 value.grad = _dense(value.grad)  # torch clips no sparse ones
             norm = clip_grad_norm_(self.model.parameters(), self.job.clip)
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        groups = recipe.groups(self.model, self.optimizers)
         for optimizer in self.optimizers:
             optimizer.step()
         for schedule in self.schedules:
@@ -124,7 +127,7 @@ class Reference:
         self.last = Record(
             step=number, loss=loss, norm=norm, gradients=gradients, parameters=dict(self.model.named_parameters()),
             buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
-            rates=rates, outputs=self._outputs,
+            rates=rates, groups=groups, outputs=self._outputs,
         )  # fmt: skip
         self._outputs = {}
         return self.last

@@ -15,7 +15,8 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from echelon.plan.split import Slice
 from echelon.testing.ranks import Pool
-from echelon.verifier.outputs import compared, leaves, listening, marked
+from echelon.verifier.compare import BROKEN
+from echelon.verifier.outputs import compared, leaves, left_out, listening, marked
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -49,9 +50,27 @@ def test_the_share_of_some_samples_is_cut_where_the_samples_are(dim: int) -> Non
 def test_what_cannot_be_cut_by_samples_or_has_another_shape_is_left_out() -> None:
     whole, part = Slice(0, 16), Slice(0, 4)
     ragged, scalar = torch.ones(4, 5), torch.ones(())
-    assert marked([torch.ones(7), None, scalar], part, of=16) == {}
+    assert set(marked([torch.ones(7), None, scalar], part, of=16).values()) == {None}
     assert compared(marked([ragged], part), marked([torch.ones(16, 9)], part, of=16), 0) == []
     assert compared(marked([scalar], whole), marked([scalar], whole, of=16), 0) != []  # all samples: nothing to cut
+
+
+def test_what_is_left_out_is_counted_and_named() -> None:
+    parts = [Slice(0, 4), Slice(4, 8)]
+    rows, other = torch.ones(8, 3), torch.ones(7)
+    true = marked([rows, other], parts[0], of=8) | marked([rows, other], parts[1], first=4, of=8)
+    mine = marked([rows[:4], other], parts[0]) | marked([rows[4:], other], parts[1])
+    assert left_out(marked([rows[:4]], parts[0]), marked([rows], parts[0], of=8), parts[:1]) == ""
+    assert left_out(mine, true, parts) == (
+        "outputs of 2 of 4 shares are compared, without output 1 for samples 0 to 3 (no dim of samples in the reference), "
+        "output 1 for samples 4 to 7 (no dim of samples in the reference)"
+    )
+    silent = left_out(marked([rows[:4]], parts[0]), true, parts)
+    assert "outputs of 1 of 4 shares are compared" in silent
+    assert "output 0 for samples 4 to 7 (the plan's run does not give it once for each micro-batch" in silent
+    padded = left_out(marked([torch.ones(4, 5)], parts[0]), marked([rows], parts[0], of=8), parts[:1])
+    assert padded == "the model's outputs are not compared: (4, 5), in the reference (4, 3)"
+    assert left_out({}, {}, parts).startswith("the model's outputs are not compared")
 
 
 def test_what_is_zero_but_for_rounding_is_no_difference() -> None:
@@ -59,6 +78,13 @@ def test_what_is_zero_but_for_rounding_is_no_difference() -> None:
     true = marked([torch.ones(4), noise], all_of_them)
     assert all(each.value < 1e-9 for each in compared(marked([torch.ones(4), -3 * noise], all_of_them), true, 0))
     assert any(each.value > 1e-3 for each in compared(marked([torch.ones(4), noise + 1], all_of_them), true, 0))
+
+
+def test_an_output_that_is_not_a_number_in_either_run_does_not_pass() -> None:
+    both, odd = Slice(0, 2), torch.tensor([1.0, float("nan")])
+    found = compared(marked([odd, torch.ones(2)], both), marked([odd, torch.ones(2)], both), 0)
+    assert [each.value for each in found] == [BROKEN, 0.0]
+    assert found[0].why == "it holds NaN"
 
 
 def test_logits_that_are_looked_at_stay_cut() -> None:
@@ -100,6 +126,16 @@ def test_an_output_that_the_loss_does_not_use_is_proved_too(ranks: Pool) -> None
     assert not certificate.verified
     assert certificate.divergent.startswith("output 1 for samples 6 to 11 at step 0: relative difference")
     assert "the loss and every gradient agree" in certificate.divergent
+
+
+def test_a_rank_whose_outputs_are_not_told_is_named(ranks: Pool) -> None:
+    (text,) = ranks.run(2, proofs.prove, [("twice", "", {})])[0]
+    certificate = Certificate.from_json(text)
+    assert certificate.verified, certificate.divergent
+    (note,) = (note for note in certificate.notes if "outputs" in note)
+    assert note.startswith(
+        "outputs of 1 of 2 shares are compared, without output 0 for samples 6 to 11 (the plan's run"
+    )
 
 
 class Bare(nn.Module):

@@ -91,6 +91,30 @@ def test_unused_rows_get_no_slack() -> None:
         assert "parameter of tokens.weight at step 0" in alone(job).divergent
 
 
+@pytest.mark.parametrize("moved", [0.0, 1e-3])
+def test_slack_is_measured_by_the_moves_of_a_parameters_own_group(
+    moved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of the keys' bias is noise. Steps of 1e-5 explain no move of 1e-3, whatever steps other groups make."""
+
+    def two_rates(pairs: Any) -> torch.optim.Optimizer:
+        named = dict(pairs)
+        slow = {"params": [named.pop("key.bias")], "lr": 1e-5}
+        return torch.optim.AdamW([slow, {"params": list(named.values())}], lr=1e-1, eps=1e-30)
+
+    def wrong(run: Run, *args: Any) -> Any:
+        step = original(run, *args)
+        with torch.no_grad():
+            run.model.get_parameter("key.bias").add_(moved)
+        return step
+
+    original = Run.update
+    monkeypatch.setattr(Run, "update", wrong)
+    certificate = alone(proofs.make_job("keys", optimizer=two_rates), micro=1)
+    assert certificate.divergent.startswith("parameter of key.bias at step 0" if moved else "")
+    assert certificate.verified is not bool(moved), certificate.divergent
+
+
 def test_a_user_module_is_not_trained_by_its_proof() -> None:
     module = proofs.Attention()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -338,6 +362,23 @@ def test_a_plan_that_a_training_would_refuse_is_refused() -> None:
 def test_a_plan_whose_ranks_would_wait_for_ever_is_refused_on_every_rank(ranks: Pool) -> None:
     with pytest.raises(RankError, match="the model could not be traced"):
         ranks.run(2, proofs.prove, [("gated", "", {"zero": 3})], timeout=120)
+
+
+def test_copies_of_whole_numbers_are_compared(ranks: Pool) -> None:
+    (text,) = ranks.run(2, proofs.prove, [("counts", "", {})], timeout=120)[0]
+    certificate = Certificate.from_json(text)
+    assert certificate.divergent.startswith("seen after step 0: rank 1 holds other numbers than rank 0")
+
+
+def test_a_certificate_says_where_the_job_could_not_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(job: Any) -> Any:
+        raise RuntimeError("no luck with this one\nand more")
+
+    monkeypatch.setattr("echelon.profiler.profile", fails)
+    said = "whether a training would refuse the plan is not known: the job could not be profiled (RuntimeError: no luck with this one)"
+    assert said in alone(proofs.make_job("keys"), micro=4).notes
+    assert said not in alone(proofs.make_job("keys")).notes, "one rank with the whole batch has nothing to refuse"
+    assert said in verify(proofs.make_job("keys"), Plan(), world=World(), memory=10**12).notes
 
 
 class Stream(IterableDataset):
