@@ -13,8 +13,9 @@ from echelon.data.packed import blocks
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.cache import Cache
 from echelon.data.packed.manifest import Manifest
-from echelon.data.packed.remote import Store, far_rows, is_url
+from echelon.data.packed.remote import far_rows
 from echelon.data.packed.rows import File, damage, wrong
+from echelon.data.packed.store import Store, is_url
 
 #: Seconds without a byte from a store.
 _TIMEOUT = 60.0
