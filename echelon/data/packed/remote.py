@@ -116,7 +116,7 @@ class RemoteRows(Rows):
         """One thread reads at a time; at the end only what is due stays held."""
         if self._process != os.getpid():
             self._begin_anew()
-        last = RemoteRows._last and RemoteRows._last()
+        last = None if RemoteRows._last is None else RemoteRows._last()
         if last is not None and last is not self:
             last._rest()
         RemoteRows._last = weakref.ref(self)
