@@ -17,6 +17,9 @@ from torch.utils.data import TensorDataset
 
 from echelon.data import prepared
 from echelon.data.packed.fingerprint import fingerprint
+from echelon.data.packed.from_samples import Values
+from echelon.data.packed.pack import pack
+from echelon.errors import DataError
 
 DATA = TensorDataset(torch.arange(40.0), torch.arange(40))
 
@@ -46,6 +49,23 @@ def test_another_function_or_other_data_make_it_anew(tmp_path: Path) -> None:
     assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
     other = TensorDataset(torch.arange(40.0) + 1, torch.arange(40))
     assert prepared(other, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 24.0
+
+
+def test_a_data_set_that_was_packed_otherwise_is_left_alone(tmp_path: Path) -> None:
+    pack(Values(DATA, {"source": "hours of work", "kind": "text"}), tmp_path / "set", shards=4)
+    before = (tmp_path / "set/manifest.json").read_bytes()
+    with pytest.raises(DataError, match=r"holds another packed data set \(hours of work\): choose another folder"):
+        prepared(DATA, tmp_path / "set", counting(tmp_path))
+    assert (tmp_path / "set/manifest.json").read_bytes() == before
+    (tmp_path / "set/manifest.json").rename(tmp_path / "set/packing.json")
+    with pytest.raises(DataError, match="holds a part of another packing"):
+        prepared(DATA, tmp_path / "set", counting(tmp_path))
+    assert len(list((tmp_path / "set").glob("shard-*.arrow"))) == 4
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/shard-00000.arrow").write_text("mine")
+    with pytest.raises(DataError, match="is not empty and not a packed data set"):
+        prepared(DATA, tmp_path / "mine", counting(tmp_path))
+    assert (tmp_path / "mine/shard-00000.arrow").read_text() == "mine"
 
 
 def test_those_who_prepare_together_share_the_work(tmp_path: Path) -> None:

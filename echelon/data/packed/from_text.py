@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,10 @@ import numpy as np
 
 from echelon.data.packed.family import born_to
 from echelon.data.packed.manifest import Column, write_whole
-from echelon.data.packed.origin import Origin, stamp
+from echelon.data.packed.origin import Origin, Progress, stamp
 from echelon.errors import DataError
 
 ENDINGS = {".txt", ".text", ".md", ".py", ".rst"}
-
-Progress = Callable[[int, int], None]
 
 
 class Tokens(Origin):

@@ -124,15 +124,17 @@ def read(text: bytes, where: str) -> Manifest:
                 "the echelon that packed it"
             )
         if claimed != _hash(document):
-            raise DataError(f"{where} is damaged: its hash is not that of its content; {RESTORE}")
+            raise DataError(f"{where} is damaged: its hash is not that of its content; {_WHOLE}")
         return _checked(document)
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{where} is damaged ({type(error).__name__}: {error}); {RESTORE}") from None
+        raise DataError(f"{where} is damaged ({type(error).__name__}: {error}); {_WHOLE}") from None
 
 
-RESTORE = "restore it from a copy, or pack the data again"
+_WHOLE = "restore it from a copy, or delete the folder and pack the data again"
+#: What to do about a damaged shard.
+RESTORE = "restore this file from a copy, or delete it and pack the data again, which makes what is missing"
 
 
 def _document(manifest: Manifest) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _checked(document: Mapping[str, Any]) -> Manifest:
     block = document["block"]
     if type(block) is not int or block < 1:
         raise ValueError(f"block {block!r}")
-    shards = tuple(_shard(shard, columns, block) for shard in document["shards"])
+    shards = tuple(shard_of(shard, columns, block) for shard in document["shards"])
     if len({shard.file for shard in shards}) < len(shards):
         raise ValueError("a file is named twice")
     made = Manifest(
@@ -170,7 +172,8 @@ def _checked(document: Mapping[str, Any]) -> Manifest:
     return made
 
 
-def _shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
+def shard_of(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
+    """One file, from its document."""
     shard = Shard(
         **{**values, "buffers": tuple(map(tuple, values["buffers"])), "checksums": tuple(values["checksums"])}
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.data.packed.manifest import Column
+
+#: Called now and then with how much is done, and how much there is to do.
+Progress = Callable[[int, int], None]
 
 
 class Origin(ABC):

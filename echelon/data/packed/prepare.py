@@ -42,7 +42,7 @@ def prepared(
         "transform": "none" if transform is None else fingerprint(transform),
     }
     origin = Values(_Mapped(data, transform), told)
-    pack(origin, Path(folder), shards=min(shards, origin.samples), processes=processes, overwrite=True)
+    pack(origin, Path(folder), shards=min(shards, origin.samples), processes=processes, overwrite="prepared")
     return Packed(folder)
 
 
