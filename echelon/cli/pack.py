@@ -89,9 +89,9 @@ def _origin(source: str, **options: Any) -> Origin:
         return open_origin(Path(source), **options)
     if options["tokens"] is not None and ":" not in source:
         return open_origin(Path(source), **options)
+    from echelon.data.packed.fingerprint import fingerprint
     from echelon.data.packed.from_samples import Values
-    from echelon.data.packed.origin import stamp
     from echelon.flow.jobfile import load_data
 
-    told = {"source": source, "kind": "data set in Python", "stamp": stamp([Path(file)])}
-    return Values(load_data(source), told)
+    data = load_data(source)
+    return Values(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

@@ -36,26 +36,26 @@ class Values(Origin):
         )
         self.sample = tree.structure_of(self._source.sample(0))
         seen = [self._leaves(number) for number in looked]
-        self.provenance = {"content": digest(seen), **provenance}
         names = _names(self.sample)
         self.columns = tuple(
             _column(name, values, looked) for name, values in zip(names, zip(*seen, strict=True), strict=True)
         )
-        sizes = [
-            sum(_array(value, column, 0).nbytes for value, column in zip(row, self.columns, strict=True))
-            for row in seen
-        ]
+        rows = [self._arrays(values, number) for values, number in zip(seen, looked, strict=True)]
+        self.provenance = {**provenance, "content": digest(rows)}
+        sizes = [sum(array.nbytes for array in row) for row in rows]
         self.row_bytes = max(1.0, sum(sizes) / len(sizes))
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         rows = []
         for number in range(start, stop):
-            values = self._leaves(number)
-            rows.append([_array(value, column, number) for value, column in zip(values, self.columns, strict=True)])
+            rows.append(self._arrays(self._leaves(number), number))
         return [
             list(values) if column.ragged else np.stack(values)
             for column, values in zip(self.columns, zip(*rows, strict=True), strict=True)
         ]
+
+    def _arrays(self, values: Sequence[Any], number: int) -> list[np.ndarray]:
+        return [_array(value, column, number) for value, column in zip(values, self.columns, strict=True)]
 
     def _leaves(self, number: int) -> list[Any]:
         sample = self._source.sample(number)
