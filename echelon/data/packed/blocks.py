@@ -69,7 +69,7 @@ def _spans(columns: Sequence[Column], shard: Shard) -> Iterator[tuple[int, int]]
             yield buffers[0], buffers[0] + shard.samples * column.item
 
 
-def block_rows(columns: Sequence[Column], row_bytes: float) -> int:
+def block_rows(row_bytes: float) -> int:
     """Rows under one checksum: a power of two, about 256 KB. Less would make a long manifest, more a slow first touch."""
     rows = max(1, int(2**18 / max(row_bytes, 1)))
     return 1 << (rows.bit_length() - 1)

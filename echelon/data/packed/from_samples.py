@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.data.describe import shape_of
 from echelon.data.digest import digest
 from echelon.data.packed import tree
-from echelon.data.packed.manifest import ITEMS, Column
+from echelon.data.packed.manifest import ITEMS, Column, names
 from echelon.data.packed.origin import Origin, stamp
 from echelon.data.source import Samples
 from echelon.errors import DataError
@@ -46,9 +46,7 @@ class Values(Origin):
         self.row_bytes = max(1.0, sum(sizes) / len(sizes))
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
-        rows = []
-        for number in range(start, stop):
-            rows.append(self._arrays(self._leaves(number), number))
+        rows = [self._arrays(self._leaves(number), number) for number in range(start, stop)]
         return [
             list(values) if column.ragged else np.stack(values)
             for column, values in zip(self.columns, zip(*rows, strict=True), strict=True)
@@ -99,8 +97,6 @@ def json_lines(path: Path) -> Values:
 
 
 def _names(structure: Any) -> list[str]:
-    from echelon.data.packed.manifest import names
-
     found = names(structure)
     if len(set(found)) < len(found):
         raise DataError(f"two parts of a sample would have the same name among {', '.join(found)}: rename a key")
@@ -158,15 +154,14 @@ def _plain(value: Any) -> tuple[np.ndarray, str] | None:
     if isinstance(value, bool | np.bool_):
         return np.array(value), "bool"
     if isinstance(value, int | float):
-        return np.array(value, np.int64 if isinstance(value, int) else np.float64), "int64" if isinstance(
-            value, int
-        ) else "float64"
+        dtype = "int64" if isinstance(value, int) else "float64"
+        return np.array(value, dtype), dtype
     if isinstance(value, list):
-        whole = all(isinstance(part, int) for part in value)
-        return np.array(value, np.int64 if whole else np.float64), "int64" if whole else "float64"
+        dtype = "int64" if all(isinstance(part, int) for part in value) else "float64"
+        return np.array(value, dtype), dtype
     if hasattr(value, "getbands") and hasattr(
         value, "tobytes"
-    ):  # a picture of PIL's, as torchvision's ToTensor lays it out
+    ):  # a picture of PIL's, laid out as torchvision's ToTensor does
         pixels = np.asarray(value)
         return (pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)).copy(), pixels.dtype.name
     if isinstance(value, np.ndarray | np.generic):
@@ -189,13 +184,7 @@ def _array(value: Any, column: Column, number: int) -> np.ndarray:
             dtype = column.dtype
         shape = array.shape[1:] if column.ragged and array.ndim else array.shape
         if dtype == column.dtype and shape == column.shape:
-            return (
-                array.view(np.uint8)
-                if dtype == "bool" and array.ndim
-                else array.astype(np.uint8)
-                if dtype == "bool"
-                else array
-            )
+            return array.astype(np.uint8) if dtype == "bool" else array
     raise DataError(
         f"{column.name!r} of sample {number} is {shape_of(value)}, and {column} in the samples before: make them alike "
         "(a first dimension that differs must show in the first samples)"

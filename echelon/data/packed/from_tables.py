@@ -27,10 +27,8 @@ class Tables(Origin):
 
         self._parts: list[tuple[Path, int, int]] = []  # path, row group (or 0), rows
         self._tables: dict[Path, Any] = {}
-        self._group: tuple[int, Any] = (
-            -1,
-            None,
-        )  # the row group that was read last: rows are asked for a few at a time
+        #: The row group that was read last: rows are asked for a few at a time.
+        self._group: tuple[int, Any] = -1, None
         schema = None
         for path in paths:
             try:
@@ -46,7 +44,7 @@ class Tables(Origin):
         self.samples = int(self._ends[-1]) if len(self._ends) else 0
         if not self.samples:
             raise DataError(f"{paths[0]} has no rows: there is nothing to pack")
-        self.columns = tuple(_column(field, pa, self._first(field.name)) for field in schema)
+        self.columns = tuple(_column(field, pa) for field in schema)
         self.sample = {"dict": {column.name: column.name for column in self.columns}}
         self.row_bytes = max(1.0, sum(path.stat().st_size for path in paths) / self.samples)
         self.provenance = {
@@ -75,10 +73,6 @@ class Tables(Origin):
                 table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         self._tables[path] = table
         return table.schema.remove_metadata(), [table.num_rows]
-
-    def _first(self, name: str) -> Any:
-        """The first rows of a column."""
-        return self._table(0, 0, min(32, self._parts[0][2])).column(name)
 
     def _table(self, part: int, start: int, stop: int) -> Any:
         path, group, _ = self._parts[part]
@@ -130,7 +124,7 @@ def _words(schema: Any) -> str:
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
-def _column(field: Any, pa: Any, first: Any) -> Column:
+def _column(field: Any, pa: Any) -> Column:
     name, kind, types = field.name, field.type, pa.types
     if isinstance(kind, pa.ExtensionType) and kind.extension_name == "arrow.fixed_shape_tensor":
         return Column(name=name, dtype=_dtype(kind.value_type, name, pa), shape=tuple(kind.shape))

@@ -93,7 +93,7 @@ def pack(
     if shards is not None and not 1 <= shards <= origin.samples:
         raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
     count = shards or _count(origin)
-    work = _Packing(origin=origin, folder=folder, shards=count, block=block_rows(origin.columns, origin.row_bytes))
+    work = _Packing(origin=origin, folder=folder, shards=count, block=block_rows(origin.row_bytes))
     folder.mkdir(parents=True, exist_ok=True)
     busy = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -229,8 +229,8 @@ def _clear(folder: Path, busy: int) -> None:
     while not taken(busy):
         if time.monotonic() > until:
             raise DataError(
-                f"{folder}: {holders(folder / '.packing.lock')} packs something else there: wait until it is done, end it, or choose another "
-                "folder. Ranks of one job must give the same data and function: is something in them different on each?"
+                f"{folder}: {holders(folder / '.packing.lock')} packs something else there: wait until it is done, end it, or choose "
+                "another folder. Ranks of one job must give the same data and function: is something in them different on each?"
             )
         time.sleep(0.05)
     (folder / documents.NAME).unlink(missing_ok=True)
