@@ -279,6 +279,15 @@ def test_a_file_that_is_gone_or_cut_off_is_made_anew_and_no_other(tmp_path: Path
     assert same == ["shard-00000.arrow", "shard-00003.arrow"]
 
 
+def test_what_a_packing_left_that_was_killed_at_its_very_end_is_tidied(tmp_path: Path) -> None:
+    images(tmp_path / "set", 2)
+    for name in ("packing.json", "shard-00001.json", ".shard-00000.lock"):
+        (tmp_path / "set" / name).write_text("{}")
+    images(tmp_path / "set", 2)
+    left = {path.name for path in (tmp_path / "set").iterdir() if not path.name.endswith(".lock")}
+    assert left == {"manifest.json", "shard-00000.arrow", "shard-00001.arrow"}
+
+
 def test_files_of_similar_names_are_not_taken_away(tmp_path: Path) -> None:
     images(tmp_path / "set", 2)
     for name in ("shard-notes.json", "shard-1.arrow"):

@@ -27,16 +27,21 @@ def fingerprint(value: Any) -> str:
     """Functions count by their code, what they have taken with them, and the functions, classes and values of the user's own code
     that they name; objects by their class and what they hold, as pickle would send it; arrays by their content; paths of files by size
     and time of change. Installed packages count by their version, own modules that a function imports when it runs by their file."""
+    return _walked(value, frozenset(os.listdir()))
+
+
+def _walked(value: Any, here: frozenset[str]) -> str:
     found = hashlib.blake2b(digest_size=16)
-    _Walk(found.update).feed(value)
+    _Walk(found.update, here).feed(value)
     return found.hexdigest()
 
 
 class _Walk:
-    def __init__(self, write: Callable[[Any], Any]) -> None:
-        self._write = write
+    """`here`: the names in the current folder."""
+
+    def __init__(self, write: Callable[[Any], Any], here: frozenset[str]) -> None:
+        self._write, self._here = write, here
         self._seen: dict[int, tuple[int, Any]] = {}  # with the thing itself, or another may get its address
-        self._here = frozenset(os.listdir())
 
     def feed(self, value: Any) -> None:
         """Write down all that `value` is."""
@@ -83,7 +88,7 @@ class _Walk:
             items = sorted(value.items(), key=lambda item: repr(item[0])) if plain else value.items()
             self._all(f"mapping {type(value).__name__}", *items, getattr(value, "__dict__", None))
         elif isinstance(value, Set):
-            self._say("set", *sorted(map(fingerprint, value)))
+            self._say("set", *sorted(_walked(part, self._here) for part in value))
         elif isinstance(value, list | tuple):
             self._all(f"{type(value).__name__} {len(value)}", *value, getattr(value, "__dict__", None))
         else:

@@ -21,6 +21,8 @@ from echelon.errors import DataError
 
 #: Samples that are looked at to learn the columns: the first ones, and as many spread over the rest.
 _LOOKS = 16
+#: Bytes of a text that are searched for ends of lines at once.
+_PIECE = 2**24
 
 
 class Values(Origin):
@@ -71,7 +73,9 @@ class Lines(Sequence[Any]):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-        ends = np.flatnonzero(self._bytes == ord("\n"))
+        pieces = range(0, len(self._bytes), _PIECE)  # to compare takes a byte for each byte that is compared
+        found = [np.flatnonzero(self._bytes[at : at + _PIECE] == ord("\n")) + at for at in pieces]
+        ends = np.concatenate([np.empty(0, np.int64), *found])
         if len(self._bytes) and (not len(ends) or ends[-1] != len(self._bytes) - 1):
             ends = np.append(ends, len(self._bytes))
         starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends

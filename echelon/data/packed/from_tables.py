@@ -16,6 +16,8 @@ from echelon.errors import DataError
 
 #: Bytes of CSV that are read at once.
 _BLOCK = 2**24
+#: Rows that are looked at to learn their size.
+_LOOKS = 256
 ENDINGS = {".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
 
 
@@ -46,7 +48,7 @@ class Tables(Origin):
             raise DataError(f"{paths[0]} has no rows: there is nothing to pack")
         self.columns = tuple(_column(field, pa) for field in schema)
         self.sample = {"dict": {column.name: column.name for column in self.columns}}
-        self.row_bytes = max(1.0, sum(path.stat().st_size for path in paths) / self.samples)
+        self.row_bytes = self._row_bytes()
         self.provenance = {
             "source": ", ".join(map(str, paths)), "kind": ENDINGS[paths[0].suffix.lower()], "stamp": stamp(paths)
         }  # fmt: skip
@@ -73,6 +75,16 @@ class Tables(Origin):
                 table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         self._tables[path] = table
         return table.schema.remove_metadata(), [table.num_rows]
+
+    def _row_bytes(self) -> float:
+        """Of the first rows as they are packed: a file may hold them compressed."""
+        rows = min(_LOOKS, self.samples)
+        sizes = [
+            array.nbytes
+            for column in self.read(0, rows)
+            for array in (column if isinstance(column, list) else [column])
+        ]
+        return max(1.0, sum(sizes) / rows)
 
     def _table(self, part: int, start: int, stop: int) -> Any:
         path, group, _ = self._parts[part]

@@ -39,7 +39,7 @@ _PATIENCE = 60.0
 _LEAVING = 5.0
 #: What a packing leaves, and what it needs only until its manifest is there.
 _FILES = re.compile(r"shard-[0-9]{5,9}\.arrow")
-_HELPERS = re.compile(r"packing\.json|shard-[0-9]{5,9}\.json|\.shard-[0-9]{5,9}\..*")
+_HELPERS = re.compile(r"shard-[0-9]{5,9}\.json|\.shard-[0-9]{5,9}\..*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,10 @@ def pack(
     `shards`: how many files (None: by size, a power of two). `overwrite`: replace another data set that is there; a text: only one of
     this kind. `progress(rows done, rows in all)` is called now and then.
     """
+    done = _done(folder, origin, shards)
+    if done is not None:
+        return done
+    origin.prepare()
     if shards is not None and not 1 <= shards <= origin.samples:
         raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
     count = shards or _count(origin)
@@ -107,6 +111,18 @@ def pack(
             return _finished(work)
     finally:
         unlock(busy)
+
+
+def _done(folder: Path, origin: Origin, shards: int | None) -> Manifest | None:
+    """The data set that is there already, if it is this one and nothing is left to do."""
+    if (folder / "packing.json").exists():
+        return None
+    try:
+        found = documents.load(folder)
+    except DataError:
+        return None
+    wanted = found.provenance.get("identity") == origin.identity and shards in (None, len(found.shards))
+    return found if wanted and not any(_wrong_size(folder, shard) for shard in found.shards) else None
 
 
 def _make(work: _Packing, processes: int, progress: Progress) -> None:
@@ -132,12 +148,12 @@ def _finished(work: _Packing) -> Manifest:
     notes = [work.note(number) for number in range(work.shards)]
     made = Manifest(
         columns=origin.columns, sample=origin.sample, block=work.block, shards=tuple(note for note in notes if note),
-        provenance={**origin.provenance, "identity": origin.identity, "echelon": _version()},
+        provenance={**origin.provenance, **origin.remarks, "identity": origin.identity, "echelon": _version()},
     )  # fmt: skip
     if made.samples != origin.samples:
         raise DataError(f"{folder}: files were taken away while they were packed; run the same command again")
     made.save(folder)
-    _delete(folder, _HELPERS)
+    _tidy(folder)
     return made
 
 
@@ -155,7 +171,7 @@ def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | Non
     if found is not None and _same(found, work):
         bad = [number for number, shard in enumerate(found.shards) if _wrong_size(folder, shard)]
         if not bad:
-            _delete(folder, _HELPERS)
+            _tidy(folder)
             return found
         _reopen(work, found, bad)
     elif found is not None:
@@ -168,7 +184,7 @@ def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | Non
                 f"{folder} holds a part of another packing (another source, or it has changed since): {_REPLACE}"
             )
         _clear(folder, busy)
-    elif before is None and overwrite is True:
+    elif overwrite is True and (before is None or (folder / documents.NAME).exists()):
         _clear(folder, busy)
     elif before is None and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise DataError(f"{folder} is not empty and not a packed data set: {_REPLACE}")
@@ -234,8 +250,14 @@ def _clear(folder: Path, busy: int) -> None:
             )
         time.sleep(0.05)
     (folder / documents.NAME).unlink(missing_ok=True)
-    _delete(folder, _HELPERS)
+    _tidy(folder)
     _delete(folder, _FILES)
+
+
+def _tidy(folder: Path) -> None:
+    """Take away what is needed only until the manifest is there. Last what says that there is something to take away."""
+    _delete(folder, _HELPERS)
+    (folder / "packing.json").unlink(missing_ok=True)
 
 
 def _delete(folder: Path, names: re.Pattern[str]) -> None:
