@@ -32,7 +32,9 @@ def pack(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens in a row; else one row per file.")] = None,
     dtype: Annotated[str, typer.Option(help="Of tokens: uint8, int16, int32, int64.")] = "int64",
-    shards: Annotated[int | None, typer.Option(help="Number of files; else by size.")] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Number of files; else by size. A process that packs holds one in memory.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(help="Processes that pack; else one per core.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace what DST holds of another source.")] = False,
     json: Json = False,
@@ -58,10 +60,10 @@ def pack(
             source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes,
             progress=lambda done, total: bar.update(reading, completed=done, total=total, visible=True),
         )  # fmt: skip
-        packing = bar.add_task("packing", total=origin.samples)
+        packing = bar.add_task("packing", total=None)
         made = write(
             origin, target, shards=shards, processes=processes, overwrite=overwrite,
-            progress=lambda done, total: bar.update(packing, completed=done),
+            progress=lambda done, total: bar.update(packing, completed=done, total=total),
         )  # fmt: skip
     shutil.rmtree(kept, ignore_errors=True)
     if json:
@@ -89,9 +91,9 @@ def _origin(source: str, **options: Any) -> Origin:
         return open_origin(Path(source), **options)
     if options["tokens"] is not None and ":" not in source:
         return open_origin(Path(source), **options)
+    from echelon.data.packed.fingerprint import fingerprint
     from echelon.data.packed.from_samples import Values
-    from echelon.data.packed.origin import stamp
     from echelon.flow.jobfile import load_data
 
-    told = {"source": source, "kind": "data set in Python", "stamp": stamp([Path(file)])}
-    return Values(load_data(source), told)
+    data = load_data(source)
+    return Values(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

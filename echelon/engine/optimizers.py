@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from echelon.engine.groups import is_plain, settings
 from echelon.engine.ranks import Group
 from echelon.errors import JobError
 from echelon.job import Job
@@ -24,10 +26,15 @@ _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 _EMPTY = "empty parameter list"
 
 
-def make_optimizers(job: Job, model: nn.Module, ranks: Group, *, fused: bool) -> list[Optimizer]:
-    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on."""
+def make_optimizers(
+    job: Job, model: nn.Module, ranks: Group, *, shapes: Mapping[str, Sequence[int]], fused: bool
+) -> list[Optimizer]:
+    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on.
+
+    `shapes`: of the whole model's parameters.
+    """
     with ranks.together():
-        optimizers = _make(job, model, fused=fused)
+        optimizers = _make(job, model)
     kinds = ranks.gather([type(each).__name__ for each in optimizers])
     other = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
     if other is not None:
@@ -35,6 +42,10 @@ def make_optimizers(job: Job, model: nn.Module, ranks: Group, *, fused: bool) ->
             f"optimizer= gives {', '.join(kinds[0])} on rank 0 and {', '.join(kinds[other])} on rank {other}, whose stage has other "
             f"parameters; a checkpoint could not tell which is which: {_INSTEAD}"
         )
+    with ranks.together():
+        _require_same_settings(job, model, shapes, optimizers)
+    for optimizer in optimizers:
+        _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
@@ -44,7 +55,7 @@ _INSTEAD = (
 )
 
 
-def _make(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
+def _make(job: Job, model: nn.Module) -> list[Optimizer]:
     trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad and not value.is_meta]
     if not trainable and any(value.requires_grad for value in model.parameters()):
         # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
@@ -63,7 +74,6 @@ def _make(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
             )
         optimizers.append(optimizer)
         _require_live(optimizer, trainable)
-        _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
@@ -97,6 +107,46 @@ def _require_live(optimizer: Optimizer, trainable: list[tuple[str, nn.Parameter]
                     "optimizer= holds a parameter that is not the running model's (a sharded model has its own): use the "
                     "parameters that the function is given, not those of a model outside"
                 )
+
+
+def _require_same_settings(
+    job: Job, model: nn.Module, shapes: Mapping[str, Sequence[int]], made: Sequence[Optimizer]
+) -> None:
+    """A stage has some of the parameters, tp parts of them: a function that chooses groups by order, number or size may choose others
+    than on one device. It is asked once more with stand-ins for the whole model."""
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    if not any(value.is_meta or list(value.shape) != list(shapes[name]) for name, value in trained.items()):
+        return
+    standins = {
+        name: nn.Parameter(torch.empty(*shapes[name], dtype=value.dtype, device="meta"))
+        for name, value in trained.items()
+    }
+    try:
+        alone = _called(job, list(standins.items()), staged=False)
+    except Exception:  # it looks at numbers, which stand-ins have not
+        return
+    here = _settings({name: value for name, value in trained.items() if not value.is_meta}, made)
+    there = _settings(standins, alone if isinstance(alone, list | tuple) else [alone])
+    for name, mine in here.items():
+        key = next((key for key in (*mine, *there[name]) if mine.get(key) != there[name].get(key)), None)
+        if key is not None:
+            raise JobError(
+                f"optimizer=: {name} has {key}={mine.get(key)} under this plan, and {key}={there[name].get(key)} on one device: groups "
+                "follow from the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them; "
+                "choose groups by name (the function is given (name, parameter) pairs if it takes them) or by dim()"
+            )
+
+
+def _settings(named: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """By parameter what it is trained with."""
+    found: dict[int, dict[str, Any]] = {}
+    for place, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            plain = {key: value for key, value in settings(group).items() if is_plain(value)}
+            found.update(
+                {id(value): {"optimizer": f"{place + 1} of {len(optimizers)}"} | plain for value in group["params"]}
+            )
+    return {name: found.get(id(value), {"optimizer": "none"}) for name, value in named.items()}
 
 
 def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:

@@ -131,7 +131,7 @@ def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem
             else "computes with norms or factors of whole parameters"
         )
         yield Problem(
-            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank",
+            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank; or optimizer= chooses groups by the parameters' sizes",
             remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
         )  # fmt: skip
 

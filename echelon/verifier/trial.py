@@ -178,7 +178,7 @@ class Trial:
         """By parameter."""
         run = self.run
         mine = {
-            name: (run._held_by(name, value), run._owners(name))
+            name: (run.assembly.held_by(name, value), run.assembly.owners(name))
             for name, value in run.model.named_parameters()
             if not value.is_meta
         }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
 import threading
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ import pytest
 from bench.damage import MUTATIONS, intact, make, mutated, read
 from echelon.data import Packed, open_source
 from echelon.data.packed import rows
+from echelon.data.packed.from_samples import Values
 from echelon.data.packed.look import damages
+from echelon.data.packed.manifest import hash_of
+from echelon.data.packed.pack import pack
 from echelon.errors import DataError
 from tests.data.test_packed import images
 
@@ -106,25 +112,63 @@ def test_nothing_left_is_an_error(whole: Path) -> None:
         Packed(whole, damaged="skip")
 
 
+def rewritten(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Another manifest, with the right hash, which anybody can make."""
+    document = json.loads((folder / "manifest.json").read_text())
+    document.pop("hash")
+    change(document)
+    (folder / "manifest.json").write_text(json.dumps({**document, "hash": hash_of(document)}))
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "change",
     [
-        ('"shard-00001.arrow"', '"../shard-0001.arrow"'),
-        ('"shard-00001.arrow"', '"shard-00000.arrow"'),
-        ('"dtype":"uint8"', '"dtype":"object"'),
+        lambda told: told["shards"][1].update(file="../shard-0001.arrow"),
+        lambda told: told["shards"][1].update(file="shard-00000.arrow"),
+        lambda told: told["columns"][0].update(dtype="object"),
+        lambda told: told["columns"][0].update(ragged=0),
+        lambda told: told["columns"][0].update(kind="text"),
+        lambda told: told["columns"][0].update(shape=[0, 3]),
+        lambda told: told["columns"][1].update(name="image"),
+        lambda told: told["columns"][1].update(name=7),
+        lambda told: told["shards"][0]["buffers"][1].__setitem__(0, told["shards"][0]["buffers"][1][0] + 1),
+        lambda told: told["shards"][0]["buffers"].__setitem__(1, []),
+        lambda told: told.update(columns=[], sample={"tuple": []}, shards=[]),
+        lambda told: told.update(sample={"thing": ["image", "label"]}),
+        lambda told: told.update(sample={"tuple": {"a": "image", "b": "label"}}),
+        lambda told: told.update(provenance=[]),
+        lambda told: told.update(provenance={"source": 3}),
+        lambda told: told.update(block=0),
     ],
 )
-def test_a_manifest_that_was_made_to_lead_astray_is_refused(whole: Path, old: str, new: str) -> None:
-    """Also with the right hash, which anybody can make."""
-    import json
-
-    from echelon.data.packed.manifest import _hash
-
-    document = json.loads((whole / "manifest.json").read_text().replace(old, new, 1))
-    document.pop("hash")
-    (whole / "manifest.json").write_text(json.dumps({**document, "hash": _hash(document)}))
+def test_a_manifest_that_was_made_to_lead_astray_is_refused(whole: Path, change: Callable[[Any], Any]) -> None:
+    rewritten(whole, change)
     with pytest.raises(DataError, match=r"manifest.json is damaged"):
         Packed(whole)
+
+
+def test_offsets_that_were_made_to_lead_astray_are_refused(tmp_path: Path) -> None:
+    """Also under the right checksum, which anybody can make: a row in front of its predecessor would be another column's."""
+    pack(Values([{"a": [1, 2, 3], "b": [4, 5]}] * 8, {}), tmp_path, shards=1)
+    (shard,) = Packed(tmp_path).manifests[0].shards
+    content = np.fromfile(tmp_path / shard.file, np.uint8)
+    content[shard.buffers[1][0] :][:72].view(np.int64)[3] = -20
+    content.tofile(tmp_path / shard.file)
+    found = 0
+    for (offsets, values, _), count in zip(shard.buffers, (24, 16), strict=True):
+        found = zlib.crc32(content[offsets : offsets + 72], found)
+        found = zlib.crc32(content[values : values + 8 * count], found)
+    rewritten(tmp_path, lambda told: told["shards"][0].update(checksums=[found]))
+    with pytest.raises(DataError, match=r"shard-00000.arrow, block 0 .* is damaged: its offsets"):
+        Packed(tmp_path, pad=0).batch(np.arange(8))
+
+
+def test_text_that_is_none_is_named(tmp_path: Path) -> None:
+    pack(Values([b"abc", b"\xff\xfe"], {}), tmp_path, shards=1)
+    rewritten(tmp_path, lambda told: told["columns"][0].update(kind="text"))
+    assert Packed(tmp_path)[0] == "abc"
+    with pytest.raises(DataError, match="sample 1 has a text that is not UTF-8"):
+        Packed(tmp_path)[1]
 
 
 def test_another_version_is_told(whole: Path) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from echelon.cli.app import app
 from echelon.data import Packed
 from echelon.data.packed.detect import open_origin
+from echelon.data.packed.origin import Origin
 
 MNIST = Path(__file__).parents[3] / "shared/data/mnist"
 
@@ -186,6 +187,35 @@ def test_text_by_a_tokenizer_file(tmp_path: Path) -> None:
     assert data.manifests[0].provenance["left out"] == "1"
 
 
+def test_text_that_is_packed_already_is_not_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a")
+    options = "--tokens", tmp_path / "tokenizer.json"
+    packed(tmp_path, tmp_path / "a.txt", *options)
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("tokenized again")
+
+    monkeypatch.setattr("echelon.data.packed.from_text._encode", refuse)
+    assert len(packed(tmp_path, tmp_path / "a.txt", *options)) == 1
+
+
+def test_the_size_of_rows_is_that_of_what_is_packed(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": np.zeros(10000), "t": ["abcd"] * 10000}), tmp_path / "x.parquet")
+    assert open_origin(tmp_path / "x.parquet", kept=tmp_path / "kept").row_bytes == 12
+    assert (tmp_path / "x.parquet").stat().st_size < 20000
+
+
+def test_lines_of_json_are_found_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.from_samples._PIECE", 7)
+    (tmp_path / "x.jsonl").write_text("".join(f"{number}\n" for number in range(0, 3000, 7)))
+    assert [int(value) for value in packed(tmp_path, tmp_path / "x.jsonl").__getitems__(range(429))] == list(
+        range(0, 3000, 7)
+    )
+
+
 def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -197,14 +227,16 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
         (tmp_path / f"t/{number:02}.txt").write_text(" ".join(map(str, range(number * 17 % 23))))
     said: list[int] = []
 
-    def open_texts(stop: int | None) -> Any:
+    def open_texts(stop: int | None) -> Origin:
         def told(done: int, total: int) -> None:
             said.append(done)
             if len(said) == stop:
                 raise KeyboardInterrupt
 
         how = {"tokens": str(tmp_path / "tokenizer.json"), "kept": tmp_path / "kept", "progress": told}
-        return open_origin(tmp_path / "t", **how, processes=2)
+        origin = open_origin(tmp_path / "t", **how, processes=2)
+        origin.prepare()
+        return origin
 
     with pytest.raises(KeyboardInterrupt):
         open_texts(8)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import pickle
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -279,10 +282,115 @@ def test_a_packing_that_is_done_is_used_again(tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()}
     images(tmp_path / "set", 2)
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()} == before
-    with pytest.raises(DataError, match=r"holds another packed data set .*--overwrite replaces it"):
+    with pytest.raises(DataError, match=r"holds another packed data set .*--overwrite` replaces what is there"):
         images(tmp_path / "set", 3)
     images(tmp_path / "set", 3, overwrite=True)
     assert len(Packed(tmp_path / "set").manifests[0].shards) == 3
+
+
+def test_a_file_that_is_gone_or_cut_off_is_made_anew_and_no_other(tmp_path: Path) -> None:
+    """What the message about a damaged file says: delete it, pack again."""
+    images(tmp_path / "set", 4)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "set").glob("*.*")}
+    (tmp_path / "set/shard-00001.arrow").unlink()
+    (tmp_path / "set/shard-00002.arrow").write_bytes(b"half")
+    images(tmp_path / "set", 4)
+    after = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "set").glob("*.*")}
+    assert {name: content for name, (content, _) in after.items()} == {
+        name: content for name, (content, _) in before.items()
+    }
+    same = sorted(name for name in before if before[name][1] == after[name][1] and name.startswith("shard"))
+    assert same == ["shard-00000.arrow", "shard-00003.arrow"]
+
+
+def test_what_a_packing_left_that_was_killed_at_its_very_end_is_tidied(tmp_path: Path) -> None:
+    images(tmp_path / "set", 2)
+    for name in ("packing.json", "shard-00001.json", ".shard-00000.lock"):
+        (tmp_path / "set" / name).write_text("{}")
+    images(tmp_path / "set", 2)
+    left = {path.name for path in (tmp_path / "set").iterdir() if not path.name.endswith(".lock")}
+    assert left == {"manifest.json", "shard-00000.arrow", "shard-00001.arrow"}
+
+
+def test_files_of_similar_names_are_not_taken_away(tmp_path: Path) -> None:
+    images(tmp_path / "set", 2)
+    for name in ("shard-notes.json", "shard-1.arrow"):
+        (tmp_path / "set" / name).write_text("mine")
+    images(tmp_path / "set", 3, overwrite=True)
+    assert {path.read_text() for path in (tmp_path / "set").glob("shard-?*[!0-9].*o*")} == {"mine"}
+    assert (tmp_path / "set/shard-1.arrow").read_text() == "mine"
+
+
+class Waiting(Arrays):
+    """A source that stops in its second shard until somebody says go on."""
+
+    def read(self, start: int, stop: int) -> Any:
+        if start >= 20:
+            open(self.provenance["at"] + ".there", "w").close()
+            while not Path(self.provenance["at"]).exists():
+                time.sleep(0.01)
+        return super().read(start, stop)
+
+
+def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path) -> None:
+    sample = {"tuple": ["x"]}
+    slow = Waiting({"x": np.zeros(40, np.int64)}, sample, {"at": str(tmp_path / "go")})
+    other = Arrays({"x": np.ones(40, np.int64)}, sample, {"source": "other"})
+    first = multiprocessing.get_context("fork").Process(
+        target=pack, args=(slow, tmp_path / "set"), kwargs={"shards": 2}
+    )
+    first.start()
+    try:
+        while not (tmp_path / "go.there").exists():
+            time.sleep(0.01)
+        with pytest.raises(
+            DataError, match=rf"set: process {first.pid} packs something else there: wait until it is done"
+        ):
+            pack(other, tmp_path / "set", shards=2, overwrite=True)
+    finally:
+        (tmp_path / "go").touch()
+        first.join()
+    assert first.exitcode == 0
+    assert [int(row[0]) for row in Packed(tmp_path / "set")] == [0] * 40  # type: ignore[attr-defined]
+    pack(other, tmp_path / "set", shards=2, overwrite=True)
+    assert [int(row[0]) for row in Packed(tmp_path / "set")] == [1] * 40  # type: ignore[attr-defined]
+
+
+def test_one_who_waits_long_for_another_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.pack._PATIENCE", 0.2)
+    slow = Waiting({"x": np.zeros(40, np.int64)}, {"tuple": ["x"]}, {"at": str(tmp_path / "go")})
+    first = multiprocessing.get_context("fork").Process(
+        target=pack, args=(slow, tmp_path / "set"), kwargs={"shards": 2}
+    )
+    first.start()
+    while not (tmp_path / "go.there").exists():
+        time.sleep(0.01)
+    threading.Timer(1, (tmp_path / "go").touch).start()
+    with pytest.warns(UserWarning, match=rf"still waiting for process {first.pid}, which makes shard-00001"):
+        pack(slow, tmp_path / "set", shards=2)
+    first.join()
+    assert first.exitcode == 0
+
+
+def test_a_shard_that_another_packing_left_is_not_taken(tmp_path: Path) -> None:
+    sample = {"tuple": ["x"]}
+    for number in range(2):
+        whole = Arrays({"x": np.full(40, number)}, sample, {"source": str(number)})
+        with pytest.raises(OSError, match="on fire"):
+            pack(Burning({"x": np.full(40, number)}, sample, {"source": str(number)}), tmp_path / str(number), shards=2)
+    for name in ("shard-00000.arrow", "shard-00000.json"):
+        (tmp_path / "0" / name).replace(tmp_path / "1" / name)
+    pack(whole, tmp_path / "1", shards=2)
+    assert [int(row[0]) for row in Packed(tmp_path / "1")] == [1] * 40  # type: ignore[attr-defined]
+
+
+class Burning(Arrays):
+    """A source of which the second half cannot be read."""
+
+    def read(self, start: int, stop: int) -> Any:
+        if start >= 20:
+            raise OSError("disk on fire")
+        return super().read(start, stop)
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:

@@ -188,6 +188,21 @@ def by_depth(named: Any) -> torch.optim.Optimizer:
     )
 
 
+def by_order(params: Any) -> torch.optim.Optimizer:
+    """The last two parameters are the head's: of each stage, if nobody looks."""
+    params = list(params)
+    return torch.optim.AdamW([{"params": params[:-2]}, {"params": params[-2:], "lr": 0.1}], lr=1e-2)
+
+
+def by_size(params: Any) -> torch.optim.Optimizer:
+    """Large matrices have a rate of their own: halves of them are not large."""
+    params = list(params)
+    large = [value for value in params if value.numel() > 140]
+    return torch.optim.AdamW(
+        [{"params": large, "lr": 0.1}, {"params": [v for v in params if v.numel() <= 140]}], lr=1e-2
+    )
+
+
 def warmed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """A schedule that holds schedules, each with rates by group."""
     rising = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
@@ -245,6 +260,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "two": lambda: mlp(optimizer=two_optimizers),
     "groups": lambda: mlp(optimizer=groups),
     "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
+    "tensor rate": lambda: mlp(
+        optimizer=lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
+        schedule=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.5),
+    ),
     "layers": lambda: layered(4),
     "layers counted": lambda: layered(4, model=counting),
     "uneven layers": lambda: layered(3),
@@ -331,6 +350,8 @@ class HeldElsewhere(nn.Module):
 def failure(world: World, name: str, plan: str = "dp=2") -> str:
     """The message with which a job fails on this rank; every rank must fail by itself."""
     jobs: dict[str, Callable[[], Job]] = {
+        "groups by order": lambda: layered(4, optimizer=by_order),
+        "groups by size": lambda: layered(4, optimizer=by_size),
         "models differ": lambda: mlp(model=lambda: MLP(width=12 + world.rank, layers=3, inputs=8, classes=4)),
         "data differ": lambda: mlp(data=TensorDataset(numbers(53 - world.rank, 8), classes(53 - world.rank))),
         "stream ends": lambda: mlp(data=Numbers(lambda: 37 if world.rank else 21), epochs=None, steps=5),

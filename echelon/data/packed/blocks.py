@@ -11,7 +11,7 @@ from echelon.data.packed.manifest import Column, Shard
 
 
 def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int) -> int | None:
-    """Of rows `start` to `stop`, over the columns in turn; None where offsets point outside: no checksum is like it.
+    """Of rows `start` to `stop`, over the columns in turn; None where offsets point outside of their rows: no checksum is like it.
 
     `files`: the shard's bytes, once for each column, which may be mapped apart.
     """
@@ -23,8 +23,9 @@ def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shar
             continue
         at, first, size = buffers
         offsets = file[at + 8 * start : at + 8 * (stop + 1)]
-        begin, end = (int.from_bytes(part.tobytes(), "little") for part in (offsets[:8], offsets[-8:]))
-        if not 0 <= begin * column.item <= end * column.item <= size:
+        places = offsets.view("<i8")
+        begin, end = int(places[0]), int(places[-1])
+        if not 0 <= begin * column.item <= end * column.item <= size or (places[1:] < places[:-1]).any():
             return None
         found = _crc(offsets, found)
         found = _folded(file[first + begin * column.item : first + end * column.item], found)

@@ -2,20 +2,25 @@
 
 A copy is made under another name by whoever holds its lock, and renamed when it is whole and safe on the disk. Whoever reads a copy
 holds a shared lock on it, so that nobody else deletes it meanwhile. Locks are the kernel's: they go with the process, however it
-ends, and what a killed process left half written is never taken for a copy.
+ends, and what a killed process left half written is never taken for a copy. Files of other names in the folder are not touched.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+from echelon.data.packed.locks import locked, taken, unlock
 from echelon.errors import DataError
 from echelon.plan.units import size as in_words
+
+#: The names of copies, finished or not.
+_COPY = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")
 
 
 class CacheFullError(DataError):
@@ -23,14 +28,34 @@ class CacheFullError(DataError):
 
 
 class Held:
-    """A copy that stays until it is let go."""
+    """A copy that this process has open, and that nobody deletes while it is read."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        self.path, self._lock = path, lock
+        self.path, self._lock, self._process = path, lock, os.getpid()
+
+    def rest(self) -> None:
+        """It is not read for now: others may delete it. Where it is mapped, it can be read all the same.
+
+        A forked process has the same lock as its parent: this rests it for both.
+        """
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def again(self) -> bool:
+        """Read it again; False: it was deleted."""
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        os.utime(self._lock)
+        return not self.deleted
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it has been deleted; its room is free only once nobody has it open."""
+        return os.fstat(self._lock).st_nlink == 0
 
     def release(self) -> None:
-        """From now on the copy may be deleted; where it is mapped, it can be read all the same."""
+        """It is not needed any more."""
         if self._lock >= 0:
+            if self._process == os.getpid():
+                self.rest()  # said, not left to the closing: a process that was forked meanwhile has it open
             os.close(self._lock)
             self._lock = -1
 
@@ -45,40 +70,32 @@ class Cache:
         self.folder, self.limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True)
 
-    def hold(self, key: str, size: int, fill: Callable[[Path], None], *, patience: float = 0) -> Held:
-        """The copy `key` of `size` bytes. Where there is none, `fill(path)` writes it; an error of it leaves no copy.
+    def hold(
+        self, key: str, size: int, fill: Callable[[Path], None], *, patience: float = 0, timeout: float = 60
+    ) -> Held:
+        """The copy of what `key` names, of `size` bytes. Where there is none, `fill(path)` writes it; an error of it leaves no copy.
 
-        `patience`: seconds to wait for others to let go of their copies where these fill the cache.
+        `fill` finds a file of `size` bytes, which are taken from the room that there is, and writes over them. `patience`: seconds to
+        wait for others to let go of their copies where these fill the cache. `timeout`: seconds to wait for another who makes this copy and
+        does not write.
         """
+        path = self.folder / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.arrow"
+        part = path.with_name(f".{path.name}.part")
         while True:
-            held = self._taken(key)
+            held = _opened(path)
             if held is not None:
                 return held
-            with _locked(self.folder / f"{key}.lock"):
-                if (self.folder / key).exists():
+            with locked(path.with_suffix(".lock"), patience=timeout, sign=lambda: _changed(part)):
+                if path.exists():
                     continue
-                part = self.folder / f".{key}.part"
                 self._reserve(part, size, patience)
                 try:
                     fill(part)
                     with part.open("rb") as file:
                         os.fsync(file.fileno())
-                    part.replace(self.folder / key)
+                    part.replace(path)
                 finally:
                     part.unlink(missing_ok=True)
-
-    def _taken(self, key: str) -> Held | None:
-        path = self.folder / key
-        try:
-            lock = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if not os.fstat(lock).st_nlink:  # deleted between the two calls
-            os.close(lock)
-            return None
-        os.utime(path)
-        return Held(path, lock)
 
     def _reserve(self, part: Path, size: int, patience: float) -> None:
         """Make room for `size` bytes, and take it at once, so that two who fill do not both count on it."""
@@ -88,7 +105,7 @@ class Cache:
             )
         until = time.monotonic() + patience
         while True:
-            with _locked(self.folder / "room.lock"):
+            with locked(self.folder / "room.lock"):
                 part.unlink(missing_ok=True)
                 if self._room(size):
                     part.touch()
@@ -105,7 +122,7 @@ class Cache:
         """Delete what was not used for longest and is not in use, until `size` more bytes fit."""
         found = []
         for path in self.folder.iterdir():
-            if path.suffix != ".lock":
+            if _COPY.fullmatch(path.name):
                 try:
                     state = path.stat()
                 except FileNotFoundError:
@@ -121,32 +138,32 @@ class Cache:
 
     def _deleted(self, path: Path) -> bool:
         """Whether nobody used it; then it is gone."""
-        guard = self.folder / f"{path.name[1:-5]}.lock" if path.name.startswith(".") else path
+        unfinished = path.name.startswith(".")
+        guard = self.folder / f"{path.name[1:25]}.lock" if unfinished else path
         try:
             lock = os.open(guard, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            return True
-        except BlockingIOError:
+            if taken(lock):
+                path.unlink(missing_ok=True)
+                return True
             return False
         finally:
-            _unlock(lock)
+            unlock(lock)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _opened(path: Path) -> Held | None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        _unlock(lock)
+        held = Held(path, os.open(path, os.O_RDONLY))
+    except FileNotFoundError:
+        return None
+    return held if held.again() else None  # deleted between the two calls
 
 
-def _unlock(lock: int) -> None:
-    """Said, not left to the closing: a process that was forked meanwhile has the same lock open, and would keep it."""
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+def _changed(part: Path) -> int:
+    """When a copy that is being made was last written to."""
+    try:
+        return part.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

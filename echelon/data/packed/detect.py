@@ -12,8 +12,8 @@ from echelon.data.packed.from_samples import json_lines
 from echelon.data.packed.from_tables import ENDINGS as TABLES
 from echelon.data.packed.from_tables import Tables
 from echelon.data.packed.from_text import ENDINGS as TEXTS
-from echelon.data.packed.from_text import Progress, Tokens
-from echelon.data.packed.origin import Origin
+from echelon.data.packed.from_text import Tokens
+from echelon.data.packed.origin import Origin, Progress
 from echelon.errors import DataError
 
 _LINES = {".jsonl", ".ndjson"}

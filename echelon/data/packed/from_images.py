@@ -51,9 +51,7 @@ class Pictures(Origin):
         raw = []
         for path, _ in chosen:
             content = path.read_bytes()
-            pixels = decoded(
-                content, str(path), self._size
-            )  # also where it is stored as it is: a broken one is told of now
+            pixels = decoded(content, str(path), self._size)  # also where it stays encoded: a broken one is told of now
             raw.append(np.frombuffer(content, np.uint8) if self._size is None else pixels)
         return [raw if self._size is None else np.stack(raw), labels]
 

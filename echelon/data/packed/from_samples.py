@@ -14,13 +14,15 @@ from torch import Tensor
 from echelon.data.describe import shape_of
 from echelon.data.digest import digest
 from echelon.data.packed import tree
-from echelon.data.packed.manifest import ITEMS, Column
+from echelon.data.packed.manifest import ITEMS, Column, names
 from echelon.data.packed.origin import Origin, stamp
 from echelon.data.source import Samples
 from echelon.errors import DataError
 
 #: Samples that are looked at to learn the columns: the first ones, and as many spread over the rest.
 _LOOKS = 16
+#: Bytes of a text that are searched for ends of lines at once.
+_PIECE = 2**24
 
 
 class Values(Origin):
@@ -36,26 +38,24 @@ class Values(Origin):
         )
         self.sample = tree.structure_of(self._source.sample(0))
         seen = [self._leaves(number) for number in looked]
-        self.provenance = {"content": digest(seen), **provenance}
         names = _names(self.sample)
         self.columns = tuple(
             _column(name, values, looked) for name, values in zip(names, zip(*seen, strict=True), strict=True)
         )
-        sizes = [
-            sum(_array(value, column, 0).nbytes for value, column in zip(row, self.columns, strict=True))
-            for row in seen
-        ]
+        rows = [self._arrays(values, number) for values, number in zip(seen, looked, strict=True)]
+        self.provenance = {**provenance, "content": digest(rows)}
+        sizes = [sum(array.nbytes for array in row) for row in rows]
         self.row_bytes = max(1.0, sum(sizes) / len(sizes))
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
-        rows = []
-        for number in range(start, stop):
-            values = self._leaves(number)
-            rows.append([_array(value, column, number) for value, column in zip(values, self.columns, strict=True)])
+        rows = [self._arrays(self._leaves(number), number) for number in range(start, stop)]
         return [
             list(values) if column.ragged else np.stack(values)
             for column, values in zip(self.columns, zip(*rows, strict=True), strict=True)
         ]
+
+    def _arrays(self, values: Sequence[Any], number: int) -> list[np.ndarray]:
+        return [_array(value, column, number) for value, column in zip(values, self.columns, strict=True)]
 
     def _leaves(self, number: int) -> list[Any]:
         sample = self._source.sample(number)
@@ -73,7 +73,9 @@ class Lines(Sequence[Any]):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-        ends = np.flatnonzero(self._bytes == ord("\n"))
+        pieces = range(0, len(self._bytes), _PIECE)  # to compare takes a byte for each byte that is compared
+        found = [np.flatnonzero(self._bytes[at : at + _PIECE] == ord("\n")) + at for at in pieces]
+        ends = np.concatenate([np.empty(0, np.int64), *found])
         if len(self._bytes) and (not len(ends) or ends[-1] != len(self._bytes) - 1):
             ends = np.append(ends, len(self._bytes))
         starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
@@ -99,8 +101,6 @@ def json_lines(path: Path) -> Values:
 
 
 def _names(structure: Any) -> list[str]:
-    from echelon.data.packed.manifest import names
-
     found = names(structure)
     if len(set(found)) < len(found):
         raise DataError(f"two parts of a sample would have the same name among {', '.join(found)}: rename a key")
@@ -158,15 +158,14 @@ def _plain(value: Any) -> tuple[np.ndarray, str] | None:
     if isinstance(value, bool | np.bool_):
         return np.array(value), "bool"
     if isinstance(value, int | float):
-        return np.array(value, np.int64 if isinstance(value, int) else np.float64), "int64" if isinstance(
-            value, int
-        ) else "float64"
+        dtype = "int64" if isinstance(value, int) else "float64"
+        return np.array(value, dtype), dtype
     if isinstance(value, list):
-        whole = all(isinstance(part, int) for part in value)
-        return np.array(value, np.int64 if whole else np.float64), "int64" if whole else "float64"
+        dtype = "int64" if all(isinstance(part, int) for part in value) else "float64"
+        return np.array(value, dtype), dtype
     if hasattr(value, "getbands") and hasattr(
         value, "tobytes"
-    ):  # a picture of PIL's, as torchvision's ToTensor lays it out
+    ):  # a picture of PIL's, laid out as torchvision's ToTensor does
         pixels = np.asarray(value)
         return (pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)).copy(), pixels.dtype.name
     if isinstance(value, np.ndarray | np.generic):
@@ -189,13 +188,7 @@ def _array(value: Any, column: Column, number: int) -> np.ndarray:
             dtype = column.dtype
         shape = array.shape[1:] if column.ragged and array.ndim else array.shape
         if dtype == column.dtype and shape == column.shape:
-            return (
-                array.view(np.uint8)
-                if dtype == "bool" and array.ndim
-                else array.astype(np.uint8)
-                if dtype == "bool"
-                else array
-            )
+            return array.astype(np.uint8) if dtype == "bool" else array
     raise DataError(
         f"{column.name!r} of sample {number} is {shape_of(value)}, and {column} in the samples before: make them alike "
         "(a first dimension that differs must show in the first samples)"

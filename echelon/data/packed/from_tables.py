@@ -16,6 +16,8 @@ from echelon.errors import DataError
 
 #: Bytes of CSV that are read at once.
 _BLOCK = 2**24
+#: Rows that are looked at to learn their size.
+_LOOKS = 256
 ENDINGS = {".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
 
 
@@ -27,10 +29,8 @@ class Tables(Origin):
 
         self._parts: list[tuple[Path, int, int]] = []  # path, row group (or 0), rows
         self._tables: dict[Path, Any] = {}
-        self._group: tuple[int, Any] = (
-            -1,
-            None,
-        )  # the row group that was read last: rows are asked for a few at a time
+        #: The row group that was read last: rows are asked for a few at a time.
+        self._group: tuple[int, Any] = -1, None
         schema = None
         for path in paths:
             try:
@@ -46,9 +46,9 @@ class Tables(Origin):
         self.samples = int(self._ends[-1]) if len(self._ends) else 0
         if not self.samples:
             raise DataError(f"{paths[0]} has no rows: there is nothing to pack")
-        self.columns = tuple(_column(field, pa, self._first(field.name)) for field in schema)
+        self.columns = tuple(_column(field, pa) for field in schema)
         self.sample = {"dict": {column.name: column.name for column in self.columns}}
-        self.row_bytes = max(1.0, sum(path.stat().st_size for path in paths) / self.samples)
+        self.row_bytes = self._row_bytes()
         self.provenance = {
             "source": ", ".join(map(str, paths)), "kind": ENDINGS[paths[0].suffix.lower()], "stamp": stamp(paths)
         }  # fmt: skip
@@ -76,9 +76,15 @@ class Tables(Origin):
         self._tables[path] = table
         return table.schema.remove_metadata(), [table.num_rows]
 
-    def _first(self, name: str) -> Any:
-        """The first rows of a column."""
-        return self._table(0, 0, min(32, self._parts[0][2])).column(name)
+    def _row_bytes(self) -> float:
+        """Of the first rows as they are packed: a file may hold them compressed."""
+        rows = min(_LOOKS, self.samples)
+        sizes = [
+            array.nbytes
+            for column in self.read(0, rows)
+            for array in (column if isinstance(column, list) else [column])
+        ]
+        return max(1.0, sum(sizes) / rows)
 
     def _table(self, part: int, start: int, stop: int) -> Any:
         path, group, _ = self._parts[part]
@@ -130,7 +136,7 @@ def _words(schema: Any) -> str:
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
-def _column(field: Any, pa: Any, first: Any) -> Column:
+def _column(field: Any, pa: Any) -> Column:
     name, kind, types = field.name, field.type, pa.types
     if isinstance(kind, pa.ExtensionType) and kind.extension_name == "arrow.fixed_shape_tensor":
         return Column(name=name, dtype=_dtype(kind.value_type, name, pa), shape=tuple(kind.shape))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,10 @@ import numpy as np
 
 from echelon.data.packed.family import born_to
 from echelon.data.packed.manifest import Column, write_whole
-from echelon.data.packed.origin import Origin, stamp
+from echelon.data.packed.origin import Origin, Progress, stamp
 from echelon.errors import DataError
 
 ENDINGS = {".txt", ".text", ".md", ".py", ".rst"}
-
-Progress = Callable[[int, int], None]
 
 
 class Tokens(Origin):
@@ -34,29 +32,36 @@ class Tokens(Origin):
         self, files: Sequence[Path], *, tokens: str, length: int | None, dtype: str = "int64", kept: Path,
         processes: int = 1, progress: Progress = lambda done, total: None,
     ) -> None:  # fmt: skip
+        self._texts, self._length, self._dtype = list(files), length, np.dtype(dtype)
         self._item: np.dtype[Any] = np.dtype(np.uint8 if tokens == "byte" else np.int32)
-        if tokens == "byte":
-            named, self._files = tokens, list(files)
-        else:
-            named = f"{tokens} {_hash(tokens)}"
-            self._files = _encoded(files, tokens, kept, processes, progress)
-        sizes = [path.stat().st_size // self._item.itemsize for path in self._files]
-        self._ends = np.cumsum([0, *sizes])
-        self._length, self._dtype = length, np.dtype(dtype)
-        total = int(self._ends[-1])
-        self.samples = len(files) if length is None else total // length
-        if not self.samples:
-            raise DataError(f"{total:,} tokens do not fill one row of {length}: use a shorter --length, or more text")
+        self._encode = partial(_encoded, files, tokens, kept, processes, progress) if tokens != "byte" else None
         self.columns = (
             Column(name="tokens", dtype=dtype, shape=() if length is None else (length,), ragged=length is None),
         )
         self.sample = "tokens"
-        self.row_bytes = max(1.0, total * self._dtype.itemsize / self.samples)
         self.provenance = {
             "source": f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else ""), "kind": "text",
-            "tokens": named, "length": str(length), "left out": str(0 if length is None else total % length),
-            "stamp": stamp(files),
+            "tokens": tokens if tokens == "byte" else f"{tokens} {_hash(tokens)}", "length": str(length), "stamp": stamp(files),
         }  # fmt: skip
+
+    def prepare(self) -> None:
+        self._files = self._texts if self._encode is None else self._encode()
+        sizes = [path.stat().st_size // self._item.itemsize for path in self._files]
+        self._ends = np.cumsum([0, *sizes])
+        total = int(self._ends[-1])
+        self.samples = len(self._files) if self._length is None else total // self._length
+        if not self.samples:
+            raise DataError(
+                f"{total:,} tokens do not fill one row of {self._length}: use a shorter --length, or more text"
+            )
+        self.row_bytes = max(1.0, total * self._dtype.itemsize / self.samples)
+        self.remarks = {"left out": str(0 if self._length is None else total % self._length)}
+
+    @property
+    def identity(self) -> str:
+        return (
+            self._identity()
+        )  # the number of samples follows from the files, and is not known before they are tokenized
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         if self._length is None:

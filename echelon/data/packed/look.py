@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,13 @@ from echelon.data.packed import blocks
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.cache import Cache
 from echelon.data.packed.manifest import Manifest
-from echelon.data.packed.remote import Store, far_rows, is_url
+from echelon.data.packed.origin import Progress
+from echelon.data.packed.remote import far_rows
 from echelon.data.packed.rows import File, damage, wrong
+from echelon.data.packed.store import Store, is_url
 
 #: Seconds without a byte from a store.
 _TIMEOUT = 60.0
-
-
-Progress = Callable[[int, int], None]
 
 
 def manifest_of(folder: str) -> Manifest:

@@ -88,7 +88,7 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all: its presence says that the packing is done."""
         document = _document(self)
-        text = json.dumps({**document, "hash": _hash(document)}, separators=(",", ":"))
+        text = json.dumps({**document, "hash": hash_of(document)}, separators=(",", ":"))
         write_whole(folder / NAME, text.encode())
 
 
@@ -123,54 +123,68 @@ def read(text: bytes, where: str) -> Manifest:
                 f"{where} has version {document['version']!r}, this echelon reads {VERSION}: pack the data again, or use "
                 "the echelon that packed it"
             )
-        if claimed != _hash(document):
-            raise DataError(f"{where} is damaged: its hash is not that of its content; {RESTORE}")
+        if claimed != hash_of(document):
+            raise DataError(f"{where} is damaged: its hash is not that of its content; {_WHOLE}")
         return _checked(document)
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{where} is damaged ({type(error).__name__}: {error}); {RESTORE}") from None
+        raise DataError(f"{where} is damaged ({type(error).__name__}: {error}); {_WHOLE}") from None
 
 
-RESTORE = "restore it from a copy, or pack the data again"
+_WHOLE = "restore it from a copy, or delete the folder and pack the data again"
+#: What to do about a damaged shard.
+RESTORE = "restore this file from a copy, or delete it and pack the data again, which makes what is missing"
 
 
 def _document(manifest: Manifest) -> dict[str, Any]:
     return json.loads(json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}))
 
 
-def _hash(document: Mapping[str, Any]) -> str:
+def hash_of(document: Mapping[str, Any]) -> str:
+    """The hash that a manifest carries of the rest of it."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def identity(manifests: Sequence[Manifest]) -> str:
     """A short text for what these data sets hold, one behind the other, wherever it came from."""
-    return " ".join(_hash({**_document(manifest), "provenance": {}}) for manifest in manifests)
+    return " ".join(hash_of({**_document(manifest), "provenance": {}}) for manifest in manifests)
 
 
 def _checked(document: Mapping[str, Any]) -> Manifest:
-    """As nouns; whoever wrote the file, nothing in it may point outside of a shard or of the folder."""
+    """As nouns; whoever wrote the file, nothing in it may point outside of a shard or of the folder, or be of another kind than it says."""
     columns = tuple(Column(**{**column, "shape": tuple(column["shape"])}) for column in document["columns"])
     for column in columns:
-        sizes = all(type(size) is int and size >= 0 for size in column.shape)
-        if column.dtype not in ITEMS or column.kind not in _KINDS or type(column.name) is not str or not sizes:
+        if not _sound(column):
             raise ValueError(f"column {column.name!r}")
-    block = document["block"]
+    block, provenance = document["block"], document["provenance"]
     if type(block) is not int or block < 1:
         raise ValueError(f"block {block!r}")
-    shards = tuple(_shard(shard, columns, block) for shard in document["shards"])
+    if not isinstance(provenance, dict) or not all(isinstance(text, str) for text in provenance.values()):
+        raise ValueError("provenance")
+    shards = tuple(shard_of(shard, columns, block) for shard in document["shards"])
     if len({shard.file for shard in shards}) < len(shards):
         raise ValueError("a file is named twice")
-    made = Manifest(
-        columns=columns, sample=document["sample"], block=block, shards=shards, provenance=document["provenance"]
-    )
-    if names(made.sample) != [column.name for column in columns]:
-        raise ValueError("sample does not name the columns")
+    made = Manifest(columns=columns, sample=document["sample"], block=block, shards=shards, provenance=provenance)
+    known = [column.name for column in columns]
+    if not known or len({*known}) < len(known) or names(made.sample) != known:
+        raise ValueError("sample does not name the columns, each once")
     return made
 
 
-def _shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
+def _sound(column: Column) -> bool:
+    """Whether there can be such a column."""
+    if type(column.name) is not str or type(column.ragged) is not bool:
+        return False
+    if column.dtype not in ITEMS or not all(type(size) is int and size > 0 for size in column.shape):
+        return False
+    bare = column.dtype == "uint8" and column.ragged and not column.shape  # as bytes of any number
+    return column.kind == "array" or (column.kind in _KINDS and bare)
+
+
+def shard_of(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -> Shard:
+    """One file, from its document."""
     shard = Shard(
         **{**values, "buffers": tuple(map(tuple, values["buffers"])), "checksums": tuple(values["checksums"])}
     )
@@ -182,11 +196,14 @@ def _shard(values: Mapping[str, Any], columns: tuple[Column, ...], block: int) -
     if len(shard.buffers) != len(columns) or len(shard.checksums) != -(-shard.samples // block):
         raise ValueError(f"counts of {shard.file}")
     for column, buffers in zip(columns, shard.buffers, strict=True):
-        ends = [buffers[0] + shard.samples * column.item]
+        if len(buffers) != (3 if column.ragged else 1):
+            raise ValueError(f"column {column.name!r} of {shard.file}")
+        parts = [(buffers[0], shard.samples * column.item, ITEMS[column.dtype])]
         if column.ragged:
             offsets, data, size = buffers
-            ends = [offsets + 8 * (shard.samples + 1), data + size]
-        if max(ends) > shard.bytes or len(buffers) != (3 if column.ragged else 1):
+            parts = [(offsets, 8 * (shard.samples + 1), 8), (data, size, ITEMS[column.dtype])]
+        # Numbers that do not lie at a multiple of their size would be copied, all of them, before one is read.
+        if any(first + size > shard.bytes or first % item for first, size, item in parts):
             raise ValueError(f"column {column.name!r} of {shard.file}")
     return shard
 
@@ -195,7 +212,9 @@ def names(sample: Any) -> list[str]:
     """The columns of a sample's structure, in order."""
     if isinstance(sample, str):
         return [sample]
-    ((_, parts),) = sample.items()
+    ((kind, parts),) = sample.items()
+    if (kind, type(parts)) not in (("dict", dict), ("tuple", list), ("list", list)):
+        raise ValueError(f"a sample made of a {kind}")
     return [name for part in (parts.values() if isinstance(parts, dict) else parts) for name in names(part)]
 
 

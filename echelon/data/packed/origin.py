@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from echelon.data.packed.manifest import Column
+
+#: Called now and then with how much is done, and how much there is to do.
+Progress = Callable[[int, int], None]
 
 
 class Origin(ABC):
@@ -21,8 +25,14 @@ class Origin(ABC):
     sample: Any
     #: Where it comes from, in words, for the manifest. Two packings go on from each other only if this is equal.
     provenance: Mapping[str, str]
+    #: What else there is to say of it once it was read.
+    remarks: Mapping[str, str] = MappingProxyType({})
     #: Bytes of one row, about: decides how many make a shard.
     row_bytes: float
+
+    def prepare(self) -> None:
+        """What has to be done before the number of samples is known or a row is read. Not called where all is packed already."""
+        return
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Sequence[Any]:
@@ -31,7 +41,10 @@ class Origin(ABC):
     @property
     def identity(self) -> str:
         """A short text that changes when the source does."""
-        known = [str(self.samples), repr(self.columns), json.dumps(self.sample), json.dumps(dict(self.provenance))]
+        return self._identity(self.samples)
+
+    def _identity(self, *more: object) -> str:
+        known = [*map(str, more), repr(self.columns), json.dumps(self.sample), json.dumps(dict(self.provenance))]
         return hashlib.blake2b("\n".join(known).encode(), digest_size=16).hexdigest()
 
 

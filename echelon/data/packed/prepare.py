@@ -6,15 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from echelon.data.describe import kind_of
-from echelon.data.digest import digest
 from echelon.data.packed.fingerprint import fingerprint
 from echelon.data.packed.from_samples import Values
 from echelon.data.packed.pack import pack
 from echelon.data.packed.reader import Packed
-from echelon.data.source import Samples
 
 
 def prepared(
@@ -28,21 +24,13 @@ def prepared(
     """`data` with `transform` applied to each sample, packed in `folder`.
 
     Call it where a job makes its data: ranks that call it together share the work, each sample is made by one of them, and a later
-    run with the same function and the same data finds it done. What counts as the same is fingerprint.py's; eight samples are
-    looked at as well.
+    run with the same function and the same data finds it done. What counts as the same is fingerprint.py's; some samples are looked at
+    as well. A data set in `folder` that this function did not make is left alone, with an error.
     """
-    held = fingerprint(data)  # before anything is read of it, which may change what it holds
-    known = Samples(data)
-    some = sorted({*np.linspace(0, len(known) - 1, 8, dtype=int).tolist()})
-    told = {
-        "source": kind_of(data),
-        "kind": "prepared",
-        "data": held,
-        "content": " ".join(digest(known.sample(number)) for number in some),
-        "transform": "none" if transform is None else fingerprint(transform),
-    }
+    # Before anything is read of them, which may change what they hold.
+    told = {"source": kind_of(data), "kind": "prepared", "data": fingerprint(data), "transform": fingerprint(transform)}
     origin = Values(_Mapped(data, transform), told)
-    pack(origin, Path(folder), shards=min(shards, origin.samples), processes=processes, overwrite=True)
+    pack(origin, Path(folder), shards=min(shards, origin.samples), processes=processes, overwrite="prepared")
     return Packed(folder)
 
 

@@ -17,8 +17,9 @@ from echelon.data.packed import manifest as documents
 from echelon.data.packed import tree
 from echelon.data.packed.cache import Cache
 from echelon.data.packed.manifest import Column, Manifest
-from echelon.data.packed.remote import RemoteRows, Store, far_rows, is_url
+from echelon.data.packed.remote import RemoteRows, far_rows
 from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, files_of, wrong
+from echelon.data.packed.store import Store, is_url
 from echelon.data.source import Source
 from echelon.errors import DataError
 from echelon.world import cache_folder
@@ -219,11 +220,15 @@ class Packed:
 
     def __getstate__(self) -> Any:
         # The maps are of this process: a worker opens its own.
-        return self._given, self.transform, self.pad, self.window, self.bucket
+        return self._given, self.transform, self.pad, self.window, self.bucket, self.identity
 
     def __setstate__(self, state: Any) -> None:
-        self._given, self.transform, self.pad, self.window, self.bucket = state
+        self._given, self.transform, self.pad, self.window, self.bucket, before = state
         self._open()
+        if self.identity != before:
+            raise DataError(
+                f"{self._given[0][0]} holds other samples than when it was opened: {self.identity}, before {before}; open it again"
+            )
 
 
 class PackedSource(Source):

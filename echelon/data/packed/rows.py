@@ -253,7 +253,7 @@ class _Ragged(_Gather):
         rows = [content[start:stop] for start, stop in pairs.tolist()]
         kind = self._column.kind
         if kind == "text":
-            return [row.tobytes().decode() for row in rows]
+            return [_text(row, number) for row, number in zip(rows, ids, strict=True)]
         if kind == "bytes":
             return [row.tobytes() for row in rows]
         if kind == "image":
@@ -274,6 +274,13 @@ def _page(sizes: Sequence[int]) -> int:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _text(row: np.ndarray, number: int) -> str:
+    try:
+        return row.tobytes().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"sample {number} has a text that is not UTF-8: {error}") from None
 
 
 def windows(content: np.ndarray, size: int) -> np.ndarray:
