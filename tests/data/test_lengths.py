@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +56,36 @@ def test_filled_rows_hold_each_token_once(lengths: list[int], row: int) -> None:
         with pytest.raises(DataError, match="no sample holds a token"):
             layout(np.array(lengths), row)
         return
-    pieces, rows = layout(np.array(lengths), row)
-    assert sorted(itertools.chain(*(each.tolist() for each in rows))) == list(range(len(pieces)))
-    assert max(pieces[each, 2].sum() for each in rows) <= row
-    tokens = sorted((sample, start + place) for sample, start, size in pieces.tolist() for place in range(size))
+    found = layout(np.array(lengths), row)
+    each = zip(found.samples.tolist(), found.starts.tolist(), found.sizes.tolist(), strict=True)
+    tokens = sorted((sample, start + place) for sample, start, size in each for place in range(size))
     assert tokens == [(sample, place) for sample, length in enumerate(lengths) for place in range(length)]
-    assert len(rows) <= 1.3 * -(-sum(lengths) // row) + 1 + sum(length * 2 > row for length in lengths)
+    used = np.add.reduceat(found.sizes, found.rows[:-1])
+    assert 0 < used.min() <= used.max() <= row
+    assert found.rows[-1] == len(found.samples)
+    assert sorted(used.tolist()) == sorted(best_fit(found.sizes.tolist(), row))
+
+
+def best_fit(sizes: list[int], row: int) -> list[int]:
+    """One by one, the longest first, into the fullest row that has room: tokens in each row."""
+    rows: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [number for number, used in enumerate(rows) if used + size <= row]
+        if not fitting:
+            rows.append(size)
+        else:
+            rows[max(fitting, key=lambda number: rows[number])] += size
+    return rows
+
+
+def test_many_samples_are_laid_out_in_little_memory() -> None:
+    lengths = np.random.default_rng(0).integers(1, 3000, 500_000)
+    tracemalloc.start()
+    found = layout(lengths, 2048)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 120 * len(found.samples)
+    assert (len(found.rows) - 1) * 2048 < 1.01 * lengths.sum()
 
 
 @pytest.fixture
@@ -102,6 +127,30 @@ def test_filled_rows_come_back_as_they_were(texts: Path) -> None:
     assert sorted(lengths) == sorted(number % 13 for number in range(100) if number % 13)
     batch = open_source(rows).take(np.array([2, 0]), 0)
     assert torch.equal(batch["tokens"][0], found[2]["tokens"])
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_lengths_are_read_without_the_content(texts: Path, far: bool) -> None:
+    """Damage in the tokens does not show in their lengths, and none of these files comes to the cache; damage in the offsets does show."""
+    how = {"cache": texts.parent / "cache"} if far else {}
+    where = f"file://{texts}" if far else str(texts)
+    right = [number % 13 for number in range(100)]
+    shard = Packed(texts).manifests[0].shards[1]
+    offsets, content, _ = shard.buffers[0]
+
+    def flip(place: int) -> None:
+        raw = bytearray((texts / shard.file).read_bytes())
+        raw[place] ^= 1
+        (texts / shard.file).write_bytes(raw)
+
+    flip(content)
+    assert Packed(where, bucket="tokens", **how).lengths("tokens").tolist() == right
+    assert len(Packed(where, **how).filled(16)) > 1
+    assert not list((texts.parent / "cache").glob("*.arrow"))
+    flip(content)
+    flip(offsets + 8 * 7)
+    with pytest.raises(DataError, match=r"shard-00001.arrow.* damaged"):
+        Packed(where, **how).lengths("tokens")
 
 
 def test_a_column_that_is_not_ragged_has_no_lengths(texts: Path) -> None:

@@ -55,6 +55,24 @@ def frame(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
     return _crc(file[place : shard.bytes], found)
 
 
+def offsets(file: np.ndarray, columns: Sequence[Column], shard: Shard) -> int:
+    """CRC-32 of the offsets of all ragged columns in turn."""
+    return offsets_sum(file[start:stop] for start, stop in offset_spans(columns, shard))
+
+
+def offset_spans(columns: Sequence[Column], shard: Shard) -> list[tuple[int, int]]:
+    """Where in the file the offsets of ragged columns lie, column after column."""
+    return [(at[0], at[0] + 8 * (shard.samples + 1)) for c, at in zip(columns, shard.buffers, strict=True) if c.ragged]
+
+
+def offsets_sum(parts: Iterable[np.ndarray]) -> int:
+    """The checksum of offsets that were read."""
+    found = 0
+    for part in parts:
+        found = _crc(part, found)
+    return found
+
+
 def _crc(content: np.ndarray, found: int) -> int:
     return zlib.crc32(content.data, found)
 

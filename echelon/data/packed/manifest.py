@@ -62,6 +62,8 @@ class Shard:
     checksums: tuple[int, ...]
     #: Of all bytes that belong to no column: what other programs read to find them.
     frame: int
+    #: Of the offsets of all ragged columns: the lengths of samples can be read without their content.
+    offsets: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +190,14 @@ def shard_of(values: Mapping[str, Any], columns: tuple[Column, ...], block: int)
     shard = Shard(
         **{**values, "buffers": tuple(map(tuple, values["buffers"])), "checksums": tuple(values["checksums"])}
     )
-    numbers = [shard.samples, shard.bytes, shard.frame, *shard.checksums, *(n for each in shard.buffers for n in each)]
+    numbers = [
+        shard.samples,
+        shard.bytes,
+        shard.frame,
+        shard.offsets,
+        *shard.checksums,
+        *(n for each in shard.buffers for n in each),
+    ]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"a number of {shard.file!r}")
     if not _FILE.fullmatch(shard.file):

@@ -197,7 +197,7 @@ class Packed:
 
     def column(self, name: str, ids: np.ndarray) -> Any:
         """One column of the samples `ids`, not padded."""
-        return self._rows.take(self._inside(ids))[self._names.index(name)]
+        return self._rows.column(self._names.index(name), self._inside(ids))
 
     def lengths(self, name: str) -> np.ndarray:
         """The number of items of each sample in a column that differs in length."""

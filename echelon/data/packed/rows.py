@@ -63,7 +63,11 @@ class Rows(ABC):
 
     @abstractmethod
     def lengths(self, column: int) -> np.ndarray:
-        """The number of items in each row of a ragged column."""
+        """The number of items in each row of a ragged column. Reads the offsets of all such columns, and nothing else."""
+
+    def column(self, place: int, ids: np.ndarray) -> Any:
+        """The rows `ids` of one column."""
+        return self.take(ids)[place]
 
     def expect(self, ids: np.ndarray) -> None:
         """These rows are needed soon: where they have to come from afar, let them come."""
@@ -101,21 +105,32 @@ class LocalRows(Rows):
             self._check(ids, shard)
         return [gather.take(ids, shard, pin) for gather in self._gathers]
 
+    def column(self, place: int, ids: np.ndarray) -> Any:
+        shard = self._ends.searchsorted(ids, "right") if len(self._files) > 1 else None
+        if self._unchecked:
+            self._check(ids, shard)
+        return self._gathers[place].take(ids, shard, False)
+
     def lengths(self, column: int) -> np.ndarray:
-        self.check_all()
         found = []
         for number, file in enumerate(self._files):
-            at = file.shard.buffers[column][0]
             content = self._maps[column].file(number, file.shard.bytes)
-            found.append(np.diff(content[at : at + 8 * (file.shard.samples + 1)].view(np.int64)))
+            parts = [content[start:stop] for start, stop in blocks.offset_spans(self._columns, file.shard)]
+            counted = (
+                lengths_of(parts, self._columns, column, file)
+                if len(self._checked)
+                else _steps(parts, self._columns, column)
+            )
+            if counted is None:
+                self._check_file(number)  # names the block
+                raise DataError(f"{file.named(0, file.shard.samples)} is damaged: its offsets are; {RESTORE}")
+            found.append(counted)
         return np.concatenate(found)
 
-    def check_all(self) -> None:
-        """Every block that was not touched yet."""
-        if self._unchecked:
-            for number in range(len(self._files)):
-                each = np.arange(self._starts[number], self._ends[number], self._block[number])
-                self._check(each, np.full(len(each), number))
+    def _check_file(self, number: int) -> None:
+        """Every block of a file that was not touched yet."""
+        each = np.arange(self._starts[number], self._ends[number], self._block[number])
+        self._check(each, np.full(len(each), number))
 
     def _check(self, ids: np.ndarray, shard: np.ndarray | None) -> None:
         if shard is None:
@@ -180,6 +195,16 @@ class LocalRows(Rows):
         last = int(places[-1]) + self._files[-1].shard.samples * column.item
         rows = region.bytes[int(places[0]) : last].view(stored(column)).reshape(-1, *column.shape)
         return _Even(column, rows, (places - places[0]) // column.item - self._starts)
+
+
+def lengths_of(parts: Sequence[np.ndarray], columns: Sequence[Column], place: int, file: File) -> np.ndarray | None:
+    """The lengths of a ragged column, from the offsets of all such columns of a file; None where they are not as they were written."""
+    found = _steps(parts, columns, place)
+    return found if blocks.offsets_sum(parts) == file.shard.offsets and not (found < 0).any() else None
+
+
+def _steps(parts: Sequence[np.ndarray], columns: Sequence[Column], place: int) -> np.ndarray:
+    return np.diff(parts[sum(column.ragged for column in columns[:place])].view("<i8"))
 
 
 class _Map:

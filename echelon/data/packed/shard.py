@@ -104,16 +104,16 @@ def _described(path: Path, name: str, columns: Sequence[Column], samples: int, b
             size = 0 if data is None else data.size
             places.append((found[1].address - whole.address, first, size) if column.ragged else (first,))
         shard = Shard(
-            file=name, samples=samples, bytes=whole.size, buffers=tuple(places), checksums=(), frame=0,
+            file=name, samples=samples, bytes=whole.size, buffers=tuple(places), checksums=(), frame=0, offsets=0,
         )  # fmt: skip
         file = np.frombuffer(whole, np.uint8)
         sums = [
             blocks.checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
             for start in range(0, samples, block)
         ]
-        rest = blocks.frame(file, columns, shard)
+        rest, offsets = blocks.frame(file, columns, shard), blocks.offsets(file, columns, shard)
         del file, array, batch, found, data, whole
     checked = tuple(each for each in sums if each is not None)
     if len(checked) < len(sums):
         raise DataError(f"{name} was not written as it was meant to be: its offsets point outside of it")
-    return replace(shard, checksums=checked, frame=rest)
+    return replace(shard, checksums=checked, frame=rest, offsets=offsets)

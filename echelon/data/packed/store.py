@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,12 +61,25 @@ class Store:
 
         self._guarded(name, get)
 
-    def _pieces(self, name: str, told: Callable[[int], None]) -> Iterator[bytes]:
+    def parts(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Some spans of a file of the folder, from and to."""
+
+        def get(told: Callable[[int], None]) -> list[bytes]:
+            return [b"".join(self._pieces(name, told, start, stop)) for start, stop in spans]
+
+        return self._guarded(name, get)
+
+    def _pieces(
+        self, name: str, told: Callable[[int], None], start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
         """The content of a file, as it comes. fsspec remembers the connection, and makes a new one in a forked process."""
         system, folder = self._connect(self.url)
         # Without a buffer of fsspec's own, which would be filled with up to 50 MB before the first byte shows here.
         with system.open(f"{folder}/{name}", "rb", block_size=_PIECE, cache_type="none") as source:
-            while piece := source.read(_PIECE):
+            if start:
+                source.seek(start)
+            while piece := source.read(_PIECE if stop is None else min(_PIECE, stop - start)):
+                start += len(piece)
                 told(len(piece))
                 yield piece
 
