@@ -3,8 +3,9 @@
     python -m bench.damage [--mutations 10000] [--kills 100] [--seed 0] [--json damage.json]
 
 Mutations: a file of a small data set with columns of every kind is damaged at random (bits, cuts, zeros, noise, pieces moved, files
-deleted or exchanged) and the whole set is read; the same with copies in a cache. Kills: a packing by two processes, and two readers that fill a small cache, are ended
-with kill -9 at random moments; then the packing goes on, and the cache is read to its last byte.
+deleted or exchanged) and the set is read in one of several ways in turn: all samples, batches of a training, lengths, without what is
+damaged, `verify`; the same with copies in a cache. Kills: a packing by two processes, and two readers that fill a small cache from a slow
+store, are ended with kill -9 at random moments; then the packing goes on, and the cache is read to its last byte.
 """
 
 from __future__ import annotations
@@ -17,50 +18,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from bench.common import Row, publish, tell
 from bench.kills import kill_packing, kill_readers, unbroken
-from echelon.data.packed.from_samples import Values
-from echelon.data.packed.pack import pack
-from echelon.data.packed.reader import Packed
-from echelon.errors import DataError
-
-
-def make(folder: Path, samples: int = 96, shards: int = 3) -> None:
-    """A small data set with columns of every kind."""
-    draw = np.random.default_rng(7)
-    rows = [
-        {
-            "pixels": draw.integers(0, 256, (3, 6, 6), dtype=np.uint8),
-            "tokens": draw.integers(0, 1000, number % 17).tolist(),
-            "name": f"sample {number}",
-            "label": number,
-        }
-        for number in range(samples)
-    ]
-    pack(Values(rows, {"source": "made for a test"}), folder, shards=shards)
-
-
-def intact(folder: str | Path, **how: Any) -> list[Any]:
-    """All samples, in a form that can be compared."""
-    data = Packed(folder, **how)
-    return [
-        (sample["pixels"].tolist(), sample["tokens"].tolist(), sample["name"], sample["label"].item())
-        for sample in data.__getitems__(range(len(data)))
-    ]
-
-
-def read(folder: str | Path, right: list[Any], **how: Any) -> str:
-    """`right`: every sample is as it was; `named`: an error that names a file of the folder; anything else is a fault."""
-    try:
-        return "right" if intact(folder, **how) == right else "wrong data"
-    except DataError as error:
-        return "named" if str(folder) in str(error) else f"unnamed: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+from bench.mixed import WAYS, Plain, everything, make, outcome
 
 
 def mutated(folder: Path, draw: random.Random) -> str:
@@ -144,11 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if given.mutations:
-            make(folder / "good")
-            right = intact(folder / "good")
+            right = make(folder / "good")
             rows.append(tell(_mutations(folder / "good", right, given.mutations, draw)))
             store, kept = f"file://{folder / 'good'}", folder / "kept"
-            intact(store, cache=kept)
+            everything(store, right, cache=kept)
             rows.append(tell(_mutations(kept, right, given.mutations // 10, draw, store)))
         if given.kills:
             rows.append(tell(_packings(folder, given.kills, draw)))
@@ -156,19 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return publish("what damage and kills leave behind", rows, json_path=given.json)
 
 
-def _mutations(good: Path, right: list[Any], count: int, draw: random.Random, store: str | None = None) -> Row:
+def _mutations(good: Path, right: list[Plain], count: int, draw: random.Random, store: str | None = None) -> Row:
     """Damage copies of a folder `count` times; with `store` it is the cache of what is there, which is made anew from it."""
     outcomes: Counter[str] = Counter()
     strange: list[str] = []
     expected = ("right", "named") if store is None else ("right",)
     bad = good.with_name("bad")
-    for _ in range(count):
+    for number in range(count):
         shutil.copytree(good, bad)
-        how = mutated(bad, draw)
-        outcome = read(bad, right) if store is None else read(store, right, cache=bad)
-        outcomes[outcome if outcome in expected else "strange"] += 1
-        if outcome not in expected:
-            strange.append(f"{how}: {outcome}")
+        way, how = sorted(WAYS)[number % len(WAYS)], mutated(bad, draw)
+        found = outcome(way, bad, right) if store is None else outcome(way, store, right, cache=bad)
+        outcomes[found if found in expected else "strange"] += 1
+        if found not in expected:
+            strange.append(f"{how}, {way}: {found}")
         shutil.rmtree(bad)
     text = ", ".join(f"{each}: {outcomes[each]:,}" for each in (*expected, "strange"))
     what = {"what": f"{count:,} mutations of {'a packed set' if store is None else 'a cache'}"}
@@ -189,8 +149,8 @@ def _packings(folder: Path, count: int, draw: random.Random) -> Row:
 
 
 def _readers(folder: Path, count: int, draw: random.Random) -> Row:
-    make(folder / "far", samples=400, shards=8)
-    wrong = kill_readers(f"file://{folder / 'far'}", folder / "cache", count, draw)
+    right = make(folder / "far", 400, shards=8)
+    wrong = kill_readers(f"file://{folder / 'far'}", right, folder / "cache", count, draw)
     text = f"{count} kills, {len(wrong)} wrong"
     return Row(
         what={"what": "readers killed while they fill a cache"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.mixed import Plain, plain
 from echelon.data.packed.manifest import NAME
 from echelon.data.packed.reader import Packed
 from echelon.errors import DataError
@@ -104,30 +106,44 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
 
 
+#: The store gives little at a time, and slowly: most kills fall between two pieces of a copy.
 _READ = """
-import sys
+import pickle, sys, time
 import numpy as np
+from bench.mixed import plain
 from echelon.data import Packed
+from echelon.data.packed import store
 
+def slowly(self, *what, quickly=store.Store._pieces):
+    for piece in quickly(self, *what):
+        time.sleep(0.001)
+        yield piece
+
+store._PIECE, store.Store._pieces = 2**14, slowly
+right = pickle.load(open(sys.argv[5], "rb"))
 data = Packed(sys.argv[1], cache=sys.argv[2], cache_bytes=int(sys.argv[3]), timeout=30)
 draw = np.random.default_rng(int(sys.argv[4]))
 print("open", flush=True)
 while True:
     number = int(draw.integers(0, len(data)))
-    if data[number]["label"].item() != number:
+    if plain(data[number]) != right[number]:
         sys.exit(f"sample {number} is wrong")
 """
 
 
-def kill_readers(store: str, cache: Path, kills: int, draw: random.Random) -> list[str]:
+def kill_readers(store: str, right: list[Plain], cache: Path, kills: int, draw: random.Random) -> list[str]:
     """Readers in pairs, on a cache that holds half of the data, killed at random; then all of it is read. Returns what was wrong."""
+    known = cache.with_name("right")
+    known.write_bytes(pickle.dumps(right))
     shards = Packed(store, cache=cache).manifests[0].shards
     limit = sum(shard.bytes for shard in shards) // 2
     wrong: list[str] = []
     for turn in range(0, kills, 2):
         words = [sys.executable, "-c", _READ, store, str(cache), str(limit)]
         pair = [
-            subprocess.Popen([*words, str(turn + number)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*words, str(turn + number), str(known)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
             for number in range(2)
         ]
         for reader in pair:
@@ -141,9 +157,7 @@ def kill_readers(store: str, cache: Path, kills: int, draw: random.Random) -> li
             if ended is not None:
                 wrong.append(said.strip()[-300:])
     data = Packed(store, cache=cache, cache_bytes=limit)
-    for number in range(len(data)):
-        if data[number]["label"].item() != number:
-            wrong.append(f"sample {number} is wrong")
+    wrong += [f"sample {number} is wrong" for number in range(len(right)) if plain(data[number]) != right[number]]
     held = sum(path.stat().st_size for path in cache.iterdir())
     if held > limit:
         wrong.append(f"the cache holds {held:,} bytes of {limit:,}")

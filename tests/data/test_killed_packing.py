@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.damage import make
 from bench.kills import kill_packing, kill_readers, unbroken
+from bench.mixed import make
 
 pytestmark = pytest.mark.slow
 
@@ -24,5 +24,5 @@ def test_killed_packings_go_on_to_the_same_bytes(tmp_path: Path) -> None:
 
 def test_killed_readers_never_spoil_the_cache(tmp_path: Path) -> None:
     """A sample of what `python -m bench.damage` does a hundred times: two at a time fill a small cache."""
-    make(tmp_path / "far", samples=400, shards=8)
-    assert kill_readers(f"file://{tmp_path / 'far'}", tmp_path / "cache", 4, random.Random(1)) == []
+    right = make(tmp_path / "far", 400, shards=8)
+    assert kill_readers(f"file://{tmp_path / 'far'}", right, tmp_path / "cache", 4, random.Random(1)) == []

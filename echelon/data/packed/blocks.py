@@ -19,7 +19,7 @@ def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shar
     for file, column, buffers in zip(files, columns, shard.buffers, strict=True):
         if not column.ragged:
             first = buffers[0]
-            found = _folded(file[first + start * column.item : first + stop * column.item], found)
+            found = folded(file[first + start * column.item : first + stop * column.item], found)
             continue
         at, first, size = buffers
         offsets = file[at + 8 * start : at + 8 * (stop + 1)]
@@ -28,11 +28,11 @@ def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shar
         if not 0 <= begin * column.item <= end * column.item <= size or (places[1:] < places[:-1]).any():
             return None
         found = _crc(offsets, found)
-        found = _folded(file[first + begin * column.item : first + end * column.item], found)
+        found = folded(file[first + begin * column.item : first + end * column.item], found)
     return found
 
 
-def _folded(content: np.ndarray, found: int) -> int:
+def folded(content: np.ndarray, found: int) -> int:
     """CRC-32 of a table's sums: as words of 8 bytes, 512 in a row, first the sum of each row, then of each column, modulo 2^64; what
     fills no row goes in as it is.
 
