@@ -21,6 +21,8 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Columns, counts, sizes, a few samples, and how evenly the files are filled."""
+    from rich.text import Text
+
     from echelon.data.packed.look import summary
 
     found = summary(folder, samples)
@@ -29,14 +31,14 @@ def show(
         return
     screen = console()
     shards = found["shards"]
-    screen.print(f"{folder}: {found['samples']:,} samples, {size(found['bytes'])}")
+    screen.print(f"{folder}: {found['samples']:,} samples, {size(found['bytes'])}", markup=False)
     files = table("files", "samples in each", "size of each", "lanes", "samples per checksum", left=0)
     counts = _range(f"{shards['fewest']:,}", f"{shards['most']:,}")
     sizes = _range(size(shards["smallest"]), size(shards["largest"]))
     files.add_row(str(shards["count"]), counts, sizes, str(shards["lanes"]), f"{found['block']:,}")
     columns = table("column", "holds", left=2)
     for name, kind in found["columns"].items():
-        columns.add_row(name, kind)
+        columns.add_row(Text(name), Text(kind))  # both have square brackets, which are markup to rich
     screen.print(columns)
     screen.print(files)
     for number, sample in enumerate(found["first"]):

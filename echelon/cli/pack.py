@@ -32,6 +32,9 @@ def pack(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens in a row; else one row per file.")] = None,
     dtype: Annotated[str, typer.Option(help="Of tokens: uint8, int16, int32, int64.")] = "int64",
+    shuffle: Annotated[
+        str | None, typer.Option(metavar="SEED|no", help="In random order; pictures by class are, with seed 0.")
+    ] = None,
     shards: Annotated[
         int | None, typer.Option(help="Number of files; else by size. A process that packs holds one in memory.")
     ] = None,
@@ -60,6 +63,7 @@ def pack(
             source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes,
             progress=lambda done, total: bar.update(reading, completed=done, total=total, visible=True),
         )  # fmt: skip
+        origin = _mixed(origin, shuffle)
         packing = bar.add_task("packing", total=None)
         made = write(
             origin, target, shards=shards, processes=processes, overwrite=overwrite,
@@ -80,6 +84,18 @@ def pack(
         return
     files = f"{len(made.shards)} file{'s' * (len(made.shards) != 1)}"
     typer.echo(f"{target}: {made.samples:,} samples, {in_words(made.bytes)} in {files}; use it as data={str(target)!r}")
+
+
+def _mixed(origin: Origin, shuffle: str | None) -> Origin:
+    """In random order where that is asked for, and where it is not but rows are sorted by class."""
+    from echelon.data.packed.from_images import Pictures
+    from echelon.data.packed.mixed import Mixed
+
+    if shuffle not in (None, "no") and not shuffle.isdecimal():
+        raise DataError(f"--shuffle {shuffle}: a seed, as 0, or no")
+    if shuffle == "no" or (shuffle is None and not isinstance(origin, Pictures)):
+        return origin
+    return Mixed(origin, int(shuffle or 0))
 
 
 def _origin(source: str, **options: Any) -> Origin:

@@ -16,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from echelon.cli.app import app
-from echelon.data import Packed
+from echelon.data import Loader, Packed, open_source
 from echelon.data.packed.detect import open_origin
 from echelon.data.packed.origin import Origin
 
@@ -258,13 +258,71 @@ def test_pictures_by_class(tmp_path: Path) -> None:
         (tmp_path / "in" / name).mkdir(parents=True)
         for number in range(3):
             Image.new("RGB", (6 + number, 5), (shade, number, 0)).save(tmp_path / "in" / name / f"{number}.png")
-    raw = packed(tmp_path, tmp_path / "in")
+    raw = packed(tmp_path, tmp_path / "in", "--shuffle", "no")
     assert raw[4][0].shape == (3, 5, 7)
     assert (raw[4][0][:, 0, 0].tolist(), raw[4][1].item()) == ([200, 1, 0], 1)
     echelon("pack", tmp_path / "in", tmp_path / "sized", "--size", "4x3")
     assert Packed(tmp_path / "sized").batch(np.array([0, 5]))[0].shape == (2, 3, 4, 3)
     (tmp_path / "in/dog/1.png").write_bytes(b"no picture")
     assert "dog/1.png is no picture that can be read" in echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
+
+
+def test_pictures_by_class_are_packed_in_random_order(tmp_path: Path) -> None:
+    """Else each file, and with it each rank's share and each micro-batch, would hold one class or two."""
+    for label in range(4):
+        (tmp_path / "in" / f"class {label}").mkdir(parents=True)
+        for number in range(16):
+            Image.new("RGB", (4, 4), (label, number, 0)).save(tmp_path / "in" / f"class {label}" / f"{number:02}.png")
+    data = packed(tmp_path, tmp_path / "in", "--size", "4x4", "--shards", 4)
+    pixels, labels = data.batch(np.arange(64))
+    assert sorted(zip(pixels[:, 0, 0, 0].tolist(), pixels[:, 1, 0, 0].tolist(), strict=True)) == [
+        (label, number) for label in range(4) for number in range(16)
+    ]
+    assert pixels[:, 0, 0, 0].tolist() == labels.tolist()
+    source = open_source(str(tmp_path / "packed"))
+    order = source.order(batch=16, seed=0)
+    assert order.rule == "shuffled in lanes=4"
+    micros = [
+        len(set(micro.batch[1].tolist()))
+        for step in Loader(source, order, rank=0, ranks=1, micro=4).steps(0, 40)
+        for micro in step.micros
+    ]
+    assert np.mean(micros) > 2  # of 4 samples drawn from 4 classes 2.7 classes are expected, of a sorted file 1
+    assert data.manifests[0].provenance["shuffled"] == "seed 0"
+
+
+@pytest.mark.parametrize("kind", ["npy", "jsonl", "text"])
+def test_other_sources_are_shuffled_if_asked(tmp_path: Path, kind: str) -> None:
+    how: list[Any] = ["--shuffle", 3]
+    if kind == "npy":
+        np.save(tmp_path / "x.npy", np.arange(50))
+    elif kind == "jsonl":
+        (tmp_path / "x.jsonl").write_text("".join(f"{number}\n" for number in range(50)))
+    else:
+        (tmp_path / "x.txt").write_bytes(bytes(range(50)))
+        how += ["--tokens", "byte", "--length", 1]
+    source = next(path for path in tmp_path.iterdir())
+    found = packed(tmp_path, source, *how).batch(np.arange(50)).reshape(-1).tolist()
+    assert sorted(found) == list(range(50))
+    assert found != list(range(50))
+    echelon("pack", source, tmp_path / "packed", *how)  # the same again is nothing to do
+    assert "holds another packed data set" in echelon("pack", source, tmp_path / "packed", *how[2:], "--shuffle", 4, code=2)
+
+
+def test_what_cannot_be_shuffled_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a\n1\n2\n")
+    told = echelon("pack", tmp_path / "x.csv", tmp_path / "p", "--shuffle", 0, code=2)
+    assert "rows of a table are read many at a time" in " ".join(told.split())
+    assert "a seed, as 0, or no" in echelon("pack", tmp_path / "x.csv", tmp_path / "p", "--shuffle", "yes", code=2)
+
+
+def test_show_tells_names_and_kinds_as_they_are(tmp_path: Path) -> None:
+    """Square brackets are markup to rich."""
+    (tmp_path / "x.jsonl").write_text('{"[/x]": [1, 2], "[red]y": "[b]"}\n{"[/x]": [3], "[red]y": ""}\n')
+    packed(tmp_path, tmp_path / "x.jsonl")
+    shown = echelon("data", "show", tmp_path / "packed")
+    for words in ("[/x]", "int64[any]", "[red]y", "'[b]'"):
+        assert words in shown
 
 
 def test_a_torch_data_set_in_a_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".
 
 
 class Pictures(Origin):
-    """The pictures as their files hold them, or, with `size` (height, width), decoded and resized to uint8[3, height, width]."""
+    """Sorted by class. The pictures as their files hold them, or, with `size` (height, width), decoded and resized to uint8[3, height, width]."""
 
     def __init__(self, folder: Path, size: tuple[int, int] | None) -> None:
         classes = sorted(path.name for path in folder.iterdir() if path.is_dir())

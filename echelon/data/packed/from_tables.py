@@ -24,6 +24,8 @@ ENDINGS = {".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow
 class Tables(Origin):
     """One or more files with the same columns, one behind the other. Parquet is read by row groups, Arrow and CSV are mapped."""
 
+    by_row = False
+
     def __init__(self, paths: Sequence[Path]) -> None:
         import pyarrow as pa
 

@@ -29,6 +29,8 @@ class Origin(ABC):
     remarks: Mapping[str, str] = MappingProxyType({})
     #: Bytes of one row, about: decides how many make a shard.
     row_bytes: float
+    #: Whether one row can be read without many others.
+    by_row: bool = True
 
     def prepare(self) -> None:
         """What has to be done before the number of samples is known or a row is read. Not called where all is packed already."""
