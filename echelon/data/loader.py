@@ -17,7 +17,7 @@ from echelon.data.order import Order
 from echelon.data.source import Source
 from echelon.data.workers import Request, from_workers
 from echelon.errors import DataError
-from echelon.plan.split import cut, split
+from echelon.plan.split import split
 
 #: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares, and its memory is asked for once.
 _TOGETHER = 2**21
@@ -94,7 +94,7 @@ class Loader:
             return
         raise DataError(
             f"step {first} is the last of epoch {order.epoch_of(first)} and has {short} of {order.samples} samples left for "
-            f"{self._ranks} data ranks: each needs at least one; leave out {short} sample{'s' * (short > 1)}, use dp={short} or less, "
+            f"{self._ranks} data ranks: each needs at least one; leave them out (drop_last=True), use dp={short} or less, "
             f"or a batch that does not leave so few (batch={_fitting_batch(order, self._ranks)})"
         )
 
@@ -134,20 +134,19 @@ def evaluation_batches(
     """
     if size < 1:
         raise ValueError(f"size={size}: an evaluation batch has at least one sample")
-    share = cut(0, len(source), ranks)[rank]
+    # Cut as packed files are: ranks whose number divides them read their own.
+    first, last = (part * len(source) // ranks for part in (rank, rank + 1))
     turns = -(-len(source) // ranks) // size + bool(-(-len(source) // ranks) % size)
-    parts = [
-        (min(share.start + turn * size, share.stop), min(share.start + (turn + 1) * size, share.stop))
-        for turn in range(turns)
-    ]
-    requests = (_evaluation_request(start, stop) for start, stop in parts)
+    parts = [(min(first + turn * size, last), min(first + (turn + 1) * size, last)) for turn in range(turns)]
+    filler = max(last - 1, 0)  # one of its own, where it has any
+    requests = (_evaluation_request(start, stop, filler) for start, stop in parts)
     with closing(_fetch(source, requests, pin=pin, workers=workers)) as fetched:
         for (start, stop), batches in zip(parts, fetched, strict=True):
             yield Micro(batches[0], stop - start)
 
 
-def _evaluation_request(start: int, stop: int) -> Request:
-    ids = np.arange(start, stop, dtype=np.int64) if stop > start else np.zeros(1, np.int64)
+def _evaluation_request(start: int, stop: int, filler: int) -> Request:
+    ids = np.arange(start, stop, dtype=np.int64) if stop > start else np.array([filler], np.int64)
     return Request(ids, [len(ids)], 0)
 
 

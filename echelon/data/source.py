@@ -57,12 +57,11 @@ class Source(ABC):
         """These samples are needed soon. Does not wait."""
         return
 
-    def order(self, *, batch: int, seed: int) -> Order:
+    def order(self, *, batch: int, seed: int, drop_last: bool = False) -> Order:
         """The order in which a training visits it."""
-        parts: dict[str, Any] = {"lanes": self.lanes, "files": self.files, "window": self.window}
-        if self.lengths is None:
-            return Order(samples=len(self), batch=batch, seed=seed, **parts)
-        return Bucketed(samples=len(self), batch=batch, seed=seed, lengths=self.lengths, **parts)
+        how: dict[str, Any] = {"batch": batch, "seed": seed, "drop_last": drop_last}
+        how |= {"samples": len(self), "lanes": self.lanes, "files": self.files, "window": self.window}
+        return Order(**how) if self.lengths is None else Bucketed(lengths=self.lengths, **how)
 
     def sample(self, number: int) -> Any:
         """One sample as the first epoch has it: by itself, not collated where that is not how it is read."""

@@ -43,12 +43,12 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
         stream = Stream(job.data, collate=job.collate, seed=job.seed)
         loader = StreamLoader(
             stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=ranks.gather, pin=pin,
-            workers=workers, alike=ranks.size // data.size,
+            workers=workers, alike=ranks.size // data.size, drop_last=job.drop_last,
         )  # fmt: skip
         return Intake(loader, job.steps)
     with ranks.together():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
-        order = source.order(batch=job.batch, seed=job.seed)
+        order = source.order(batch=job.batch, seed=job.seed, drop_last=job.drop_last)
     _require_equal_data(source, ranks, data, workers)
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
     return Intake(

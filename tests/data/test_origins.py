@@ -306,7 +306,9 @@ def test_other_sources_are_shuffled_if_asked(tmp_path: Path, kind: str) -> None:
     assert sorted(found) == list(range(50))
     assert found != list(range(50))
     echelon("pack", source, tmp_path / "packed", *how)  # the same again is nothing to do
-    assert "holds another packed data set" in echelon("pack", source, tmp_path / "packed", *how[2:], "--shuffle", 4, code=2)
+    assert "holds another packed data set" in echelon(
+        "pack", source, tmp_path / "packed", *how[2:], "--shuffle", 4, code=2
+    )
 
 
 def test_what_cannot_be_shuffled_is_told(tmp_path: Path) -> None:

@@ -228,6 +228,27 @@ def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
     assert sorted(seen) == list(range(103))
 
 
+def test_ranks_evaluate_their_own_files(tmp_path: Path) -> None:
+    """Also where files differ by a sample, and where a rank that has run out only keeps step."""
+    images(tmp_path / "set", 4, 103)
+    source = open_source(tmp_path / "set")
+    bounds = [file * 103 // 4 for file in range(5)]
+    for rank in range(4):
+        batches = list(evaluation_batches(source, rank=rank, ranks=4, size=5))
+        read = {label for micro in batches for label in micro.batch[1].tolist()}
+        assert read == set(range(bounds[rank], bounds[rank + 1]))
+        assert (batches[-1].samples == 0) == (bounds[rank + 1] - bounds[rank] == 25)
+
+
+def test_workers_that_are_spawned_can_pad(tmp_path: Path) -> None:
+    pack(Values([{"tokens": list(range(n))} for n in range(4)], {}), tmp_path / "set")
+    collate = pickle.loads(pickle.dumps(Packed(tmp_path / "set", pad=7).packed_collate))
+    assert collate([{"tokens": torch.tensor([1])}, {"tokens": torch.tensor([1, 2])}])["tokens"].tolist() == [
+        [1, 7],
+        [1, 2],
+    ]
+
+
 def test_several_folders_are_one_data_set(tmp_path: Path) -> None:
     images(tmp_path / "a", 2, 100)
     images(tmp_path / "b", 3, 50)

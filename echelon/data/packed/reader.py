@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -192,8 +193,7 @@ class Packed:
     @property
     def packed_collate(self) -> Callable[[list[Any]], Any] | None:
         """How single samples become a batch where `pad` says that they are padded; None: as torch does."""
-        pad = self.pad
-        return None if pad is None else lambda samples: collated(_even(samples, pad))
+        return None if self.pad is None else partial(_padded, value=self.pad)
 
     def column(self, name: str, ids: np.ndarray) -> Any:
         """One column of the samples `ids`, not padded."""
@@ -282,6 +282,10 @@ def no_batch(column: Column) -> str:
 def describe(manifest: Manifest) -> str:
     """The columns in words."""
     return ", ".join(f"{column.name}: {column}" for column in manifest.columns)
+
+
+def _padded(samples: list[Any], value: float) -> Any:
+    return collated(_even(samples, value))
 
 
 def _even(samples: list[Any], value: float) -> list[Any]:
