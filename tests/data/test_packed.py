@@ -240,6 +240,22 @@ def test_ranks_evaluate_their_own_files(tmp_path: Path) -> None:
         assert (batches[-1].samples == 0) == (bounds[rank + 1] - bounds[rank] == 25)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32", "bool", "bfloat16"])
+@pytest.mark.parametrize("far", [False, True])
+def test_padded_batches_are_what_torch_pads(tmp_path: Path, dtype: str, far: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 2, (n * 7 % 5, 3), generator=draw).to(getattr(torch, dtype)) for n in range(40)]
+    pack(Values([{"x": row, "n": n, "words": "a" * n} for n, row in enumerate(rows)], {}), tmp_path / "set", shards=3)
+    where = f"file://{tmp_path / 'set'}" if far else str(tmp_path / "set")
+    data = Packed(where, pad=1, cache=tmp_path / "cache")
+    for ids in (np.array([7, 0, 39, 13]), np.array([5]), np.array([0, 5])):  # the last two hold nothing
+        batch = data.batch(ids)
+        wanted = torch.nn.utils.rnn.pad_sequence([rows[n] for n in ids], batch_first=True, padding_value=1)
+        assert batch["x"].dtype == wanted.dtype
+        assert torch.equal(batch["x"], wanted)
+        assert batch["words"] == ["a" * n for n in ids]
+
+
 def test_workers_that_are_spawned_can_pad(tmp_path: Path) -> None:
     pack(Values([{"tokens": list(range(n))} for n in range(4)], {}), tmp_path / "set")
     collate = pickle.loads(pickle.dumps(Packed(tmp_path / "set", pad=7).packed_collate))

@@ -176,14 +176,12 @@ class Packed:
 
     def gathered(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
         """The columns of a batch; `ids` are known to lie in it."""
-        found = self._rows.take(ids, pin=pin)
-        for place, column in enumerate(self.columns):
+        if self.pad is not None:
+            return self._rows.padded(ids, self.pad, pin=pin)
+        for column in self.columns:
             if column.ragged and column.kind == "array":
-                if self.pad is None:
-                    raise DataError(no_batch(column))
-                padded = pad_sequence(found[place], batch_first=True, padding_value=self.pad)
-                found[place] = padded.pin_memory() if pin else padded
-        return found
+                raise DataError(no_batch(column))
+        return self._rows.take(ids, pin=pin)
 
     @property
     def remote(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from echelon.data.packed import blocks
 from echelon.data.packed.from_images import decoded
@@ -65,6 +66,15 @@ class Rows(ABC):
     def lengths(self, column: int) -> np.ndarray:
         """The number of items in each row of a ragged column. Reads the offsets of all such columns, and nothing else."""
 
+    def padded(self, ids: np.ndarray, value: float, *, pin: bool = False) -> list[Any]:
+        """Like `take`, but numbers that differ in length are one tensor, filled up with `value`."""
+        found = self.take(ids, pin=pin)
+        for place, rows in enumerate(found):
+            if isinstance(rows, list) and isinstance(rows[0], Tensor):
+                made = pad_sequence(rows, batch_first=True, padding_value=value)
+                found[place] = made.pin_memory() if pin else made
+        return found
+
     def column(self, place: int, ids: np.ndarray) -> Any:
         """The rows `ids` of one column."""
         return self.take(ids)[place]
@@ -100,16 +110,22 @@ class LocalRows(Rows):
             raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
-        shard = self._ends.searchsorted(ids, "right") if len(self._files) > 1 else None
-        if self._unchecked:
-            self._check(ids, shard)
+        shard = self._looked_at(ids)
         return [gather.take(ids, shard, pin) for gather in self._gathers]
 
+    def padded(self, ids: np.ndarray, value: float, *, pin: bool = False) -> list[Any]:
+        shard = self._looked_at(ids)
+        return [gather.padded(ids, shard, value, pin) for gather in self._gathers]
+
     def column(self, place: int, ids: np.ndarray) -> Any:
+        return self._gathers[place].take(ids, self._looked_at(ids), False)
+
+    def _looked_at(self, ids: np.ndarray) -> np.ndarray | None:
+        """The file of each row, None where there is one; their blocks are checked."""
         shard = self._ends.searchsorted(ids, "right") if len(self._files) > 1 else None
         if self._unchecked:
             self._check(ids, shard)
-        return self._gathers[place].take(ids, shard, False)
+        return shard
 
     def lengths(self, column: int) -> np.ndarray:
         found = []
@@ -226,6 +242,10 @@ class _Gather(ABC):
     @abstractmethod
     def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> Any: ...
 
+    def padded(self, ids: np.ndarray, shard: np.ndarray | None, value: float, pin: bool) -> Any:
+        """As one tensor, filled up with `value` where rows are numbers that differ in length."""
+        return self.take(ids, shard, pin)
+
 
 class _Even(_Gather):
     """Rows of equal size, all in one array: `rows[id + shifts[file]]`, with no shift in the first."""
@@ -268,14 +288,33 @@ class _Ragged(_Gather):
         self._content, self._offsets, self._values = content, offsets, values
         self._pairs = windows(content, 16)
 
-    def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> list[Any]:
+    def _spans(self, ids: np.ndarray, shard: np.ndarray | None) -> np.ndarray:
+        """Where the bytes of each row begin and end."""
         which = 0 if shard is None else shard
         pairs = self._pairs[ids * 8 + self._offsets[which]].view(np.int64).reshape(-1, 2)
         if self._column.item > 1:
             pairs = pairs * self._column.item
-        pairs = pairs + np.asarray(self._values[which]).reshape(-1, 1)
+        return pairs + np.asarray(self._values[which]).reshape(-1, 1)
+
+    def padded(self, ids: np.ndarray, shard: np.ndarray | None, value: float, pin: bool) -> Any:
+        if self._column.kind != "array":
+            return self.take(ids, shard, pin)
+        spans = self._spans(ids, shard)
+        longest = int((spans[:, 1] - spans[:, 0]).max()) // self._column.item
+        shape = len(ids), longest, *self._column.shape
+        found = torch.full(shape, value, dtype=self._dtype, pin_memory=pin)
+        if longest:
+            # Each row's bytes are copied once, to where they belong.
+            content = self._content
+            for row, (start, stop) in zip(
+                found.view(len(ids), -1).view(torch.uint8).numpy(), spans.tolist(), strict=True
+            ):
+                row[: stop - start] = content[start:stop]
+        return found
+
+    def take(self, ids: np.ndarray, shard: np.ndarray | None, pin: bool) -> list[Any]:
         content = self._content
-        rows = [content[start:stop] for start, stop in pairs.tolist()]
+        rows = [content[start:stop] for start, stop in self._spans(ids, shard).tolist()]
         kind = self._column.kind
         if kind == "text":
             return [_text(row, number) for row, number in zip(rows, ids, strict=True)]
@@ -357,7 +396,14 @@ class Kept(Rows):
         self._shift = np.array([start for start, _ in spans]) - (self._ends - sizes)
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
-        return self._rows.take(ids + self._shift[self._ends.searchsorted(ids, "right")], pin=pin)
+        return self._rows.take(self._inner(ids), pin=pin)
+
+    def padded(self, ids: np.ndarray, value: float, *, pin: bool = False) -> list[Any]:
+        return self._rows.padded(self._inner(ids), value, pin=pin)
+
+    def _inner(self, ids: np.ndarray) -> np.ndarray:
+        shifted: np.ndarray = ids + self._shift[self._ends.searchsorted(ids, "right")]
+        return shifted
 
     def lengths(self, column: int) -> np.ndarray:
         found = self._rows.lengths(column)
