@@ -1,11 +1,12 @@
 """Reading packed data against a bare NumPy gather and against what people use: samples per CPU second, shuffled.
 
-    python -m bench.data [--only images,tokens] [--what speed,fresh,cold,ranks,memory] [--seconds 60] [--gigabytes 10] [--json data.json]
+    python -m bench.data [--only images,tokens] [--what speed,fresh,cold,ranks,memory,parts] [--seconds 60] [--gigabytes 10] [--json data.json]
                          [--folder F]
 
 speed: contenders take turns in one process, each after an epoch of its own. fresh, cold: each in a process of its own, which has read
 nothing before; pages are in memory, or the kernel was made to forget them. Of the two passes the first is the one in which ours compares
-checksums. ranks: two processes at once, after an epoch. memory: of a reader of a large set. What is done before the clock starts is the same
+checksums. ranks: two processes at once, after an epoch. memory: of a reader of a large set. parts: what the order, a checksum and the fixed work of a
+step take by themselves. What is done before the clock starts is the same
 for all. Ours must have 0.7 of the faster of NumPy's two gathers, and more than any other. CPU seconds are those of all threads and
 children. Packages that are not installed are named and left out (`pip install 'echelon[peers]'`). `--folder` keeps the data between runs.
 """
@@ -16,21 +17,27 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
+import torch
 
 from bench.apart import State, forget, together, warm
 from bench.common import Row, among, machine, median, publish, take_turns, tell
 from bench.loaders import BARE, MAKERS, OURS, READERS, SAMPLES, Echelon, Material, Reader
+from echelon.data import Loader, Order, open_source
+from echelon.data.packed.blocks import folded
+from echelon.data.permute import Keyed, shuffled
 
 #: Of a NumPy memory map's speed, the least that a packed data set must have; and more than any other.
 LEAST = 0.7
 #: Anonymous memory that a reader of a large set may take above the interpreter with torch.
 MOST_MEMORY = 300e6
-WHAT = ("speed", "fresh", "cold", "ranks", "memory")
+WHAT = ("speed", "fresh", "cold", "ranks", "memory", "parts")
 #: CPU seconds of a pass of those that are far slower: they need not come to the end.
 _ENOUGH = 2.0
 
@@ -62,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows += map(tell, apart(material, name, folder / name, ranks=2, state="warm", passes=8))
         if "memory" in given.what:
             rows += map(tell, memory(folder, given.gigabytes))
+        if "parts" in given.what:
+            rows += map(tell, parts())
     notes = [f"not installed: {', '.join(missing) or 'none missing'}", f"machine: {machine()}"]
     return publish("reading, shuffled", rows, json_path=given.json, notes=notes)
 
@@ -202,6 +211,33 @@ def memory(folder: Path, gigabytes: float) -> list[Row]:
     text = f"{(after - before) / 1e6:.0f} MB more than torch alone ({before / 1e6:.0f} MB), after {seen:,} of {samples:,} samples"
     what = {"data": f"{gigabytes:g} GB of images, batch 64", "reader": "echelon, RssAnon", "resumes": ""}
     return [Row(what=what, value=after - before, text=text, limit=MOST_MEMORY)]
+
+
+def parts() -> list[Row]:
+    """The least CPU time of some tries, for what docs/data.md says of single parts."""
+    content = np.random.default_rng(0).integers(0, 256, 2**24, np.uint8)
+    blocks = content.reshape(-1, 2**18)
+    places, order = np.arange(2**16), Order(samples=100_000, batch=16)
+    source = open_source(torch.zeros(100_000, 1))
+    steps = Loader(source, order, rank=0, ranks=1, micro=None)
+    each: dict[str, tuple[Callable[[], object], float, str]] = {
+        "order as a table": (lambda: shuffled(10**6, 0), 1e-3, "ms per million samples"),
+        "order as a formula": (lambda: Keyed(10**9, 0).at(places), len(places) * 1e-9, "ns per sample"),
+        "checksum": (lambda: [folded(block, 0) for block in blocks], 1e-3, "ms per 16 MB"),
+        "CRC-32 of the same bytes": (lambda: [zlib.crc32(block) for block in blocks], 1e-3, "ms per 16 MB"),
+        "a step of 16 numbers in memory": (lambda: list(steps.steps(0, 1000)), 1e-3, "µs per step"),
+    }
+    rows = []
+    for name, (work, unit, words) in each.items():
+        tries = []
+        for _ in range(5):
+            begin = time.process_time()
+            work()
+            tries.append(time.process_time() - begin)
+        found = min(tries) / unit
+        what = {"data": name, "reader": "", "resumes": ""}
+        rows.append(Row(what=what, value=found, text=f"{found:,.1f} {words}"))
+    return rows
 
 
 if __name__ == "__main__":
