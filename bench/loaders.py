@@ -363,6 +363,6 @@ MAKERS = {"images": images, "tokens": tokens}
 READERS: tuple[type[Reader], ...] = (
     Bare, Taken, Echelon, EchelonShards, TorchTogether, Torch, Stateful, HuggingFace, Lit, Mosaic, Web,
 )  # fmt: skip
-#: Of NumPy, which ours are compared with, the faster one; and ours, which must be faster than all others.
+#: NumPy's, which ours are compared with; and ours, which must be faster than all others.
 BARE: tuple[type[Reader], ...] = (Bare, Taken)
 OURS: tuple[type[Reader], ...] = (Echelon, EchelonShards)

@@ -22,7 +22,7 @@ from echelon.plan.split import split
 #: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares, and its memory is asked for once.
 _TOGETHER = 2**21
 #: Shares that are gathered ahead while the device computes: one ready, one being made.
-_AHEAD = 2
+_READY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _from_thread(source: Source, requests: Iterator[Request]) -> Generator[list[
         waiting: deque[Any] = deque()
         for request in requests:
             waiting.append(thread.submit(source.parts, request.ids, request.sizes, request.epoch, pin=True))
-            if len(waiting) > _AHEAD:
+            if len(waiting) > _READY:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

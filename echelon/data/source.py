@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -93,7 +94,7 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
     if not hasattr(data, "__getitem__") and not hasattr(data, "__getitems__"):
         raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
     source = Samples(data, collate=collate, seed=seed)
-    if hasattr(data, "manifests"):
+    if _is_packed(data):
         source.lanes, source.files, source.window = data.lanes, data.files, data.window
         source.lengths, source.identity = data.bucketed(), data.identity
     return source
@@ -141,10 +142,16 @@ def opened(data: Any) -> Any:
     return data
 
 
+def _is_packed(data: Any) -> bool:
+    """Whether it is a packed data set. Only one whose module was imported can be."""
+    module = sys.modules.get("echelon.data.packed.reader")
+    return module is not None and isinstance(data, module.Packed)
+
+
 def _gathered(data: Any) -> Source | None:
     """`data` as a source that gathers, if it can be."""
     whole = data.dataset if type(data) is Subset else data
-    if not hasattr(whole, "manifests"):
+    if not _is_packed(whole):
         return _tensors(data)
     from echelon.data.packed.reader import Packed, PackedSource, gathers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +31,20 @@ if TYPE_CHECKING:
 
 
 #: Steps ahead of which remote files begin to be copied.
-_AHEAD = 256
+_EXPECTED = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """How a data set was asked for: another process opens it in the same way."""
+
+    folders: tuple[str | Path, ...]
+    damaged: str
+    check: bool
+    lanes: int | None
+    cache: str | Path | None
+    cache_bytes: int
+    timeout: float
 
 
 class Packed:
@@ -38,7 +52,8 @@ class Packed:
 
     `transform(sample)` is applied to each sample as it is read (in workers, seeded per sample). `pad`: fill rows that differ in
     length up to the longest of the batch with this value. `bucket`: the column by whose length samples of a batch are to be alike.
-    `damaged`: "stop" at a damaged file or block, naming it, or "skip" them all, found by reading everything once when it is opened. `check=False` reads without looking at checksums.
+    `damaged`: "stop" at a damaged file or block, naming it, or "skip" them all, found by reading everything once when it is opened.
+    `check=False` reads without looking at checksums.
 
     Folders may be on remote stores (s3://...): their files are copied to the folder `cache`, of `cache_bytes` at most, which the
     ranks of a machine share; a read from which nothing comes for `timeout` seconds ends with an error. `window`: shuffle so many
@@ -60,12 +75,21 @@ class Packed:
                 f"{remote[0]} is remote and {len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
             )
         self.transform, self.pad, self.window, self.bucket = transform, pad, window, bucket
-        self._given = folders, damaged, check, lanes, cache, cache_bytes, timeout
+        self._given = _Given(
+            folders=folders,
+            damaged=damaged,
+            check=check,
+            lanes=lanes,
+            cache=cache,
+            cache_bytes=cache_bytes,
+            timeout=timeout,
+        )
         self._open()
 
     def _open(self) -> None:
-        folders, damaged, check, lanes, cache, cache_bytes, timeout = self._given
-        stores = [Store(str(folder), timeout) for folder in folders if is_url(folder)]
+        given = self._given
+        folders = given.folders
+        stores = [Store(str(folder), given.timeout) for folder in folders if is_url(folder)]
         self.manifests = [store.manifest() for store in stores] or [documents.load(Path(folder)) for folder in folders]
         first = self.manifests[0]
         for folder, other in zip(folders, self.manifests, strict=True):
@@ -76,23 +100,23 @@ class Packed:
         files = files_of([Path(folder) for folder in folders], self.manifests)
         self.identity = documents.identity(self.manifests)
         self._length, self.skipped, self.files = files[-1].first + files[-1].shard.samples, 0, len(files)
-        self.lanes = len(files) if lanes is None else lanes
+        self.lanes = len(files) if given.lanes is None else given.lanes
         if type(self.lanes) is not int or self.lanes < 1 or len(files) % self.lanes:
-            raise DataError(f"lanes={lanes!r}: lanes are equal numbers of the {len(files)} files")
-        if self.window is not None and (not _equal(files) or damaged == "skip"):
+            raise DataError(f"lanes={given.lanes!r}: lanes are equal numbers of the {len(files)} files")
+        if self.window is not None and (not _equal(files) or given.damaged == "skip"):
             raise DataError(
                 f"window={self.window} needs files that hold equally many samples each: pack the data in one go, and let damaged= stop"
             )
         if stores:
-            kept = Cache(cache_folder() / "data" if cache is None else Path(cache), cache_bytes)
-            self._rows: Rows = far_rows(stores, self.manifests, kept, timeout)
-            if damaged == "skip":
+            folder = cache_folder() / "data" if given.cache is None else Path(given.cache)
+            self._rows: Rows = far_rows(stores, self.manifests, Cache(folder, given.cache_bytes), given.timeout)
+            if given.damaged == "skip":
                 self._rows = self._reachable(files, self._rows)
-        elif damaged == "stop":
-            self._rows = LocalRows(files, self.columns, check=check)
+        elif given.damaged == "stop":
+            self._rows = LocalRows(files, self.columns, check=given.check)
         else:
             self._rows = self._healthy(files)
-        self._build = tree.builder(self._structure, self._names)
+        self.build = tree.builder(self._structure, self._names)
 
     def _healthy(self, files: list[File]) -> Rows:
         """The rows that can be read; what cannot is counted and told."""
@@ -161,7 +185,7 @@ class Packed:
 
     def batch(self, ids: np.ndarray, *, pin: bool = False) -> Any:
         """The samples `ids` as one batch, without `transform`: a tensor for each column, padded where `pad` says so."""
-        return self._build(self.gathered(self._inside(ids), pin=pin))
+        return self.build(self.gathered(self._inside(ids), pin=pin))
 
     def expect(self, ids: np.ndarray) -> None:
         """These samples are needed soon: remote files begin to be copied."""
@@ -225,7 +249,7 @@ class Packed:
         self._open()
         if self.identity != before:
             raise DataError(
-                f"{self._given[0][0]} holds other samples than when it was opened: {self.identity}, before {before}; open it again"
+                f"{self._given.folders[0]} holds other samples than when it was opened: {self.identity}, before {before}; open it again"
             )
 
 
@@ -239,7 +263,7 @@ class PackedSource(Source):
         self._data, self._rows = data, rows
         if rows is None:
             self.lanes, self.files, self.window = data.lanes, data.files, data.window
-        self.ahead = _AHEAD if data.remote else 0
+        self.ahead = _EXPECTED if data.remote else 0
         self.identity = None if rows is not None else data.identity
         found = data.bucketed()
         self.lengths = found if found is None or rows is None else found[rows]
@@ -258,9 +282,9 @@ class PackedSource(Source):
             ids = self._rows[ids]
         columns = data.gathered(ids, pin=pin)
         if len(sizes) == 1:
-            return [data._build(columns)]
+            return [data.build(columns)]
         cuts = [_cut(column, sizes) for column in columns]
-        return [data._build(list(part)) for part in zip(*cuts, strict=True)]
+        return [data.build(list(part)) for part in zip(*cuts, strict=True)]
 
 
 def gathers(data: Packed) -> bool:

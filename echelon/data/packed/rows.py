@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from echelon.data.gather import INTEGERS
 from echelon.data.packed import blocks
 from echelon.data.packed.from_images import decoded
 from echelon.data.packed.manifest import RESTORE, Column, Manifest, Shard
@@ -258,7 +259,7 @@ class _Even(_Gather):
         places = ids if shard is None else ids + self._shifts[shard]
         if pin:
             found = torch.empty((len(ids), *self._shape), dtype=self._dtype, pin_memory=True)
-            whole = found.view(_INTEGERS[found.itemsize]).numpy().view(self._stored)
+            whole = found.view(INTEGERS[found.itemsize]).numpy().view(self._stored)
             np.take(self._rows, places, axis=0, out=whole, mode="clip")  # the mode "raise" would go through a buffer
             return found
         tensor = torch.from_numpy(self._rows.take(places, axis=0))
@@ -335,9 +336,6 @@ def _page(sizes: Sequence[int]) -> int:
     soon be given up again; and small files fill none."""
     fits = sum(sizes) <= usable_memory() // 2 and sum(sizes) >= len(sizes) * HUGE
     return HUGE if fits and mmap.PAGESIZE == 4096 else mmap.PAGESIZE
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _text(row: np.ndarray, number: int) -> str:
