@@ -16,6 +16,7 @@ from echelon.cli.common import (
     read_cluster,
     read_subject,
     table,
+    warn,
 )
 from echelon.plan.units import seconds, size
 
@@ -39,6 +40,7 @@ def plan(
 
     Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory that there is.
     """
+    from echelon.plan.check import require
     from echelon.plan.codec import to_plain
     from echelon.planner import explain, search
 
@@ -70,6 +72,7 @@ def plan(
     screen.print(_table(candidates))
     screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
     typer.echo(explain(candidates))
+    warn(map(str, require(best.plan, profile, machines)))
 
 
 def _table(candidates: tuple[Candidate, ...]) -> Table:

@@ -33,7 +33,8 @@ from echelon.nn.recurrent import relist
 from echelon.nn.views import Fitted
 from echelon.plan.placement import Placement, portion, shares
 from echelon.plan.segment import Segment
-from echelon.profiler.layers import by_name
+from echelon.profiler import layers
+from echelon.profiler.layers import by_name, inputs, outputs, weight_of
 
 __all__ = ["Axis", "cut", "install", "pieces"]
 
@@ -86,11 +87,11 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
         inside = next((part for segment, part in parts.items() if holds(segment, path)), axis)
         for name in placement.divide:
             where, _, attribute = name.rpartition(".")
-            holder, width = model.get_submodule(where), _inputs(module)
+            holder, width = model.get_submodule(where), inputs(module)
             value = getattr(holder, attribute)
             setattr(holder, attribute, portion(value, axis.rank, axis.size, width=width, unit=placement.unit))
         if placement.fits is not None:
-            width = _inputs(module)
+            width = inputs(module)
             mine = shares(width, axis.size, placement.unit)[axis.rank]
             _fit_views(model.get_submodule(placement.fits), width, mine)
         if placement.cut == "stored":
@@ -146,27 +147,10 @@ def _fit_views(holder: Any, width: int, mine: int) -> None:
     holder.forward = forward
 
 
-def _inputs(module: Any) -> int:
-    for name in ("in_features", "in_channels", "nx"):
-        if hasattr(module, name):
-            return int(getattr(module, name))
-    return 0
-
-
-def _outputs(module: Any) -> int:
-    for name in ("out_features", "out_channels", "nf"):
-        if hasattr(module, name):
-            return int(getattr(module, name))
-    raise AssertionError(f"{type(module).__name__} has no outputs")
-
-
 def _product(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """How a module multiplies: (x, bias) -> output, with the local weight."""
-    if isinstance(module, nn.Linear):
-        return lambda x, bias: F.linear(x, module.weight, bias)
-    if type(module).__name__ == "Conv1D":
-        return lambda x, bias: _plus(x @ module.weight, bias)
-    return lambda x, bias: module._conv_forward(x, module.weight, bias)
+    """(x, bias) -> output, with the local weight, which is another tensor wherever ZeRO puts it together."""
+    multiply = layers.product(module)
+    return lambda x, bias: multiply(x, weight_of(module), bias)
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,7 +177,7 @@ def _row(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
 def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
     wide = len(module.kernel_size) if isinstance(module, _ConvNd) else 0
-    sizes = shares(_outputs(module), axis.size)
+    sizes = shares(outputs(module), axis.size)
     if wide and module.groups > 1:
         return _grouped(module, axis)
     product = _product(module)
@@ -207,7 +191,7 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
 
 def _logits(module: Any, axis: Axis) -> Callable[..., Tensor]:
-    product, sizes = _product(module), shares(_outputs(module), axis.size)
+    product, sizes = _product(module), shares(outputs(module), axis.size)
 
     def forward(x: Tensor) -> Tensor:
         out = product(axis.copied(x), module.bias)

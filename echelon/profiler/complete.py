@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -134,7 +133,7 @@ def _looked_at(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) 
 
 def _found(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None) -> Found:
     torch.manual_seed(job.seed)
-    own = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
+    own = made(job)
     model, batch = own, Example(job).batch(2)
     if dtype is not None:
         model, batch = lift(model, dtype), _lifted(batch)

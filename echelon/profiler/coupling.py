@@ -33,22 +33,22 @@ _BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
 _FLOOR = 1e-2
 
 
-def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tuple[bool, list[str]]:
-    """(whether the samples of a batch depend on each other other than through batch norms, notes where it is not known).
+def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tuple[bool | None, str]:
+    """(whether the samples of a batch depend on each other other than through batch norms; None and the reason where it is not known).
 
     `parameters`: how many the model has; `flops`: of one step of one sample.
     """
     if job.batch < 2:
-        return False, []
+        return False, ""
     # Halves of two, unless that takes long: code treats a single sample apart now and then.
     samples = 4 if job.batch >= 4 and _cost(4, flops) <= _EASY else 2
     if parameters > PARAMETERS or _cost(samples, flops) > FLOPS:
-        return False, [_unknown("the model is too large to try it on a CPU")]
+        return None, "the model is too large to try it on a CPU"
     try:
         with random_states():
             return _compared(job, example, samples)
     except Exception as error:  # whatever a user's model needs that is not here
-        return False, [_unknown(f"a small step on the CPU failed with {type(error).__name__}: {first_line(error)}")]
+        return None, f"a small step on the CPU failed with {type(error).__name__}: {first_line(error)}"
 
 
 def _cost(samples: int, flops: float) -> float:
@@ -56,30 +56,23 @@ def _cost(samples: int, flops: float) -> float:
     return 2 * samples * flops
 
 
-def _compared(job: Job, example: Example, samples: int) -> tuple[bool, list[str]]:
+def _compared(job: Job, example: Example, samples: int) -> tuple[bool | None, str]:
     both, half = _Comparison(job, example), samples // 2
     whole, halves = _Part(0, samples), [_Part(0, half), _Part(half, half)]
     apart = both.apart(whole, halves)
     if math.isnan(apart):
-        return False, [_unknown("the gradients of a small step are not numbers")]
+        return None, "the gradients of a small step are not numbers"
     if apart <= both.bound:
-        return False, []
+        return False, ""
     # In float32 rounding may flip a ReLU, and then the difference is no longer small; float64 is slow, so that only a suspect pays.
     with contextlib.suppress(Exception):  # a model that keeps float32 tensors to itself does not run in it
         wide = _Comparison(job, example, torch.float64)
         apart, both = wide.apart(whole, halves), wide
     if apart <= both.bound:
-        return False, []
+        return False, ""
     if both.apart(whole, [_Part(0, samples, seed=1)]) > both.bound:
-        return False, [_unknown("the model, the loss or the collation draws random numbers that cannot be held still")]
-    return True, []
-
-
-def _unknown(why: str) -> str:
-    return (
-        f"whether samples of a batch see each other (as in contrastive losses) is not known, because {why}; they are taken as "
-        "independent: if they are not, use dp=1 without micro"
-    )
+        return None, "the model, the loss or the collation draws random numbers that cannot be held still"
+    return True, ""
 
 
 class _Part(NamedTuple):
@@ -137,7 +130,13 @@ class _Comparison:
     def _sizes(self) -> dict[str, float]:
         """The largest value of each gradient."""
         named = self._model.named_parameters()
-        return {name: float(p.grad.abs().max()) for name, p in named if p.grad is not None and p.numel()}
+        grads = {name: _numbers(p.grad) for name, p in named if p.grad is not None}
+        return {name: float(grad.abs().max()) for name, grad in grads.items() if grad.numel()}
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """Those that are stored, of a sparse gradient."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _still_model(job: Job) -> nn.Module:
@@ -174,6 +173,12 @@ def random_states() -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(arrays)
+
+
+def outside_torch() -> Any:
+    """Where Python's and NumPy's generators are; another one after each draw."""
+    name, keys, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), name, numpy.asarray(keys).tobytes(), rest
 
 
 def first_line(error: Exception) -> str:

@@ -94,7 +94,7 @@ class Ghost:
             self._scale = scale
             try:
                 with random_states(), torch.no_grad(), self._invented_around(unit_paths(self.model)):
-                    visits = follow(self.model, partial(forward, self.model, given), compute)
+                    visits = follow(self.model, partial(forward, self.model, given), compute, looks=True)
             except EchelonError:
                 raise
             except Exception:  # numbers that the model does not take

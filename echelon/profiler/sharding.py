@@ -242,7 +242,9 @@ def _store(
             continue  # an out_proj goes with its attention
         module = model.get_submodule(path)
         own = [value for value in module._parameters.values() if value is not None]
-        if all(value.dim() < 2 for value in own):
+        if getattr(module, "max_norm", None) is not None:
+            whole[path] = "max_norm changes its rows in forward, which a copy of them would not keep"
+        elif all(value.dim() < 2 for value in own):
             whole[path] = f"{type(module).__name__} has vectors only"
         elif any(id(value) in shared for value in own):
             whole.setdefault(path, "it shares a parameter")

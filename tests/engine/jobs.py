@@ -20,7 +20,19 @@ from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
-from tests.engine.staged import Auxiliary, Counting, Dropping, Frozen, Noise, Turned, Twice, Watched
+from tests.engine.staged import (
+    Auxiliary,
+    Counting,
+    Dropping,
+    Frozen,
+    Hooked,
+    Noise,
+    Orthogonal,
+    Shortened,
+    Turned,
+    Twice,
+    Watched,
+)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -255,6 +267,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "bare head": lambda: tokens(
         model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1
     ),
+    "shortened": lambda: mlp(model=Shortened),
+    "orthogonal": lambda: mlp(model=Orthogonal),
     "lonely": lambda: mlp(model=Lonely),
     "lora": lambda: mlp(model=Lora),
     "two": lambda: mlp(optimizer=two_optimizers),
@@ -350,6 +364,9 @@ class HeldElsewhere(nn.Module):
 def failure(world: World, name: str, plan: str = "dp=2") -> str:
     """The message with which a job fails on this rank; every rank must fail by itself."""
     jobs: dict[str, Callable[[], Job]] = {
+        "hooked": lambda: mlp(model=Hooked),
+        "hooked module": lambda: mlp(model=lambda: Hooked(module=True)),
+        "adafactor": lambda: mlp(optimizer=lambda params: torch.optim.Adafactor(params)),
         "groups by order": lambda: layered(4, optimizer=by_order),
         "groups by size": lambda: layered(4, optimizer=by_size),
         "models differ": lambda: mlp(model=lambda: MLP(width=12 + world.rank, layers=3, inputs=8, classes=4)),
