@@ -18,7 +18,7 @@ from echelon.cli.common import (
     table,
     warn,
 )
-from echelon.plan.units import seconds, size
+from echelon.plan.figures import seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +38,8 @@ def plan(
 ) -> None:
     """Find the best plans for a job.
 
-    Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory that there is.
+    Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory
+    that there is.
     """
     from echelon.plan.check import require
     from echelon.plan.codec import to_plain

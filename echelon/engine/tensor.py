@@ -6,7 +6,8 @@
     stored   the weight itself is put together whenever it is needed: right wherever nothing else is
 
 Parameters are plain tensors, this rank's pieces: optimizers run at full speed on them and fully_shard takes them as any others. Between
-the cut modules the model's own code runs as it is, on parts of the sequence where the plan says so (sequence.py). Where a piece lies in the whole is layout.py's to know.
+the cut modules the model's own code runs as it is, on parts of the sequence where the plan says so (sequence.py). Where a piece lies in
+the whole is layout.py's to know.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
 from echelon.profiler.optimizer import on_pieces
 from echelon.profiler.sequence import find_segments
-from echelon.profiler.sharding import Sharding, shard
+from echelon.profiler.sharding import Cuts, shard
 from echelon.profiler.tree import module_tree
 
 Found = TypeVar("Found")
@@ -115,7 +115,7 @@ def _parted(plan: Plan, job: Job) -> Plan:
     return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
 
 
-def cuts(job: Job, ways: int) -> Sharding:
+def cuts(job: Job, ways: int) -> Cuts:
     """How the job's model is cut over so many ranks, and what stays whole."""
     return _looked_at(job, lambda model, step: shard(model, step, ways))
 

@@ -188,7 +188,8 @@ class Ghost:
 
 @contextmanager
 def invented(module: nn.Module, scale: float = 1.0, around: Sequence[str] = ()) -> Iterator[None]:
-    """Inside, the tensors of `module` have numbers, small ones above zero, parameters `scale` times that; not those of the modules `around` (paths) which it stands."""
+    """Inside, the tensors of `module` have numbers, small ones above zero, parameters `scale` times that; not those of the modules
+    `around` (paths) which it stands."""
     foreign = {id(inner) for path in around for inner in module.get_submodule(path).modules()}
     before: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[int, Tensor] = {}

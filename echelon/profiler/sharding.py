@@ -26,7 +26,7 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class Cuts:
     """The cuts for one number of ranks."""
 
     placements: tuple[Placement, ...]
@@ -37,7 +37,7 @@ class Sharding:
     stored: float  #: of the parameters' bytes that are cut at rest only
 
 
-def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
+def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Cuts:
     """The cuts of `model` (real numbers) over `ways` ranks; `step()` computes its loss."""
     found = find_pairs(model, step, ways, hinted(model))
     pairs = list(_fitting(found.pairs))
@@ -63,7 +63,7 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
 
     paired = share("column", "between", "row", "attention")
     stored = share("stored")
-    return Sharding(
+    return Cuts(
         tuple(placements.values()),
         whole,
         resting,

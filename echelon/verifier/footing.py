@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.errors import EchelonError, VerificationError
 from echelon.job import Job
-from echelon.plan import units
+from echelon.plan import figures
 from echelon.plan.certificate import ReferenceKind
 from echelon.plan.check import parts_batches, require
 from echelon.plan.mesh import Mesh
@@ -71,7 +71,7 @@ def choose(plan: Plan, job: Job, profile: Profile | None, *, device: torch.devic
     """The strongest reference that has the memory: `memory` bytes on one device, `host` beside it where the device is a GPU."""
     if profile is None or needed(profile) <= memory:
         return Footing()
-    why = f"as the model needs {units.size(needed(profile))} in float64 and one device has {units.size(memory)}"
+    why = f"as the model needs {figures.size(needed(profile))} in float64 and one device has {figures.size(memory)}"
     if device.type == "cuda" and needed(profile) <= host:
         return Footing(kind="host", why=why)
     return Footing(kind="plan", plan=_other(plan, job, profile), why=why)

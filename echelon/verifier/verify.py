@@ -1,7 +1,8 @@
 """The proof: the truth and the plan, step by step beside each other, and the certificate of how far they were apart.
 
-Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's
-own precision, which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares, so that nothing is kept longer than one step.
+Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's own
+precision, which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares, so that nothing is
+kept longer than one step.
 """
 
 from __future__ import annotations

@@ -165,7 +165,8 @@ def test_pipelines_that_cannot_be(plan: str, words: str) -> None:
 def test_few_micro_batches_leave_a_pipeline_empty() -> None:
     (problem,) = check(from_text("pp=4"), STAGED)
     assert problem.severity == "warning"
-    assert "micro=None: 1 micro-batch through 4 stages" in str(problem)
+    assert ": 1 micro-batch through 4 stages: ranks wait" in str(problem)
+    assert "None" not in str(problem)
     assert "use micro=2" in str(problem)
     assert check(from_text("pp=4 micro=2"), STAGED) == ()
     assert check(from_text("pp=4 micro=3"), STAGED) == ()  # micro-batches need not divide the batch

@@ -130,6 +130,32 @@ class Faint(nn.Module):
         return {"output": self.layers(x), "balance": 1e-2 * shares.mean(0).square().sum()}
 
 
+def late(output: Tensor, batch: Any) -> Tensor:
+    """A mean over what is not padding, which few samples have."""
+    kept = (batch[-1] != 0).all(1)
+    return (output.square().sum(1) * kept).sum() / kept.sum()
+
+
+def wrong(output: Tensor, batch: Any) -> Tensor:
+    """A mean over the samples that the model gets wrong: of a fresh one all."""
+    missed = output.sum(1) <= 0
+    return ((output - batch[-1]).square().sum(1) * missed).sum() / missed.sum().clamp(min=1)
+
+
+def zeros() -> nn.Module:
+    model = mlp()
+    for value in model[-1].parameters():  # type: ignore[index]
+        nn.init.zeros_(value)
+    return model
+
+
+@pytest.mark.parametrize("loss", [late, wrong])
+def test_a_loss_that_couples_few_samples_or_later_ones_is_found(loss: Any) -> None:
+    targets = torch.cat([Y, Y, Y, Y]) + 2
+    targets[[9, 10, 13]] = 0
+    assert profile(make_job(zeros, loss=loss, data=list(zip(torch.cat([X] * 4), targets, strict=True)))).coupled
+
+
 def test_a_faint_coupling_is_found() -> None:
     def loss(output: dict[str, Tensor], batch: Any) -> Tensor:
         return F.mse_loss(output["output"], batch[-1]) + output["balance"]
