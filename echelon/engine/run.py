@@ -96,7 +96,7 @@ class Run:
         self.fingerprint, self.shapes = self.assembly.fingerprint, self.assembly.shapes
         self.optimizers = make_optimizers(job, self.model, self.ranks, shapes=self.shapes, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
-        self._statistics = StepStatistics(self.model, self.data)
+        self._statistics = StepStatistics(self.model, self.data, warn=warn)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None

@@ -108,7 +108,7 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             forward = _FORWARDS[placement.cut](module, inside)
             if placement.draws:
                 forward = _drawing(module, forward, placement.cut, inside)
-            module.forward = by_name(module, forward)
+            module.forward = _Own(by_name(module, forward))
     for within, modules in stored.items():
         _put_together(model.get_submodule(within), within, modules)
     for segment, part in parts.items():
@@ -119,6 +119,22 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             layer.activation_relu_or_gelu = 0
         if isinstance(layer, nn.TransformerEncoder):
             layer.use_nested_tensor = False
+
+
+class _Own:
+    """A forward for one module. A copy of that module would call it too, and compute with the weights of the first."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise PlanError(
+            "tp: a model that is cut cannot be copied (copy.deepcopy, AveragedModel), as its ranks compute it together; keep averages "
+            "of its parameters, or save a checkpoint, which any plan loads"
+        )
 
 
 def _drawing(module: Any, inner: Callable[..., Any], cut: str, axis: Axis) -> Callable[..., Any]:
@@ -145,7 +161,7 @@ def _fit_views(holder: Any, width: int, mine: int) -> None:
         with Fitted(width, mine):
             return inner(*args, **kwargs)
 
-    holder.forward = forward
+    holder.forward = _Own(forward)
 
 
 def _product(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -293,4 +309,4 @@ def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> N
         with whole():
             return inner(*args, **kwargs)
 
-    holder.forward = forward
+    holder.forward = _Own(forward)

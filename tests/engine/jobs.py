@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from echelon.world import World
 from tests.engine.staged import (
     Auxiliary,
     Counting,
+    Counts,
     Dropping,
     Frozen,
     Hooked,
@@ -348,6 +350,20 @@ def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     return {"found": found, "last": last, "changing": changing}
 
 
+def counted(world: World, later: bool) -> tuple[list[str], list[int], int]:
+    """What is said of buffers of whole numbers, with those that travelled in each step, and how many calls were counted."""
+    said: list[str] = []
+    with Run(mlp(model=Counts), from_text("dp=2"), world, warn=said.append) as run:
+        run._statistics = StepStatistics(run.model, run.data, later=later, warn=said.append)
+        sizes = []
+        for batch in run.batches():
+            loss = run.backward(batch)
+            run.settle()
+            run._previous = run.update(loss, batch.samples)
+            sizes.append(len(run.changing or ()))
+        return said, sizes, int(run.model.calls)
+
+
 class HeldElsewhere(nn.Module):
     """Computes with tensors that it holds beside its parameters, as Keras models do; with all of them, or beside a usual layer."""
 
@@ -484,4 +500,14 @@ def load_failure(world: World, name: str, plan: str, folder: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         run.close()
+    return "no error"
+
+
+def copied(world: World) -> str:
+    """What is said when a cut model is copied."""
+    with live(world, "mlp", "tp=2") as run:
+        try:
+            copy.deepcopy(run.model)
+        except EchelonError as error:
+            return str(error)
     return "no error"

@@ -129,6 +129,21 @@ class Frozen(nn.Module):
         return self.head(x)
 
 
+class Counts(nn.Module):
+    """Counts its calls, which ranks do alike, and what its samples hold, which they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("positive", torch.zeros(8, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.positive += (x > 0).sum(0)
+        return self.layer(x)
+
+
 class Shortened(nn.Module):
     """Looking a row up shortens it."""
 
