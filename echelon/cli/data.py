@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from echelon.cli.common import Debug, Json, console, print_json, table
-from echelon.plan.units import size
+from echelon.plan.figures import size
 
 app = typer.Typer(help="Show or check a packed data set.", no_args_is_help=True, rich_markup_mode=None)
 Folder = Annotated[str, typer.Argument(metavar="DST", help="The folder or URL of a packed data set.")]

@@ -12,7 +12,7 @@ import typer
 
 from echelon.cli.common import Debug, Json, print_json
 from echelon.errors import DataError
-from echelon.plan.units import size as in_words
+from echelon.plan.figures import size as in_words
 
 if TYPE_CHECKING:
     from echelon.data.packed.origin import Origin

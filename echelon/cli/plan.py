@@ -16,8 +16,9 @@ from echelon.cli.common import (
     read_cluster,
     read_subject,
     table,
+    warn,
 )
-from echelon.plan.units import seconds, size
+from echelon.plan.figures import seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,8 +38,10 @@ def plan(
 ) -> None:
     """Find the best plans for a job.
 
-    Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory that there is.
+    Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory
+    that there is.
     """
+    from echelon.plan.check import require
     from echelon.plan.codec import to_plain
     from echelon.planner import explain, search
 
@@ -70,6 +73,7 @@ def plan(
     screen.print(_table(candidates))
     screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
     typer.echo(explain(candidates))
+    warn(map(str, require(best.plan, profile, machines)))
 
 
 def _table(candidates: tuple[Candidate, ...]) -> Table:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from echelon.engine.build import build, equalise, fingerprint, to_device
 from echelon.engine.exchange import Exchange
+from echelon.engine.hooks import require_hooks
 from echelon.engine.intake import moved
 from echelon.engine.layout import Piece
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.recompute import recompute
+from echelon.engine.renorm import shortened
 from echelon.engine.shard import Sharding, unit_modules
 from echelon.engine.tensor import Axis, cut, install, pieces
 from echelon.engine.weights import load_weights
@@ -24,6 +28,7 @@ from echelon.job import Job
 from echelon.nn.batchnorm import synchronise
 from echelon.plan.check import check_optimizers, refuse
 from echelon.plan.plan import Plan
+from echelon.profiler.coupling import first_line
 from echelon.profiler.example import Example
 from echelon.profiler.optimizer import on_pieces
 
@@ -61,6 +66,8 @@ class Assembly:
         partial = {name for placement in plan.placements for name in placement.partial}
         partial |= {name for segment in plan.segments for name in segment.partial} - self.pieces.keys()
         self.partial = [value for name, value in named if name in partial]
+        #: Changed by forward itself, on the ranks whose samples use them.
+        self.shortened = [value for value in shortened(self.model) if not value.is_meta]
         whole = self.parameters if self.sharding is None else self.sharding.loose
         if self._data.size > 1 and whole:
             self.exchange = Exchange(whole, plan.bucket, self._data.group)
@@ -73,6 +80,19 @@ class Assembly:
         """How many ranks hold what this one has of a parameter."""
         data = 1 if isinstance(value, DTensor) else self._data.size
         return data * (1 if name in self.pieces else self._axes["tp"].size) * len(self.owners(name))
+
+    @contextmanager
+    def words_for(self, optimizer: Optimizer) -> Iterator[None]:
+        """Torch's optimizers are not all able to step on sharded parameters: then say so, and what to use."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            if self.sharding is None or not any(word in str(error) for word in ("aten.", "DTensor")):
+                raise
+            raise PlanError(
+                f"zero={self._plan.zero}: {type(optimizer).__name__} cannot step on sharded parameters ({first_line(error)}); use zero=0, or an "
+                "optimizer that treats each number by itself (AdamW)"
+            ) from error
 
     def close(self) -> bool:
         """Take hooks off the parameters; whether the model is of no use any more.
@@ -106,6 +126,8 @@ class Assembly:
         if plan.batchnorm == "sync" and self._data.size > 1:
             model = synchronise(model, self._data.group)
         self.pieces = self._pieces(model)
+        with ranks.together():
+            require_hooks(model, plan, self.pieces, warn)
         self._forget_recompute = recompute(unit_modules(model), plan.recompute)
         if sharded:
             self._compile(model, unit_modules(model))

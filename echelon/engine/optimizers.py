@@ -15,12 +15,7 @@ from echelon.engine.groups import is_plain, settings
 from echelon.engine.ranks import Group
 from echelon.errors import JobError
 from echelon.job import Job
-
-#: Those that take fused=True in their constructor; the same switch in a group turns the kernel on later.
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-#: Of these, the kernels that know sharded tensors.
-_FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
-
+from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
 
 #: Torch's word for an optimizer without parameters.
 _EMPTY = "empty parameter list"
@@ -71,6 +66,11 @@ def _make(job: Job, model: nn.Module) -> list[Optimizer]:
             raise JobError(
                 "optimizer= is SparseAdam, which takes sparse gradients alone; here gradients are dense, so that they can be added up over "
                 "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use"
+            )
+        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            raise JobError(
+                f"optimizer= is {type(optimizer).__name__}, whose step computes the loss again by itself, which no rank could do alone: use one "
+                "that steps on gradients (AdamW, SGD)"
             )
         optimizers.append(optimizer)
         _require_live(optimizer, trainable)
@@ -155,13 +155,29 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
         if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
             continue
         kinds = {isinstance(value, DTensor) for value in group["params"]}
-        kernels = _FUSED_SHARDED if True in kinds else _FUSED
+        kernels = FUSED_SHARDED if True in kinds else FUSED
         floating = all(value.is_floating_point() for value in group["params"])
         if len(kinds) > 1:
             if "foreach" in group:
                 group["foreach"] = False  # kernels over many tensors at once take whole ones or sharded ones
-        elif fused and type(optimizer) in kernels and floating and not isinstance(group.get("lr"), torch.Tensor):
+        elif fused and type(optimizer) in kernels and floating and not _unusual(group):
             group["fused"] = True
+
+
+def _unusual(group: Mapping[str, Any]) -> bool:
+    """Settings that the kernels do not take, or `begin_late` could not."""
+    return isinstance(group.get("lr"), Tensor) or bool(group.get("dampening"))
+
+
+def begin_late(optimizer: Optimizer) -> None:
+    """Give a momentum to parameters whose first gradient comes now, after that of others: torch's fused SGD (2.13) takes momenta of all
+    parameters or of none. Zeros are what it begins with by itself, where gradients are not dampened."""
+    if not isinstance(optimizer, torch.optim.SGD) or not optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for value in group["params"] if group["fused"] and group["momentum"] else ():
+            if value.grad is not None and optimizer.state[value].get("momentum_buffer") is None:
+                optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
 
 
 def make_schedules(job: Job, optimizers: list[Optimizer], steps: int) -> list[Any]:

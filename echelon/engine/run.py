@@ -25,11 +25,12 @@ from echelon.engine import checkpoint, norm, state
 from echelon.engine.assemble import Assembly
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.intake import moved, open_intake, seed_step
-from echelon.engine.optimizers import make_optimizers, make_schedules
+from echelon.engine.optimizers import begin_late, make_optimizers, make_schedules
 from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
 from echelon.engine.ranks import Ranks
+from echelon.engine.renorm import agree
 from echelon.engine.shard import forget_meshes
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
@@ -97,7 +98,7 @@ class Run:
         self.fingerprint, self.shapes = self.assembly.fingerprint, self.assembly.shapes
         self.optimizers = make_optimizers(job, self.model, self.ranks, shapes=self.shapes, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
-        self._statistics = StepStatistics(self.model, self.data)
+        self._statistics = StepStatistics(self.model, self.data, warn=warn)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
@@ -163,7 +164,14 @@ class Run:
         if self.assembly.sharding is not None:
             self.assembly.sharding.finish()
         add_up(self.assembly.partial, self.axes["tp"])
+        self._agree_on_shortened()
         return self._finish(*self._received(sums))
+
+    def _agree_on_shortened(self) -> None:
+        weights = self.assembly.shortened
+        agree(weights, self.data)
+        for holders, tied in self.assembly.tied if weights else ():
+            agree([value for value in tied if any(value is each for each in weights)], holders)
 
     def _alternate(self, batch: StepBatch, sums: _Sums) -> None:
         """Forward and backward, micro-batch by micro-batch."""
@@ -260,7 +268,9 @@ class Run:
                 norm.clip(norm.gradients(self.assembly.parameters), size, self.job.clip)
         if not skipped:
             for optimizer in self.optimizers:
-                optimizer.step()
+                begin_late(optimizer)
+                with self.assembly.words_for(optimizer):
+                    optimizer.step()
             for schedule in self.schedules:
                 schedule.step()
         if self.loss_scale is not None:
@@ -368,7 +378,9 @@ class Run:
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Loss and metrics over the job's evaluation set, or `data`."""
-        return evaluate(self, data)
+        found = evaluate(self, data)
+        self._agree_on_shortened()
+        return found
 
     def save(self, folder: str | Path) -> int:
         """Write a checkpoint; returns its bytes."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Span:
     """Samples `start` to `stop` (exclusive) of the global batch."""
 
     start: int
@@ -23,13 +23,13 @@ class Slice:
         return self.stop - self.start
 
 
-def cut(start: int, stop: int, parts: int) -> list[Slice]:
+def cut(start: int, stop: int, parts: int) -> list[Span]:
     """`parts` consecutive slices whose sizes differ by one at most, the larger first."""
     base, extra = divmod(stop - start, parts)
     slices = []
     for part in range(parts):
         end = start + base + (part < extra)
-        slices.append(Slice(start, end))
+        slices.append(Span(start, end))
         start = end
     return slices
 
@@ -45,7 +45,7 @@ def rounds(batch: int, dp: int, micro: int | None) -> int:
     return min(-(-largest // micro), smallest)
 
 
-def split(batch: int, dp: int, micro: int | None = None) -> list[list[Slice]]:
+def split(batch: int, dp: int, micro: int | None = None) -> list[list[Span]]:
     """For each data rank its micro-batches, as slices of the global batch."""
     turns = rounds(batch, dp, micro)
     return [cut(share.start, share.stop, turns) for share in cut(0, batch, dp)]

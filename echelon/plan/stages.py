@@ -49,7 +49,11 @@ def find_stages(plan: Plan, visits: Sequence[Visit]) -> tuple[int, ...] | None:
     together = [{each.path for each in (*columns, row)} for columns, row in pairs(plan)]
     together += [{visit.path} for visit in visits if visit.changes]
     for paths in together:
-        places = [place for place, visit in enumerate(visits) if visit.path in paths]
+        places = [
+            place
+            for place, visit in enumerate(visits)
+            if any(f"{each}.".startswith(f"{visit.path}.") for each in paths)
+        ]
         bound |= set(range(min(places) + 1, max(places) + 1)) if places else set()
     return divide([visit.work for visit in visits], stage_count(plan), bound)
 

@@ -92,8 +92,8 @@ def _plans(profile: Profile, cluster: Cluster, ranks: int | None) -> Iterator[Pl
         threads = max(cluster.cores // dp, 1) if cpu else None
         share = -(-profile.batch // dp)
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-            # A model that could not be traced may run other blocks on other ranks: only whole sharding is safe then.
-            whole = zero > 0 and profile.traced == "real"
+            # A model that may run other blocks on other ranks: only whole sharding is safe then.
+            whole = zero > 0 and bool(profile.unsteady)
             for micro in _micros(share):
                 yield Plan(
                     mesh=Mesh(dp=dp),
@@ -136,7 +136,7 @@ def _variants(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Plan]:
         micros = [micro or share for micro in _micros(share)]
     again: list[Recompute] = ["none", "block"] if profile.units else ["none"]
     for zero, micro, recompute in product((0, 1, 3) if plan.mesh.dp > 1 else (0,), micros, again):
-        whole = zero > 0 and profile.traced == "real"
+        whole = zero > 0 and bool(profile.unsteady)
         yield replace(
             plan, zero=zero, micro=micro if micro < share else None, recompute=recompute, threads=threads, whole=whole,
             model=profile.model,

@@ -32,6 +32,7 @@ from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.run import Run
 from echelon.engine.state import optimizer_tensors, piece_of
+from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.plan.split import rounds
 from echelon.testing.injection import Changes, Fault, changed_loss, changed_model, left_out, norms_of, times
@@ -43,6 +44,8 @@ CATALOGUE: dict[str, Fault] = {}
 @contextlib.contextmanager
 def injected(name: str) -> Iterator[None]:
     """Runs that are made inside have this fault."""
+    if name not in CATALOGUE:
+        raise EchelonError(f"{name!r}: no such fault; the catalogue has {', '.join(CATALOGUE)}")
     with contextlib.ExitStack() as stack:
         for change in CATALOGUE[name].changes():
             stack.enter_context(change)

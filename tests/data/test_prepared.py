@@ -76,6 +76,21 @@ def test_a_data_set_that_was_packed_otherwise_is_left_alone(tmp_path: Path) -> N
     assert (tmp_path / "mine/shard-00000.arrow").read_text() == "mine"
 
 
+def test_one_that_was_killed_while_it_cleared_the_folder_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(DATA, tmp_path / "set", counting(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("echelon.data.packed.pack._tidy", lambda folder: os._exit(9))
+        helper = multiprocessing.get_context("fork").Process(
+            target=prepared, args=(DATA, tmp_path / "set", counting(tmp_path, 3.0))
+        )
+        helper.start()
+        helper.join()
+        assert helper.exitcode == 9
+    assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
+
+
 def test_those_who_prepare_together_share_the_work(tmp_path: Path) -> None:
     data = TensorDataset(torch.arange(1000.0), torch.arange(1000))
     context = multiprocessing.get_context("fork")

@@ -503,6 +503,19 @@ def test_a_large_file_shows_that_it_comes_before_it_is_there(tmp_path: Path) -> 
     assert (tmp_path / "copy").stat().st_size == size
 
 
+def test_threads_may_read_the_same_remote_data(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    data = Packed(store, cache=tmp_path / "cache", cache_bytes=4 * size + 100)
+
+    def read(seed: int) -> bool:
+        draw = np.random.default_rng(seed)
+        batches = [draw.integers(0, 100, 8) + 100 * draw.integers(0, 4) for _ in range(60)]
+        return all(data.batch(ids)[1].tolist() == ids.tolist() for ids in batches)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(read, range(4)))
+
+
 def test_no_such_store(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere://x/manifest.json cannot be read: .*nowhere"):
         Packed("nowhere://x")

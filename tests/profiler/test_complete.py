@@ -140,3 +140,24 @@ def test_a_weight_that_would_be_a_piece_where_it_is_used_is_refused_with_the_rem
     assert [each for each in check(refused, profile(job)) if each.severity == "error"]
     assert not [each for each in check(good, profile(job)) if each.severity == "error"]
     assert complete(from_text("dp=2 tp=2 zero=3 whole"), job).placements
+
+
+class Called(nn.Module):
+    """Counts its calls, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 16), nn.Linear(16, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.first(x).relu())
+
+
+def test_trials_leave_the_users_own_module_as_it_was() -> None:
+    model = Called()
+    job = replace(mlp(), model=model)
+    profile(job)
+    complete(from_text("tp=2"), job)
+    complete(from_text("pp=2"), job)
+    assert model.calls == 0

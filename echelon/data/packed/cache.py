@@ -17,7 +17,7 @@ from pathlib import Path
 
 from echelon.data.packed.locks import locked, taken, unlock
 from echelon.errors import DataError
-from echelon.plan.units import size as in_words
+from echelon.plan.figures import size as in_words
 
 #: The names of copies, finished or not.
 _COPY = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")

@@ -177,15 +177,15 @@ def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | Non
     elif found is not None:
         if overwrite not in (True, found.provenance.get("kind", "")):
             raise DataError(f"{folder} holds another packed data set ({found.provenance.get('source')}): {_REPLACE}")
-        _clear(folder, busy)
+        _clear(folder, busy, found.provenance.get("kind", ""))
     elif before is not None and before != work.intent:
         if overwrite not in (True, before.get("kind")):
             raise DataError(
                 f"{folder} holds a part of another packing (another source, or it has changed since): {_REPLACE}"
             )
-        _clear(folder, busy)
+        _clear(folder, busy, str(before.get("kind")))
     elif overwrite is True and (before is None or (folder / documents.NAME).exists()):
-        _clear(folder, busy)
+        _clear(folder, busy, "")
     elif before is None and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise DataError(f"{folder} is not empty and not a packed data set: {_REPLACE}")
     for path in [*folder.glob(".manifest.json.*"), *folder.glob(".packing.json.*")]:
@@ -239,8 +239,9 @@ def _wrong_size(folder: Path, shard: Shard) -> bool:
     return not path.is_file() or path.stat().st_size != shard.bytes
 
 
-def _clear(folder: Path, busy: int) -> None:
-    """Take away a packed data set, and nothing else; the manifest first, so that what is left never looks whole."""
+def _clear(folder: Path, busy: int, kind: str) -> None:
+    """Take away a packed data set of this kind, and nothing else; the manifest first, so that what is left never looks whole. A kill
+    meanwhile leaves what looks like a packing of that kind that has only begun."""
     until = time.monotonic() + _LEAVING
     while not taken(busy):
         if time.monotonic() > until:
@@ -249,9 +250,10 @@ def _clear(folder: Path, busy: int) -> None:
                 "another folder. Ranks of one job must give the same data and function: is something in them different on each?"
             )
         time.sleep(0.05)
+    write_whole(folder / "packing.json", json.dumps({"kind": kind}).encode())
     (folder / documents.NAME).unlink(missing_ok=True)
-    _tidy(folder)
     _delete(folder, _FILES)
+    _tidy(folder)
 
 
 def _tidy(folder: Path) -> None:
