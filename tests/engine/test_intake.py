@@ -18,8 +18,10 @@ class Pair(NamedTuple):
 def test_containers_keep_their_kind() -> None:
     batch = {"pair": Pair(torch.ones(2), 3), "list": [torch.ones(1, dtype=torch.int64)], "text": "as it is"}
     found = Mover(torch.device("cpu"), torch.float64)(batch)
-    assert isinstance(found["pair"], Pair) and isinstance(found["list"], list)
-    assert found["pair"].image.dtype == torch.float64 and found["list"][0].dtype == torch.int64
+    assert isinstance(found["pair"], Pair)
+    assert isinstance(found["list"], list)
+    assert found["pair"].image.dtype == torch.float64
+    assert found["list"][0].dtype == torch.int64
     assert (found["pair"].label, found["text"]) == (3, "as it is")
 
 
