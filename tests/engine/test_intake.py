@@ -49,5 +49,5 @@ def test_a_copy_is_made_while_the_device_computes() -> None:
     before = torch.cuda.Event()
     before.record()
     move(batch)
-    move._copies.synchronize()  # type: ignore[union-attr]
+    move._copies.synchronize()
     assert not before.query()  # the copy is done and the device is not
