@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, evaluation_batches, open_source
-from echelon.data.packed.cache import Cache
+from echelon.data.packed.cache import Cache, CacheFullError
 from echelon.data.packed.store import Store
 from echelon.errors import DataError
 from tests.data.test_packed import PIXELS, images
@@ -220,6 +220,23 @@ def test_a_copy_that_is_in_use_is_not_deleted(tmp_path: Path) -> None:
     cache.hold("c", 10, lambda path: path.write_bytes(b"c" * 10) and None)
     assert sorted(path.read_bytes()[:1] for path in tmp_path.glob("*.arrow")) == [b"a", b"c"]
     held.release()
+
+
+def test_a_copy_is_held_as_soon_as_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, made, replace = Cache(tmp_path, 10), [], Path.replace
+
+    def fill(path: Path) -> None:
+        made.append(path.write_bytes(b"a" * 10))
+
+    def renamed(part: Path, path: Path) -> Path:
+        found = replace(part, path)
+        with pytest.raises(CacheFullError):  # another process that wants the room at this very moment
+            Cache(tmp_path, 10).hold("b", 10, fill)
+        return found
+
+    monkeypatch.setattr(Path, "replace", renamed)
+    assert cache.hold("a", 10, fill).path.read_bytes() == b"a" * 10
+    assert made == [10]
 
 
 def test_files_in_the_folder_that_are_no_copies_are_left_alone(tmp_path: Path) -> None:

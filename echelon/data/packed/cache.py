@@ -93,7 +93,11 @@ class Cache:
                     fill(part)
                     with part.open("rb") as file:
                         os.fsync(file.fileno())
+                    # Held before it has its name: in a cache that is just large enough another process would delete it at once.
+                    held = Held(path, os.open(part, os.O_RDONLY))
+                    held.again()
                     part.replace(path)
+                    return held
                 finally:
                     part.unlink(missing_ok=True)
 
