@@ -442,6 +442,35 @@ def test_an_evaluation_takes_the_room_that_the_training_needs_later(store: str, 
     assert Packed(store, **how).batch(np.arange(400))[1].tolist() == list(range(400))
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_holds_of_its_parent_alone(store: str, tmp_path: Path) -> None:
+    images(tmp_path / "other", 8, 400)
+    data = Packed(store, cache=tmp_path / "cache")
+    for ids in (np.arange(10), np.arange(10, 20)):
+        data.expect(ids)
+    data.batch(np.arange(10))  # the next batch needs the same file: its copy stays held
+    other = Packed(f"file://{tmp_path / 'other'}", cache=tmp_path / "cache")
+    helper = multiprocessing.get_context("fork").Process(target=other.batch, args=(np.arange(400),))
+    before = held(tmp_path / "cache")
+    helper.start()
+    helper.join(20)
+    assert helper.exitcode == 0
+    assert before == held(tmp_path / "cache")
+    assert len(before) == 1
+
+
+def held(folder: Path) -> list[str]:
+    """The copies that somebody has locked."""
+    found = []
+    for path in sorted(folder.glob("*.arrow")):
+        with path.open() as copy:
+            try:
+                fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(path.name)
+    return found
+
+
 def test_batches_that_were_told_of_and_given_up_hold_nothing(store: str, tmp_path: Path) -> None:
     size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
     data = Packed(store, cache=tmp_path / "cache", cache_bytes=8 * size + 100)

@@ -40,6 +40,7 @@ class RemoteRows(Rows):
     process that does something else, as evaluating or waiting for its workers, must not keep room from those who read.
     """
 
+    #: The rows that this process read last; in a forked process, those of its parent until it reads.
     _last: ClassVar[weakref.ref[RemoteRows] | None] = None
 
     def __init__(
@@ -140,8 +141,11 @@ class RemoteRows(Rows):
                             held.rest()
 
     def _rest(self) -> None:
-        """Hold nothing until the next batch, unless one is being read just now."""
-        if self._lock.acquire(blocking=False):
+        """Hold nothing until the next batch, unless one is being read just now.
+
+        Not in a forked process that has not read them itself: the locks are its parent's too, which may be reading.
+        """
+        if self._process == os.getpid() and self._lock.acquire(blocking=False):
             for _, held, _ in self._open.values():
                 held.rest()
             self._lock.release()
