@@ -122,12 +122,16 @@ class Packed:
         """The rows that can be read; what cannot is counted and told."""
         problems: list[str] = []
         dropped: list[tuple[int, int]] = []
+        gone: list[tuple[int, int]] = []  # of those, whole files
+        good: list[File] = []
         for file in files:
             problem = wrong(file)
             if problem:
                 problems.append(problem)
-                dropped.append((file.first, file.first + file.shard.samples))
+                gone.append((file.first, file.first + file.shard.samples))
+                dropped.append(gone[-1])
                 continue
+            good.append(file)
             content = np.memmap(file.path, np.uint8, "r")
             for block in range(len(file.shard.checksums)):
                 problem = damage(content, self.columns, file, block)
@@ -138,8 +142,6 @@ class Packed:
         if not dropped:
             return LocalRows(files, self.columns, check=False)
         self._skip(dropped, problems)
-        good = [file for file in files if wrong(file) is None]
-        gone = [span for span in dropped if any(file.first == span[0] and wrong(file) for file in files)]
         here = sum(file.shard.samples for file in good)
         inner = [(_without(a, gone), _without(b, gone)) for a, b in dropped if (a, b) not in gone]
         return Kept.without(LocalRows(good, self.columns, check=False), here, inner)
