@@ -289,6 +289,23 @@ def test_a_subset_is_gathered_too(tmp_path: Path) -> None:
     assert source.take(np.array([2, 1, 0]), 0)[1].tolist() == [300, 499, 5]
 
 
+@pytest.mark.parametrize("transform", [None, lambda sample: sample])
+def test_a_subset_is_padded_and_put_together_by_length_as_the_whole_is(tmp_path: Path, transform: Any) -> None:
+    pack(Values([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
+    data = Packed(tmp_path / "set", pad=7, bucket="tokens", transform=transform)
+    source = open_source(Subset(data, [3, 1, 6]))
+    assert source.take(np.array([0, 1]), 0)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
+    assert source.lengths is not None
+    assert source.lengths.tolist() == [3, 1, 2]
+
+
+def test_padding_that_fails_is_not_blamed_on_a_collate_that_the_job_has_not(tmp_path: Path) -> None:
+    pack(Values([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
+    data = Packed(tmp_path / "set", pad=7, transform=lambda sample: object())
+    with pytest.raises(DataError, match=r"cannot be put into one batch as torch does .* or give the job collate="):
+        open_source(data).take(np.arange(4), 0)
+
+
 def test_a_transform_draws_the_same_at_any_number_of_workers(tmp_path: Path) -> None:
     images(tmp_path / "set", 2, 64)
     source = open_source(Packed(tmp_path / "set", transform=_noisy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,12 @@ class Packed:
                 raise DataError(no_batch(column))
         return self._rows.take(ids, pin=pin)
 
+    def identified(self, rows: np.ndarray | None) -> str:
+        """What it holds as one short text, or what these samples of it are."""
+        if rows is None:
+            return self.identity
+        return f"{self.identity}, {len(rows):,} samples of it ({hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()})"
+
     @property
     def remote(self) -> bool:
         """Whether its files come from a store."""
@@ -266,7 +273,7 @@ class PackedSource(Source):
         if rows is None:
             self.lanes, self.files, self.window = data.lanes, data.files, data.window
         self.ahead = _EXPECTED if data.remote else 0
-        self.identity = None if rows is not None else data.identity
+        self.identity = data.identified(rows)
         found = data.bucketed()
         self.lengths = found if found is None or rows is None else found[rows]
         if not data.remote and not any(column.ragged for column in data.columns):
