@@ -22,9 +22,12 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, evaluation_batches, open_source
-from echelon.data.packed.cache import Cache, CacheFullError
+from echelon.data.packed.cache import Cache
+from echelon.data.packed.from_samples import Values
+from echelon.data.packed.pack import pack
 from echelon.data.packed.store import Store
-from echelon.errors import DataError
+from echelon.errors import CacheFullError, DataError
+from tests.data.test_damage import rewritten
 from tests.data.test_packed import PIXELS, images
 
 
@@ -335,6 +338,16 @@ def test_a_copy_that_is_damaged_later_is_made_anew(store: str, tmp_path: Path, h
     again = Packed(store, cache=tmp_path / "cache")
     assert np.array_equal(again.batch(np.arange(50, 100))[0].numpy(), PIXELS[50:100])
     assert copy.read_bytes() == right
+
+
+def test_a_text_that_is_none_is_no_reason_to_fetch_a_file_again(tmp_path: Path) -> None:
+    pack(Values([b"abc", b"\xff\xfe"], {}), tmp_path / "far", shards=1)
+    rewritten(tmp_path / "far", lambda told: told["columns"][0].update(kind="text"))
+    data = Packed(f"file://{tmp_path / 'far'}", cache=tmp_path / "cache")
+    assert data[0] == "abc"
+    (tmp_path / "far/shard-00000.arrow").unlink()
+    with pytest.raises(DataError, match="sample 1 has a text that is not UTF-8"):
+        data[1]
 
 
 def test_remote_files_that_cannot_be_had_are_skipped_and_counted_if_asked(store: str, tmp_path: Path) -> None:

@@ -16,15 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.data.packed.locks import locked, taken, unlock
-from echelon.errors import DataError
+from echelon.errors import CacheFullError, DataError
 from echelon.plan.figures import size as in_words
 
 #: The names of copies, finished or not.
 _COPY = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")
-
-
-class CacheFullError(DataError):
-    """The cache is full of copies that are in use."""
 
 
 class Held:

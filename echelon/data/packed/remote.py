@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from echelon.data.packed import blocks
-from echelon.data.packed.cache import Cache, CacheFullError, Held
+from echelon.data.packed.cache import Cache, Held
 from echelon.data.packed.manifest import RESTORE, Column, Manifest
 from echelon.data.packed.rows import File, LocalRows, Rows, damage, files_of, lengths_of, wrong
-from echelon.data.packed.store import LostError, Store
-from echelon.errors import DataError
+from echelon.data.packed.store import Store
+from echelon.errors import CacheFullError, DamagedError, LostError
 
 #: A file that no batch to come is known to need stays mapped for so many batches: to open it again costs as much as thirty gathers.
 _STALE = 64
@@ -162,9 +162,8 @@ class RemoteRows(Rows):
     def _taken(self, number: int, ids: np.ndarray, needed: Sequence[int]) -> list[Any]:
         try:
             return self._rows(number, needed).take(ids)
-        except DataError:
-            if number not in self._open:
-                raise
+        except DamagedError:
+            pass
         # The copy was good once: another one will be. It goes from under others too, who can go on reading what they have mapped.
         held = self._open.pop(number)[1]
         held.path.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from echelon.data.packed.from_images import decoded
 from echelon.data.packed.manifest import RESTORE, Column, Manifest, Shard
 from echelon.data.packed.region import HUGE, Region, even_gaps
 from echelon.data.packed.shard import stored
-from echelon.errors import DataError
+from echelon.errors import DamagedError, DataError
 from echelon.world import usable_memory
 
 #: Files of a data set that are mapped once for each column: the kernel keeps 65,530 mappings of a process.
@@ -171,7 +171,7 @@ class LocalRows(Rows):
         content = [each.file(number, file.shard.bytes) for each in self._maps]
         problem = damage(content, self._columns, file, block - int(self._first_block[number]))
         if problem:
-            raise DataError(f"{problem}; {RESTORE}, or leave such blocks out with Packed(..., damaged='skip')")
+            raise DamagedError(f"{problem}; {RESTORE}, or leave such blocks out with Packed(..., damaged='skip')")
         self._checked[block] = True
         self._unchecked -= 1
 

@@ -10,16 +10,12 @@ from typing import Any, TypeVar
 
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.manifest import Manifest
-from echelon.errors import DataError
+from echelon.errors import DataError, LostError
 
 #: Bytes that are asked for at once: few enough that a slow link brings them within the time limit, many for one request.
 _PIECE = 2**22
 
 _T = TypeVar("_T")
-
-
-class LostError(DataError):
-    """A file that is not there, or not as it was packed: to try again would not help."""
 
 
 def is_url(folder: Any) -> bool:
