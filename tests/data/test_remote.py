@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import threading
 import time
@@ -240,6 +241,34 @@ def test_a_copy_is_held_as_soon_as_it_has_its_name(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "replace", renamed)
     assert cache.hold("a", 10, fill).path.read_bytes() == b"a" * 10
     assert made == [10]
+
+
+def test_a_disk_without_room_is_named_and_old_copies_make_room_first(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 2**62)
+    cache.hold("a", 10, lambda path: None).release()
+    with pytest.raises(CacheFullError, match=rf"^{tmp_path}: its disk has .* left, .* are needed: .* give cache= "):
+        cache.hold("b", 2**61, lambda path: None)
+    assert not list(tmp_path.glob("*.arrow"))
+
+
+def test_a_file_that_cannot_be_written_is_not_blamed_on_the_store(tmp_path: Path) -> None:
+    (tmp_path / "far").write_bytes(bytes(2**21))
+    with (tmp_path / "copy").open("wb") as copy:
+        copy.truncate(2**21)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(DataError, match=rf"^{tmp_path}/copy cannot be written: File too large"):
+            Store(f"file://{tmp_path}", 5).copy("far", tmp_path / "copy")
+        with pytest.raises(DataError, match=rf"^{tmp_path}/cache: no copy .* can be written there: File too large"):
+            Cache(tmp_path / "cache", 2**30).hold("a", 2**21, lambda path: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "cache").glob("*.arrow*"))
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}/far: copies cannot be kept there: .*; give cache= another folder"
+    ):
+        Cache(tmp_path / "far", 2**30)
 
 
 def test_files_in_the_folder_that_are_no_copies_are_left_alone(tmp_path: Path) -> None:

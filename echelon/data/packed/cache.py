@@ -7,10 +7,12 @@ ends, and what a killed process left half written is never taken for a copy. Fil
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +66,12 @@ class Cache:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: copies cannot be kept there: {error.strerror}; give cache= another folder"
+            ) from None
 
     def hold(
         self, key: str, size: int, fill: Callable[[Path], None], *, patience: float = 0, timeout: float = 60
@@ -107,19 +114,39 @@ class Cache:
         while True:
             with locked(self.folder / "room.lock"):
                 part.unlink(missing_ok=True)
-                if self._room(size):
-                    part.touch()
-                    os.truncate(part, size)
+                fits = self._room(size)
+                if fits and self._allocated(part, size):
                     return
+                left = shutil.disk_usage(self.folder).free
             if time.monotonic() > until:
+                disk = fits or left < size
+                what = (
+                    f"its disk has {in_words(left)} left"
+                    if disk
+                    else f"all {in_words(self.limit)} of the cache are in use"
+                )
+                more = "free some, or give cache= another disk" if disk else "give it more (cache_bytes=)"
                 raise CacheFullError(
-                    f"{self.folder}: all {in_words(self.limit)} of the cache are in use, {in_words(size)} more are needed: give it more "
-                    "(cache_bytes=), or shuffle fewer files at a time (window=)"
+                    f"{self.folder}: {what}, {in_words(size)} more are needed: {more}, or shuffle fewer files at a time (window=)"
                 )
             time.sleep(0.05)
 
+    def _allocated(self, part: Path, size: int) -> bool:
+        """Whether the disk gave the room: a copy that was deleted takes its own until everybody has closed it."""
+        try:
+            with part.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if error.errno == errno.ENOSPC:
+                return False
+            raise DataError(
+                f"{self.folder}: no copy of {in_words(size)} can be written there: {error.strerror}; give cache= another folder"
+            ) from None
+        return True
+
     def _room(self, size: int) -> bool:
-        """Delete what was not used for longest and is not in use, until `size` more bytes fit."""
+        """Delete what was not used for longest and is not in use, until `size` more bytes fit: into the cache, and onto its disk."""
         found = []
         for path in self.folder.iterdir():
             if _COPY.fullmatch(path.name):
@@ -129,12 +156,13 @@ class Cache:
                     continue  # a filler gave up
                 found.append((state.st_mtime_ns, state.st_size, path))
         total = sum(each[1] for each in found)
+        limit = min(self.limit, total + shutil.disk_usage(self.folder).free)
         for _, freed, path in sorted(found, key=lambda each: each[0]):
-            if total + size <= self.limit:
+            if total + size <= limit:
                 break
             if self._deleted(path):
                 total -= freed
-        return total + size <= self.limit
+        return total + size <= limit
 
     def _deleted(self, path: Path) -> bool:
         """Whether nobody used it; then it is gone."""

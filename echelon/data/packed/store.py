@@ -44,13 +44,20 @@ class Store:
     def copy(self, name: str, path: Path) -> None:
         """A file of the folder into `path`, over the bytes that were reserved there; a longer one is not read to its end."""
         # Opened here and now: a read that is given up and comes to life later must find no other file under this name.
-        target = path.open("r+b")
+        target = path.open("r+b", buffering=0)
         room = os.fstat(target.fileno()).st_size
+
+        def put(piece: memoryview) -> None:
+            try:
+                while piece:
+                    piece = piece[target.write(piece) :]
+            except OSError as error:
+                raise DataError(f"{path} cannot be written: {error.strerror}; give cache= another disk") from None
 
         def get(told: Callable[[int], None]) -> None:
             with target:
                 for piece in self._pieces(name, told):
-                    target.write(piece)
+                    put(memoryview(piece))
                     if target.tell() > room:
                         break
                 target.truncate()
@@ -107,6 +114,8 @@ class Store:
                     f"{where}: no byte came for {self._timeout:g} s (after {count:,}); try again, or give timeout= more"
                 )
         value, error = answer[0]
+        if isinstance(error, DataError):
+            raise error
         if error is not None:
             kind = LostError if isinstance(error, FileNotFoundError) else DataError
             raise kind(f"{where} cannot be read: {type(error).__name__}: {error}") from None
