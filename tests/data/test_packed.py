@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import resource
 import threading
 import time
 from pathlib import Path
@@ -170,6 +171,26 @@ def test_pinned_batches_are_the_same(tmp_path: Path, shards: int, far: bool) -> 
         assert all(
             micro.batch[name].is_pinned() for micro in pinned.micros for name in ("half", "ids", "boxes", "score")
         )
+
+
+def test_files_that_cannot_be_mapped_are_told_with_what_to_do(tmp_path: Path) -> None:
+    pack(Arrays({"x": np.zeros(2**24, np.uint8)}, {"tuple": ["x"]}, {}), tmp_path / "set", shards=1)
+
+    def read(answer: Any) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**23, resource.RLIM_INFINITY))
+        try:
+            Packed(tmp_path / "set")
+        except DataError as error:
+            answer.send(str(error))
+
+    here, there = multiprocessing.Pipe()
+    helper = multiprocessing.get_context("fork").Process(target=read, args=(there,))
+    helper.start()
+    helper.join(20)
+    assert here.poll()
+    assert "set: the packed files cannot be mapped" in (told := here.recv())
+    assert "pack the data into fewer files (--shards)" in told
 
 
 def test_any_arrow_reader_finds_the_samples(tmp_path: Path) -> None:

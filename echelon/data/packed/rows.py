@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -108,7 +109,9 @@ class LocalRows(Rows):
         try:
             self._gathers = [self._gather(place) for place in range(len(columns))]
         except OSError as error:
-            raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
+            raise DataError(
+                f"{files[0].path.parent}: the packed files cannot be mapped: {error}{_fewer(error)}"
+            ) from None
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
         shard = self._looked_at(ids)
@@ -212,6 +215,16 @@ class LocalRows(Rows):
         last = int(places[-1]) + self._files[-1].shard.samples * column.item
         rows = region.bytes[int(places[0]) : last].view(stored(column)).reshape(-1, *column.shape)
         return _Even(column, rows, (places - places[0]) // column.item - self._starts)
+
+
+def _fewer(error: OSError) -> str:
+    """What to do where the kernel gives no more addresses or mappings."""
+    if error.errno != errno.ENOMEM:
+        return ""
+    return (
+        "; each file is mapped, for some columns once more, and a process has 65,530 mappings (vm.max_map_count) of as much as "
+        "`ulimit -v` allows: pack the data into fewer files (--shards)"
+    )
 
 
 def lengths_of(parts: Sequence[np.ndarray], columns: Sequence[Column], place: int, file: File) -> np.ndarray | None:
