@@ -25,6 +25,7 @@ from echelon.cli.app import app
 from echelon.data import Loader, Packed, evaluation_batches, open_source
 from echelon.data.packed.cache import Cache
 from echelon.data.packed.from_samples import Values
+from echelon.data.packed.locks import locked, taken, unlock
 from echelon.data.packed.pack import pack
 from echelon.data.packed.store import Store
 from echelon.errors import CacheFullError, DataError
@@ -148,8 +149,18 @@ class NotingFile(AbstractBufferedFile):
             return file.read(end - start)
 
 
+class Private(LocalFileSystem):
+    """A store whose address holds a password."""
+
+    protocol = "private"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return path.partition("@host")[2] or path
+
+
 GO = threading.Event()
-for store_ in (Stalling, Halting, Dripping, Slow, Hanging, Noting):
+for store_ in (Private, Stalling, Halting, Dripping, Slow, Hanging, Noting):
     fsspec.register_implementation(store_.protocol, store_, clobber=True)
 
 
@@ -602,6 +613,84 @@ def test_threads_may_read_the_same_remote_data(store: str, tmp_path: Path) -> No
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(read, range(4)))
+
+
+def test_a_password_in_an_address_is_in_no_message(store: str, tmp_path: Path) -> None:
+    far, how = f"private://me:secret@host{tmp_path}", {"cache": tmp_path / "cache"}
+    pack(Values([1, 2], {}), tmp_path / "numbers")
+    told = []
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*/numbers holds value: int64") as caught:
+        Packed(f"{far}/far", f"{far}/numbers", **how)
+    told.append(caught.value)
+    sent = pickle.dumps(Packed(f"{far}/far", **how))
+    content = (tmp_path / "far/shard-00003.arrow").read_bytes()
+    (tmp_path / "far/shard-00003.arrow").write_bytes(bytes(len(content)))
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*shard-00003.arrow, block 0 .* is damaged") as caught:
+        Packed(f"{far}/far", **how).batch(np.array([160]))
+    told.append(caught.value)
+    (tmp_path / "far/shard-00003.arrow").unlink()
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*shard-00003.arrow cannot be read") as caught:
+        Packed(f"{far}/far", **how).batch(np.array([160]))
+    told.append(caught.value)
+    images(tmp_path / "far", 4, 400, overwrite=True)
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.* holds other samples") as caught:
+        pickle.loads(sent)
+    told.append(caught.value)
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*/manifest.json cannot be read") as caught:
+        open_source(f"{far}/nothing")
+    assert not [error for error in (*told, caught.value) if "secret" in str(error)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"cache_bytes": "1GB"}, {"cache_bytes": 0}, {"timeout": -1}, {"timeout": None}, {"window": 0}, {"window": 1.5}],
+)
+def test_numbers_that_are_none_are_refused(store: str, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(DataError, match=rf"^{name}={value!r}: give "):
+        Packed(store, cache=tmp_path / "cache", **wrong)
+
+
+def test_one_who_waits_for_a_lock_is_patient_while_its_holder_works(tmp_path: Path) -> None:
+    began, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with locked(tmp_path / "lock"):
+            began.set()
+            for number in range(8):
+                time.sleep(0.1)
+                (tmp_path / str(number)).touch()
+            done.set()
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(work)
+        began.wait(5)
+        with locked(tmp_path / "lock", patience=0.4):
+            assert done.is_set()
+
+
+def test_a_lock_that_is_deleted_while_one_waits_for_it_is_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first = os.open(path, os.O_RDWR | os.O_CREAT)
+    assert taken(first)
+    lock = locked(path, patience=5)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(lock.__enter__)
+        time.sleep(0.1)
+        path.unlink()
+        unlock(first)
+        waiting.result()
+    with path.open() as again:
+        assert not taken(again.fileno())
+
+
+def test_files_that_cannot_be_locked_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    lock = os.open(path, os.O_PATH)  # of which the kernel gives no lock, as file systems without locks do
+    with pytest.raises(DataError, match=rf"^{path} cannot be locked: .*; .* another folder"):
+        taken(lock)
+    unlock(lock)
 
 
 def test_no_such_store(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from echelon.data.packed.cache import Cache
 from echelon.data.packed.manifest import Column, Manifest
 from echelon.data.packed.remote import RemoteRows, far_rows
 from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, files_of, wrong
-from echelon.data.packed.store import Store, is_url
+from echelon.data.packed.store import Store, is_url, shown
 from echelon.data.source import Source
 from echelon.errors import DataError
 from echelon.world import cache_folder
@@ -73,7 +73,7 @@ class Packed:
         remote = [folder for folder in folders if is_url(folder)]
         if remote and len(remote) < len(folders):
             raise DataError(
-                f"{remote[0]} is remote and {len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
+                f"{shown(remote[0])} is remote and {len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
             )
         self.transform, self.pad, self.window, self.bucket = transform, pad, window, bucket
         self._given = _Given(
@@ -95,10 +95,12 @@ class Packed:
         first = self.manifests[0]
         for folder, other in zip(folders, self.manifests, strict=True):
             if (other.columns, other.sample) != (first.columns, first.sample):
-                raise DataError(f"{folder} holds {describe(other)} and {folders[0]} {describe(first)}: pack them alike")
+                raise DataError(
+                    f"{shown(folder)} holds {describe(other)} and {shown(folders[0])} {describe(first)}: pack them alike"
+                )
         self.columns: tuple[Column, ...] = first.columns
         self._structure, self._names = first.sample, [column.name for column in first.columns]
-        files = files_of([Path(folder) for folder in folders], self.manifests)
+        files = files_of([Path(shown(folder)) if stores else Path(folder) for folder in folders], self.manifests)
         self.identity = documents.identity(self.manifests)
         self._length, self.skipped, self.files = files[-1].first + files[-1].shard.samples, 0, len(files)
         self.lanes = len(files) if given.lanes is None else given.lanes
@@ -258,7 +260,7 @@ class Packed:
         self._open()
         if self.identity != before:
             raise DataError(
-                f"{self._given.folders[0]} holds other samples than when it was opened: {self.identity}, before {before}; open it again"
+                f"{shown(self._given.folders[0])} holds other samples than when it was opened: {self.identity}, before {before}; open it again"
             )
 
 

@@ -100,7 +100,7 @@ class RemoteRows(Rows):
             whole = [len(part) for part in read] == [8 * (file.shard.samples + 1)] * len(read)
             found = lengths_of(parts, self._columns, column, file) if whole else None
             if found is None:
-                raise LostError(f"{store.url}/{file.shard.file}: its offsets are damaged; {RESTORE}")
+                raise LostError(f"{store.shown}/{file.shard.file}: its offsets are damaged; {RESTORE}")
             return found
 
         with ThreadPoolExecutor(_COMING, thread_name_prefix="echelon-lengths") as threads:
@@ -215,7 +215,7 @@ class RemoteRows(Rows):
                 if problem is None and blocks.frame(content, self._columns, file.shard) != file.shard.frame:
                     problem = f"{path}: Arrow's own part of it is damaged"
             if problem:
-                raise LostError(problem.replace(str(path), f"{store.url}/{file.shard.file}"))
+                raise LostError(problem.replace(str(path), f"{store.shown}/{file.shard.file}"))
 
         key = f"{store.url}/{file.shard}"
         return self._cache.hold(key, file.shard.bytes, fill, patience=patience, timeout=2 * self._patience)
@@ -224,7 +224,7 @@ class RemoteRows(Rows):
 def far_rows(stores: Sequence[Store], manifests: Sequence[Manifest], cache: Cache, patience: float) -> RemoteRows:
     """The rows of whole data sets on stores, one behind the other."""
     owners = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
-    files = files_of([Path(store.url) for store in stores], manifests)
+    files = files_of([Path(store.shown) for store in stores], manifests)
     return RemoteRows(list(zip(owners, files, strict=True)), manifests[0].columns, cache, patience=patience)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,11 @@ def is_url(folder: Any) -> bool:
     return isinstance(folder, str) and "://" in folder
 
 
+def shown(text: object) -> str:
+    """A folder, or a message that names one, without the name and the password that an address may hold."""
+    return re.sub(r"://[^/\s]*@", "://***@", str(text))
+
+
 class Store:
     """A folder on a remote store. `timeout`: seconds without a byte, also while connecting, after which a read is given up."""
 
@@ -30,15 +36,16 @@ class Store:
         try:
             from fsspec.core import url_to_fs
         except ModuleNotFoundError:
-            raise DataError(f"{url}: remote data needs fsspec: pip install 'echelon[remote]'") from None
+            raise DataError(f"{shown(url)}: remote data needs fsspec: pip install 'echelon[remote]'") from None
         self.url, self._timeout = url.rstrip("/"), timeout
+        self.shown = shown(self.url)
         self._connect = url_to_fs
 
     def manifest(self) -> Manifest:
         """What the folder holds."""
         return documents.read(
             self._guarded(documents.NAME, lambda told: b"".join(self._pieces(documents.NAME, told))),
-            f"{self.url}/{documents.NAME}",
+            f"{self.shown}/{documents.NAME}",
         )
 
     def copy(self, name: str, path: Path) -> None:
@@ -88,7 +95,7 @@ class Store:
 
     def _guarded(self, name: str, get: Callable[[Callable[[int], None]], _T]) -> _T:
         """`get` in a thread of its own: one that never comes back is left behind."""
-        where = f"{self.url}/{name}"
+        where = f"{self.shown}/{name}"
         moved, done = threading.Event(), threading.Event()
         answer: list[Any] = []
         count = 0
@@ -118,6 +125,6 @@ class Store:
             raise error
         if error is not None:
             kind = LostError if isinstance(error, FileNotFoundError) else DataError
-            raise kind(f"{where} cannot be read: {type(error).__name__}: {error}") from None
+            raise kind(f"{where} cannot be read: {type(error).__name__}: {shown(error)}") from None
         found: _T = value
         return found
