@@ -124,7 +124,9 @@ class Store:
         if isinstance(error, DataError):
             raise error
         if error is not None:
-            kind = LostError if isinstance(error, FileNotFoundError) else DataError
-            raise kind(f"{where} cannot be read: {type(error).__name__}: {shown(error)}") from None
+            # fsspec tells of a server that does not answer as of a file that is not there, and keeps the reason behind it.
+            reason = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            kind = LostError if isinstance(reason, FileNotFoundError) else DataError
+            raise kind(f"{where} cannot be read: {type(reason).__name__}: {shown(reason)}") from None
         found: _T = value
         return found
