@@ -159,8 +159,19 @@ class Private(LocalFileSystem):
         return path.partition("@host")[2] or path
 
 
+class Refusing(LocalFileSystem):
+    """A store that does not answer for one file; it tells so as fsspec's HTTP does."""
+
+    protocol = "refusing"
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        if path.endswith("00003.arrow"):
+            raise FileNotFoundError(path) from ConnectionRefusedError(111, "Connection refused")
+        return super().open(path, mode, **how)
+
+
 GO = threading.Event()
-for store_ in (Private, Stalling, Halting, Dripping, Slow, Hanging, Noting):
+for store_ in (Private, Refusing, Stalling, Halting, Dripping, Slow, Hanging, Noting):
     fsspec.register_implementation(store_.protocol, store_, clobber=True)
 
 
@@ -550,6 +561,13 @@ def test_a_slow_store_and_a_full_cache_are_no_damage_that_is_skipped(
     with pytest.raises(DataError, match=r"^/.*/full: all 100 kB of the cache are in use"):
         Packed(store, cache=tmp_path / "full", cache_bytes=10**5, timeout=0.2, damaged="skip")
     held.release()
+
+
+def test_a_store_that_does_not_answer_is_no_file_that_is_lost(store: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"^refusing://.*-00003.arrow cannot be read: ConnectionRefusedError: .* refused$"
+    ):
+        Packed(store.replace("file", "refusing"), cache=tmp_path / "cache", damaged="skip")
 
 
 def test_a_reader_that_is_sent_to_another_process_finds_the_same_samples_or_says_so(store: str, tmp_path: Path) -> None:

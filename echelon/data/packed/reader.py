@@ -70,6 +70,13 @@ class Packed:
             raise DataError("Packed() needs the folder of a packed data set; `echelon pack SRC DST` makes one")
         if damaged not in ("stop", "skip"):
             raise DataError(f"damaged={damaged!r}: stop or skip")
+        if window is not None and (type(window) is not int or window < 1):
+            raise DataError(f"window={window!r}: give a whole number of files, 1 or more")
+        for name, value in (("cache_bytes", cache_bytes), ("timeout", timeout)):
+            if not isinstance(value, int | float) or not value > 0:
+                raise DataError(
+                    f"{name}={value!r}: give a number above 0 of {'bytes' if name == 'cache_bytes' else 'seconds'}"
+                )
         remote = [folder for folder in folders if is_url(folder)]
         if remote and len(remote) < len(folders):
             raise DataError(
