@@ -17,12 +17,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.data.packed.locks import locked, taken, unlock
+from echelon.data.packed.locks import deleted, locked, taken, unlock
 from echelon.errors import CacheFullError, DataError
 from echelon.plan.figures import size as in_words
+from echelon.world import cache_folder
 
 #: The names of copies, finished or not.
 _COPY = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")
+#: The names of the locks of those who make them.
+_LOCK = re.compile(r"[0-9a-f]{24}\.lock")
+
+
+def default_folder() -> Path:
+    """Where copies are kept of data that names no folder for them."""
+    return cache_folder() / "data"
 
 
 class Held:
@@ -147,14 +155,7 @@ class Cache:
 
     def _room(self, size: int) -> bool:
         """Delete what was not used for longest and is not in use, until `size` more bytes fit: into the cache, and onto its disk."""
-        found = []
-        for path in self.folder.iterdir():
-            if _COPY.fullmatch(path.name):
-                try:
-                    state = path.stat()
-                except FileNotFoundError:
-                    continue  # a filler gave up
-                found.append((state.st_mtime_ns, state.st_size, path))
+        found = self._copies()
         total = sum(each[1] for each in found)
         limit = min(self.limit, total + shutil.disk_usage(self.folder).free)
         for _, freed, path in sorted(found, key=lambda each: each[0]):
@@ -163,6 +164,32 @@ class Cache:
             if self._deleted(path):
                 total -= freed
         return total + size <= limit
+
+    def _copies(self) -> list[tuple[int, int, Path]]:
+        """When each copy was used last, its size and its path."""
+        found = []
+        for path in self.folder.iterdir():
+            if _COPY.fullmatch(path.name):
+                try:
+                    state = path.stat()
+                except FileNotFoundError:
+                    continue  # a filler gave up
+                found.append((state.st_mtime_ns, state.st_size, path))
+        return found
+
+    def kept(self) -> tuple[int, int]:
+        """How many copies there are, and their bytes."""
+        found = self._copies()
+        return len(found), sum(size for _, size, _ in found)
+
+    def clear(self) -> tuple[int, int]:
+        """Delete the copies that nobody uses, and the locks of those who made them: how many, and how many are in use."""
+        with locked(self.folder / "room.lock"):
+            gone = [self._deleted(path) for _, _, path in self._copies()]
+            for path in self.folder.iterdir():
+                if _LOCK.fullmatch(path.name):
+                    self._deleted(path)
+        return sum(gone), len(gone) - sum(gone)
 
     def _deleted(self, path: Path) -> bool:
         """Whether nobody used it; then it is gone."""
@@ -173,7 +200,7 @@ class Cache:
         except FileNotFoundError:
             return False
         try:
-            if taken(lock):
+            if taken(lock) and not deleted(lock):
                 path.unlink(missing_ok=True)
                 return True
             return False

@@ -18,14 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from echelon.data.collate import collate as collated
 from echelon.data.packed import manifest as documents
 from echelon.data.packed import tree
-from echelon.data.packed.cache import Cache
+from echelon.data.packed.cache import Cache, default_folder
 from echelon.data.packed.manifest import Column, Manifest
 from echelon.data.packed.remote import RemoteRows, far_rows
 from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, files_of, wrong
 from echelon.data.packed.store import Store, is_url, shown
 from echelon.data.source import Source
 from echelon.errors import DataError
-from echelon.world import cache_folder
 
 if TYPE_CHECKING:
     from echelon.data.packed.filled import Filled
@@ -118,7 +117,7 @@ class Packed:
                 f"window={self.window} needs files that hold equally many samples each: pack the data in one go, and let damaged= stop"
             )
         if stores:
-            folder = cache_folder() / "data" if given.cache is None else Path(given.cache)
+            folder = default_folder() if given.cache is None else Path(given.cache)
             self._rows: Rows = far_rows(stores, self.manifests, Cache(folder, given.cache_bytes), given.timeout)
             if given.damaged == "skip":
                 self._rows = self._reachable(files, self._rows)
