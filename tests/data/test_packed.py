@@ -28,6 +28,8 @@ from echelon.data.packed.manifest import Manifest
 from echelon.data.packed.pack import pack
 from echelon.data.packed.region import HUGE, even_gaps
 from echelon.errors import DataError
+from echelon.profiler.example import Example
+from tests.flow.jobs import make
 
 pytestmark = [  # what torch says of worker processes on a small machine, and Python 3.12 of fork
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -318,6 +320,8 @@ def test_a_subset_is_padded_and_put_together_by_length_as_the_whole_is(tmp_path:
     assert source.take(np.array([0, 1]), 0)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
     assert source.lengths is not None
     assert source.lengths.tolist() == [3, 1, 2]
+    example = Example(make(data=Subset(data, [3, 1]), batch=2))
+    assert example.batch(2)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
 
 
 def test_padding_that_fails_is_not_blamed_on_a_collate_that_the_job_has_not(tmp_path: Path) -> None:
