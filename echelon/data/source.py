@@ -95,7 +95,9 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
         raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
     packed, rows = _packed_part(data)
     if packed is None:
-        return Samples(data, collate=collate, seed=seed)
+        source = Samples(data, collate=collate, seed=seed)
+        source.identity = getattr(data, "packed_identity", None)
+        return source
     source = Samples(data, collate=collate, padding=packed.packed_collate, seed=seed)
     if rows is None:
         source.lanes, source.files, source.window = packed.lanes, packed.files, packed.window

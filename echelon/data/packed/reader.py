@@ -251,10 +251,14 @@ class Packed:
         return None if self.bucket is None else self.lengths(self.bucket)
 
     def filled(self, length: int, column: str | None = None) -> Filled:
-        """Rows of `length` tokens, each filled with whole samples of a column that differs in length (filled.py)."""
+        """Rows of `length` tokens, filled with samples of a column that differs in length (filled.py); other columns are left out."""
         from echelon.data.packed.filled import Filled
 
         ragged = [each.name for each in self.columns if each.ragged and each.kind == "array"]
+        if column is None and len(ragged) > 1:
+            raise DataError(
+                f"filled({length}) lays out one of {', '.join(ragged)}: say which, as filled({length}, {ragged[0]!r})"
+            )
         return Filled(self, column or (ragged[0] if ragged else ""), length)
 
     def __getstate__(self) -> Any:
