@@ -171,7 +171,7 @@ class Packed:
         if self.skipped == self._length:
             raise DataError(f"no sample is left: {problems[0]}")
         warnings.warn(
-            f"{self.skipped:,} of {self._length:,} samples are skipped in {len(problems)} damaged parts, the first: {problems[0]}",
+            f"{self.skipped:,} of {self._length:,} samples are skipped in {len(problems)} damaged part{'s' * (len(problems) > 1)}, the first: {problems[0]}",
             stacklevel=5,
         )
         self._length -= self.skipped

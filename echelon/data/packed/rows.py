@@ -94,7 +94,7 @@ class LocalRows(Rows):
         for file in files:
             problem = wrong(file)
             if problem:
-                raise DataError(problem)
+                raise DataError(f"{problem}, or leave such files out with Packed(..., damaged='skip')")
         counts = np.array([file.shard.samples for file in files])
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
