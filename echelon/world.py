@@ -78,7 +78,7 @@ def _started_by_srun(env: Mapping[str, str]) -> bool:
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Where profiles and clusters are kept between runs: ECHELON_CACHE, else the user's cache folder."""
+    """Where profiles, clusters, plans and copies of remote data are kept between runs: ECHELON_CACHE, else the user's cache folder."""
     env = os.environ if environment is None else environment
     if env.get("ECHELON_CACHE"):
         return Path(env["ECHELON_CACHE"])

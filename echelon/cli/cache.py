@@ -1,11 +1,16 @@
-"""`echelon cache`: profiles and clusters that are kept so that they are not made again."""
+"""`echelon cache`: what is kept so that it is not made again: profiles, clusters, plans, and copies of remote data."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import typer
 
 from echelon.cli.common import Debug, Json, console, print_json, table
 from echelon.plan.figures import seconds, size
+
+if TYPE_CHECKING:
+    from echelon.data.packed.cache import Cache
 
 app = typer.Typer(help="Show or clear what is kept between runs.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -16,7 +21,8 @@ def show(json: Json = False, debug: Debug = False) -> None:
     from echelon.plan.store import Store, installed_versions
     from echelon.world import cache_folder
 
-    folder = cache_folder()
+    folder, copies = cache_folder(), _copies()
+    files, total = copies.kept() if copies else (0, 0)
     entries = Store(folder).show(versions=installed_versions())
     if json:
         kept = [
@@ -26,28 +32,50 @@ def show(json: Json = False, debug: Debug = False) -> None:
             }
             for entry in entries
         ]  # fmt: skip
-        print_json({"folder": str(folder), "entries": kept})
+        where = str(copies.folder) if copies else None
+        print_json(
+            {"folder": str(folder), "entries": kept, "copies": {"folder": where, "files": files, "bytes": total}}
+        )
         return
-    if not entries:
+    if not entries and not files:
         typer.echo(f"{folder}: nothing is kept")
         return
     rows = table("kind", "of", "state", "size", "age", left=3)
     for entry in entries:
         rows.add_row(entry.kind, entry.key, "good" if entry.good else "stale", size(entry.bytes), seconds(entry.age))
     screen = console()
-    screen.print(rows)
-    screen.print(f"in {folder}")
+    if entries:
+        screen.print(rows)
+        screen.print(f"in {folder}")
+    if copies and files:
+        screen.print(f"{_counted(files)} of remote data, {size(total)}, in {copies.folder}", soft_wrap=True)
 
 
 @app.command()
 def clear(json: Json = False, debug: Debug = False) -> None:
-    """Delete all of it; it is made again when it is needed."""
+    """Delete all of it that is not in use; it is made again when it is needed."""
     from echelon.plan.store import Store
     from echelon.world import cache_folder
 
-    folder = cache_folder()
+    folder, copies = cache_folder(), _copies()
     count = Store(folder).clear()
+    gone, used = copies.clear() if copies else (0, 0)
     if json:
-        print_json({"folder": str(folder), "cleared": count})
-    else:
-        typer.echo(f"{count} document{'s' * (count != 1)} deleted from {folder}")
+        print_json({"folder": str(folder), "cleared": count, "copies": {"cleared": gone, "in_use": used}})
+        return
+    typer.echo(f"{count} document{'s' * (count != 1)} deleted from {folder}")
+    if copies and gone + used:
+        stay = f"; {used} in use left there" if used else ""
+        typer.echo(f"{_counted(gone)} of remote data deleted from {copies.folder}{stay}")
+
+
+def _copies() -> Cache | None:
+    """The copies of remote data that named no folder for them, if there are any."""
+    from echelon.data.packed.cache import Cache, default_folder
+
+    folder = default_folder()
+    return Cache(folder, 0) if folder.is_dir() else None
+
+
+def _counted(copies: int) -> str:
+    return f"{copies} cop{'y' if copies == 1 else 'ies'}"

@@ -93,10 +93,17 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
         return gathered
     if not hasattr(data, "__getitem__") and not hasattr(data, "__getitems__"):
         raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
-    source = Samples(data, collate=collate, seed=seed)
-    if _is_packed(data):
-        source.lanes, source.files, source.window = data.lanes, data.files, data.window
-        source.lengths, source.identity = data.bucketed(), data.identity
+    packed, rows = _packed_part(data)
+    if packed is None:
+        source = Samples(data, collate=collate, seed=seed)
+        source.identity = getattr(data, "packed_identity", None)
+        return source
+    source = Samples(data, collate=collate, padding=packed.packed_collate, seed=seed)
+    if rows is None:
+        source.lanes, source.files, source.window = packed.lanes, packed.files, packed.window
+    lengths = packed.bucketed()
+    source.lengths = lengths if lengths is None or rows is None else lengths[rows]
+    source.identity = packed.identified(rows)
     return source
 
 
@@ -148,16 +155,25 @@ def _is_packed(data: Any) -> bool:
     return module is not None and isinstance(data, module.Packed)
 
 
+def _packed_part(data: Any) -> tuple[Any, np.ndarray | None]:
+    """The packed data set that `data` is (None: it is none), and which of its samples, where it is torch's Subset of it (None: all)."""
+    if type(data) is not Subset:
+        return (data if _is_packed(data) else None), None
+    whole, rows = _packed_part(data.dataset)
+    if whole is None:
+        return None, None
+    chosen = inside(data.indices, len(whole) if rows is None else len(rows))
+    return whole, chosen if rows is None else rows[chosen]
+
+
 def _gathered(data: Any) -> Source | None:
     """`data` as a source that gathers, if it can be."""
-    whole = data.dataset if type(data) is Subset else data
-    if not _is_packed(whole):
+    packed, rows = _packed_part(data)
+    if packed is None:
         return _tensors(data)
     from echelon.data.packed.reader import Packed, PackedSource, gathers
 
-    if type(whole) is not Packed or not gathers(whole):
-        return None
-    return PackedSource(whole, None if whole is data else inside(data.indices, len(whole)))
+    return PackedSource(packed, rows) if type(packed) is Packed and gathers(packed) else None
 
 
 def _tensors(data: Any) -> Tensors | None:
@@ -221,9 +237,12 @@ class Samples(Source):
 
     gathers = False
 
-    def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, data: Any, *, collate: Collate | None = None, padding: Collate | None = None, seed: int = 0
+    ) -> None:
+        """`collate`: the job's; without it samples are put together by `padding`, or as torch does."""
         self._data, self._seed, self._length = data, seed, len(data)
-        self._collate = collate or getattr(data, "packed_collate", None) or collate_as_torch
+        self._collate, self._own = collate or padding or collate_as_torch, collate is not None
         self._many = getattr(data, "__getitems__", None)
         self._generators = draws.Apart()
         self._draws: set[str] = set()
@@ -312,4 +331,4 @@ class Samples(Source):
         try:
             return self._collate(samples)
         except Exception as error:
-            raise collation_error(samples, numbers, error, self._collate is not collate_as_torch) from error
+            raise collation_error(samples, numbers, error, self._own) from error

@@ -94,13 +94,14 @@ def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, work
 def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
     """The same items, made by one process that is a little ahead. A DataError that ends them is raised here.
 
-    The process is forked, as torch does on Linux: an iterator that has begun cannot be sent to one that was started anew.
+    The process is forked, whatever the program has chosen for others: an iterator that has begun cannot be sent to one that was started anew.
     """
     loader = DataLoader(
         _Items(items),
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=1,
+        multiprocessing_context="fork",
         pin_memory=pin,
         generator=torch.Generator(),
     )

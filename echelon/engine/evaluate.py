@@ -70,11 +70,13 @@ def _micros(run: Run, data: Any) -> Iterator[Micro]:
     rank, ranks, size = data_ranks.rank, data_ranks.size, run.plan.micro or -(-run.job.batch // data_ranks.size)
     collate, seed = run.job.collate, run.job.seed
     with run.ranks.together():
+        pin = run.device.type == "cuda"
         if is_stream(data):
             stream = Stream(data, collate=collate, seed=seed)
             alike = run.ranks.size // ranks
-            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=run.ranks.gather, alike=alike)
-        source, pin = open_source(data, collate=collate, seed=seed), run.device.type == "cuda"
+            agree = run.ranks.gather
+            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=agree, pin=pin, alike=alike)
+        source = open_source(data, collate=collate, seed=seed)
         return evaluation_batches(source, rank=rank, ranks=ranks, size=size, pin=pin, workers=run.workers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, default_collate
 
 from echelon.errors import DataError
 from echelon.job import Job
@@ -22,7 +22,7 @@ class Example:
 
     def __init__(self, job: Job) -> None:
         self._data = job.data
-        self.collate = job.collate or getattr(job.data, "packed_collate", None) or default_collate
+        self.collate = job.collate or getattr(_whole(job.data), "packed_collate", None) or default_collate
         self.samples, self.length = _take(job.data)
         self.bytes = _bytes(self.batch(1))
 
@@ -40,6 +40,11 @@ class Example:
             if time.monotonic() > end:
                 break
         return found[: len(found) // 2 * 2]
+
+
+def _whole(data: Any) -> Any:
+    """The data set that a Subset is a part of; it says how samples are put together."""
+    return _whole(data.dataset) if type(data) is Subset else data
 
 
 def _take(data: Any) -> tuple[list[Any], int]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from bench.damage import mutated
 from bench.mixed import WAYS, make, outcome
 from echelon.data import Packed, open_source
-from echelon.data.packed import rows
+from echelon.data.packed import reader, rows
 from echelon.data.packed.blocks import folded
 from echelon.data.packed.from_samples import Values
 from echelon.data.packed.look import damages
@@ -39,7 +39,9 @@ def whole(tmp_path: Path) -> Path:
 
 def test_a_missing_file_is_named(whole: Path) -> None:
     (whole / "shard-00002.arrow").unlink()
-    with pytest.raises(DataError, match=r"shard-00002.arrow \(samples 200 to 299\) cannot be read: No such file"):
+    with pytest.raises(
+        DataError, match=r"shard-00002.arrow \(samples 200 to 299\) cannot be read: No such file.*damaged='skip'"
+    ):
         open_source(str(whole))
 
 
@@ -107,6 +109,24 @@ def test_damaged_parts_are_skipped_and_counted_if_asked(whole: Path) -> None:
     assert (len(data), data.skipped) == (200, 200)
     assert data.batch(np.arange(200))[1].tolist() == list(range(100, 300))
     assert open_source(data).order(batch=10, seed=0).lanes == 1
+
+
+def test_a_file_that_comes_back_while_damage_is_looked_for_is_left_out_all_the_same(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole / "shard-00001.arrow").rename(whole / "gone")
+    looks: list[rows.File] = []
+
+    def wrong(file: rows.File) -> str | None:
+        looks.append(file)
+        if len(looks) == 9:
+            (whole / "gone").rename(whole / "shard-00001.arrow")
+        return rows.wrong(file)
+
+    monkeypatch.setattr(reader, "wrong", wrong)
+    with pytest.warns(UserWarning, match="100 of 400 samples are skipped in 1 damaged part, "):
+        data = Packed(whole, damaged="skip")
+    assert data.batch(np.arange(300))[1].tolist() == [*range(100), *range(200, 400)]
 
 
 def test_nothing_left_is_an_error(whole: Path) -> None:

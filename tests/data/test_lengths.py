@@ -158,3 +158,18 @@ def test_a_column_that_is_not_ragged_has_no_lengths(texts: Path) -> None:
         DataError, match=r"'label' is no column of rows that differ in length; the columns are tokens: int64\[any\]"
     ):
         Packed(texts).filled(8, "label")
+
+
+def test_which_of_several_columns_is_laid_out_must_be_said(tmp_path: Path) -> None:
+    pack(Values([{"x": [1] * n, "y": [2] * n} for n in range(1, 5)], {}), tmp_path)
+    with pytest.raises(DataError, match=r"filled\(8\) lays out one of x, y: say which, as filled\(8, 'x'\)"):
+        Packed(tmp_path).filled(8)
+    assert Packed(tmp_path).filled(8, "y")[0]["tokens"].max() == 2
+
+
+def test_filled_rows_of_other_data_or_another_length_have_another_identity(texts: Path, tmp_path: Path) -> None:
+    pack(Values([{"x": [1] * n} for n in range(1, 5)], {}), tmp_path / "other")
+    data, other = Packed(texts), Packed(tmp_path / "other")
+    held = [open_source(rows).identity for rows in (data.filled(16), data.filled(8), other.filled(16), data.filled(16))]
+    assert len({*held}) == 3
+    assert held[0] == held[3] == f"{data.identity}, {data.columns[0].name!r} in rows of 16"

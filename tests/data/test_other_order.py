@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import echelon
 from echelon.data import Packed
@@ -61,6 +61,23 @@ def test_other_samples_are_refused_and_the_same_ones_from_elsewhere_are_not(tmp_
         train(tmp_path / "run", str(packed(tmp_path / "two", 4, shift=1)), 2)
     shutil.copytree(tmp_path / "one", tmp_path / "moved")
     train(tmp_path / "run", str(tmp_path / "moved"), 2)
+
+
+@pytest.mark.parametrize("transform", [None, lambda sample: sample])
+def test_another_part_of_the_same_data_and_the_same_part_of_others_are_refused(tmp_path: Path, transform: Any) -> None:
+    def part(folder: str, first: int, **how: Any) -> Any:
+        return Subset(
+            Subset(Packed(packed(tmp_path / folder, 4, **how), transform=transform), range(64)),
+            range(first, first + 32),
+        )
+
+    train(tmp_path / "run", part("one", 0), 1)
+    held = r"made with packed data that held [0-9a-f]{32}, 32 samples of it \([0-9a-f]{16}\), the job's holds"
+    with pytest.raises(ForeignCheckpoint, match=held):
+        train(tmp_path / "run", part("one", 8), 2)
+    with pytest.raises(ForeignCheckpoint, match=held):
+        train(tmp_path / "run", part("two", 0, shift=1), 2)
+    train(tmp_path / "run", part("one", 0), 2)
 
 
 def test_a_checkpoint_that_does_not_tell_its_order_is_of_the_only_one_there_was(

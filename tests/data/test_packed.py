@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import resource
 import threading
 import time
 from pathlib import Path
@@ -27,6 +28,8 @@ from echelon.data.packed.manifest import Manifest
 from echelon.data.packed.pack import pack
 from echelon.data.packed.region import HUGE, even_gaps
 from echelon.errors import DataError
+from echelon.profiler.example import Example
+from tests.flow.jobs import make
 
 pytestmark = [  # what torch says of worker processes on a small machine, and Python 3.12 of fork
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -172,6 +175,26 @@ def test_pinned_batches_are_the_same(tmp_path: Path, shards: int, far: bool) -> 
         )
 
 
+def test_files_that_cannot_be_mapped_are_told_with_what_to_do(tmp_path: Path) -> None:
+    pack(Arrays({"x": np.zeros(2**24, np.uint8)}, {"tuple": ["x"]}, {}), tmp_path / "set", shards=1)
+
+    def read(answer: Any) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**23, resource.RLIM_INFINITY))
+        try:
+            Packed(tmp_path / "set")
+        except DataError as error:
+            answer.send(str(error))
+
+    here, there = multiprocessing.Pipe()
+    helper = multiprocessing.get_context("fork").Process(target=read, args=(there,))
+    helper.start()
+    helper.join(20)
+    assert here.poll()
+    assert "set: the packed files cannot be mapped" in (told := here.recv())
+    assert "pack the data into fewer files (--shards)" in told
+
+
 def test_any_arrow_reader_finds_the_samples(tmp_path: Path) -> None:
     images(tmp_path / "set", 3)
     tables = [pa.ipc.open_file(str(path)).read_all() for path in sorted((tmp_path / "set").glob("*.arrow"))]
@@ -287,6 +310,25 @@ def test_a_subset_is_gathered_too(tmp_path: Path) -> None:
     source = open_source(Subset(Packed(tmp_path / "set"), [5, -1, 300]))
     assert source.gathers
     assert source.take(np.array([2, 1, 0]), 0)[1].tolist() == [300, 499, 5]
+
+
+@pytest.mark.parametrize("transform", [None, lambda sample: sample])
+def test_a_subset_is_padded_and_put_together_by_length_as_the_whole_is(tmp_path: Path, transform: Any) -> None:
+    pack(Values([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
+    data = Packed(tmp_path / "set", pad=7, bucket="tokens", transform=transform)
+    source = open_source(Subset(data, [3, 1, 6]))
+    assert source.take(np.array([0, 1]), 0)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
+    assert source.lengths is not None
+    assert source.lengths.tolist() == [3, 1, 2]
+    example = Example(make(data=Subset(data, [3, 1]), batch=2))
+    assert example.batch(2)["tokens"].tolist() == [[1, 1, 1], [1, 7, 7]]
+
+
+def test_padding_that_fails_is_not_blamed_on_a_collate_that_the_job_has_not(tmp_path: Path) -> None:
+    pack(Values([{"tokens": [1] * (n % 4)} for n in range(8)], {}), tmp_path / "set")
+    data = Packed(tmp_path / "set", pad=7, transform=lambda sample: object())
+    with pytest.raises(DataError, match=r"cannot be put into one batch as torch does .* or give the job collate="):
+        open_source(data).take(np.arange(4), 0)
 
 
 def test_a_transform_draws_the_same_at_any_number_of_workers(tmp_path: Path) -> None:

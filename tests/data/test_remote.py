@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import threading
 import time
@@ -23,8 +24,12 @@ from typer.testing import CliRunner
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, evaluation_batches, open_source
 from echelon.data.packed.cache import Cache
+from echelon.data.packed.from_samples import Values
+from echelon.data.packed.locks import locked, taken, unlock
+from echelon.data.packed.pack import pack
 from echelon.data.packed.store import Store
-from echelon.errors import DataError
+from echelon.errors import CacheFullError, DataError
+from tests.data.test_damage import rewritten
 from tests.data.test_packed import PIXELS, images
 
 
@@ -144,8 +149,29 @@ class NotingFile(AbstractBufferedFile):
             return file.read(end - start)
 
 
+class Private(LocalFileSystem):
+    """A store whose address holds a password."""
+
+    protocol = "private"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return path.partition("@host")[2] or path
+
+
+class Refusing(LocalFileSystem):
+    """A store that does not answer for one file; it tells so as fsspec's HTTP does."""
+
+    protocol = "refusing"
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        if path.endswith("00003.arrow"):
+            raise FileNotFoundError(path) from ConnectionRefusedError(111, "Connection refused")
+        return super().open(path, mode, **how)
+
+
 GO = threading.Event()
-for store_ in (Stalling, Halting, Dripping, Slow, Hanging, Noting):
+for store_ in (Private, Refusing, Stalling, Halting, Dripping, Slow, Hanging, Noting):
     fsspec.register_implementation(store_.protocol, store_, clobber=True)
 
 
@@ -220,6 +246,51 @@ def test_a_copy_that_is_in_use_is_not_deleted(tmp_path: Path) -> None:
     cache.hold("c", 10, lambda path: path.write_bytes(b"c" * 10) and None)
     assert sorted(path.read_bytes()[:1] for path in tmp_path.glob("*.arrow")) == [b"a", b"c"]
     held.release()
+
+
+def test_a_copy_is_held_as_soon_as_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, made, replace = Cache(tmp_path, 10), [], Path.replace
+
+    def fill(path: Path) -> None:
+        made.append(path.write_bytes(b"a" * 10))
+
+    def renamed(part: Path, path: Path) -> Path:
+        found = replace(part, path)
+        with pytest.raises(CacheFullError):  # another process that wants the room at this very moment
+            Cache(tmp_path, 10).hold("b", 10, fill)
+        return found
+
+    monkeypatch.setattr(Path, "replace", renamed)
+    assert cache.hold("a", 10, fill).path.read_bytes() == b"a" * 10
+    assert made == [10]
+
+
+def test_a_disk_without_room_is_named_and_old_copies_make_room_first(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 2**62)
+    cache.hold("a", 10, lambda path: None).release()
+    with pytest.raises(CacheFullError, match=rf"^{tmp_path}: its disk has .* left, .* are needed: .* give cache= "):
+        cache.hold("b", 2**61, lambda path: None)
+    assert not list(tmp_path.glob("*.arrow"))
+
+
+def test_a_file_that_cannot_be_written_is_not_blamed_on_the_store(tmp_path: Path) -> None:
+    (tmp_path / "far").write_bytes(bytes(2**21))
+    with (tmp_path / "copy").open("wb") as copy:
+        copy.truncate(2**21)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(DataError, match=rf"^{tmp_path}/copy cannot be written: File too large"):
+            Store(f"file://{tmp_path}", 5).copy("far", tmp_path / "copy")
+        with pytest.raises(DataError, match=rf"^{tmp_path}/cache: no copy .* can be written there: File too large"):
+            Cache(tmp_path / "cache", 2**30).hold("a", 2**21, lambda path: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "cache").glob("*.arrow*"))
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}/far: copies cannot be kept there: .*; give cache= another folder"
+    ):
+        Cache(tmp_path / "far", 2**30)
 
 
 def test_files_in_the_folder_that_are_no_copies_are_left_alone(tmp_path: Path) -> None:
@@ -318,6 +389,16 @@ def test_a_copy_that_is_damaged_later_is_made_anew(store: str, tmp_path: Path, h
     again = Packed(store, cache=tmp_path / "cache")
     assert np.array_equal(again.batch(np.arange(50, 100))[0].numpy(), PIXELS[50:100])
     assert copy.read_bytes() == right
+
+
+def test_a_text_that_is_none_is_no_reason_to_fetch_a_file_again(tmp_path: Path) -> None:
+    pack(Values([b"abc", b"\xff\xfe"], {}), tmp_path / "far", shards=1)
+    rewritten(tmp_path / "far", lambda told: told["columns"][0].update(kind="text"))
+    data = Packed(f"file://{tmp_path / 'far'}", cache=tmp_path / "cache")
+    assert data[0] == "abc"
+    (tmp_path / "far/shard-00000.arrow").unlink()
+    with pytest.raises(DataError, match="sample 1 has a text that is not UTF-8"):
+        data[1]
 
 
 def test_remote_files_that_cannot_be_had_are_skipped_and_counted_if_asked(store: str, tmp_path: Path) -> None:
@@ -425,6 +506,35 @@ def test_an_evaluation_takes_the_room_that_the_training_needs_later(store: str, 
     assert Packed(store, **how).batch(np.arange(400))[1].tolist() == list(range(400))
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_holds_of_its_parent_alone(store: str, tmp_path: Path) -> None:
+    images(tmp_path / "other", 8, 400)
+    data = Packed(store, cache=tmp_path / "cache")
+    for ids in (np.arange(10), np.arange(10, 20)):
+        data.expect(ids)
+    data.batch(np.arange(10))  # the next batch needs the same file: its copy stays held
+    other = Packed(f"file://{tmp_path / 'other'}", cache=tmp_path / "cache")
+    helper = multiprocessing.get_context("fork").Process(target=other.batch, args=(np.arange(400),))
+    before = held(tmp_path / "cache")
+    helper.start()
+    helper.join(20)
+    assert helper.exitcode == 0
+    assert before == held(tmp_path / "cache")
+    assert len(before) == 1
+
+
+def held(folder: Path) -> list[str]:
+    """The copies that somebody has locked."""
+    found = []
+    for path in sorted(folder.glob("*.arrow")):
+        with path.open() as copy:
+            try:
+                fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(path.name)
+    return found
+
+
 def test_batches_that_were_told_of_and_given_up_hold_nothing(store: str, tmp_path: Path) -> None:
     size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
     data = Packed(store, cache=tmp_path / "cache", cache_bytes=8 * size + 100)
@@ -451,6 +561,13 @@ def test_a_slow_store_and_a_full_cache_are_no_damage_that_is_skipped(
     with pytest.raises(DataError, match=r"^/.*/full: all 100 kB of the cache are in use"):
         Packed(store, cache=tmp_path / "full", cache_bytes=10**5, timeout=0.2, damaged="skip")
     held.release()
+
+
+def test_a_store_that_does_not_answer_is_no_file_that_is_lost(store: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"^refusing://.*-00003.arrow cannot be read: ConnectionRefusedError: .* refused$"
+    ):
+        Packed(store.replace("file", "refusing"), cache=tmp_path / "cache", damaged="skip")
 
 
 def test_a_reader_that_is_sent_to_another_process_finds_the_same_samples_or_says_so(store: str, tmp_path: Path) -> None:
@@ -514,6 +631,84 @@ def test_threads_may_read_the_same_remote_data(store: str, tmp_path: Path) -> No
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(read, range(4)))
+
+
+def test_a_password_in_an_address_is_in_no_message(store: str, tmp_path: Path) -> None:
+    far, how = f"private://me:secret@host{tmp_path}", {"cache": tmp_path / "cache"}
+    pack(Values([1, 2], {}), tmp_path / "numbers")
+    told = []
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*/numbers holds value: int64") as caught:
+        Packed(f"{far}/far", f"{far}/numbers", **how)
+    told.append(caught.value)
+    sent = pickle.dumps(Packed(f"{far}/far", **how))
+    content = (tmp_path / "far/shard-00003.arrow").read_bytes()
+    (tmp_path / "far/shard-00003.arrow").write_bytes(bytes(len(content)))
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*shard-00003.arrow, block 0 .* is damaged") as caught:
+        Packed(f"{far}/far", **how).batch(np.array([160]))
+    told.append(caught.value)
+    (tmp_path / "far/shard-00003.arrow").unlink()
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*shard-00003.arrow cannot be read") as caught:
+        Packed(f"{far}/far", **how).batch(np.array([160]))
+    told.append(caught.value)
+    images(tmp_path / "far", 4, 400, overwrite=True)
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.* holds other samples") as caught:
+        pickle.loads(sent)
+    told.append(caught.value)
+    with pytest.raises(DataError, match=r"^private://\*\*\*@host/.*/manifest.json cannot be read") as caught:
+        open_source(f"{far}/nothing")
+    assert not [error for error in (*told, caught.value) if "secret" in str(error)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"cache_bytes": "1GB"}, {"cache_bytes": 0}, {"timeout": -1}, {"timeout": None}, {"window": 0}, {"window": 1.5}],
+)
+def test_numbers_that_are_none_are_refused(store: str, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(DataError, match=rf"^{name}={value!r}: give "):
+        Packed(store, cache=tmp_path / "cache", **wrong)
+
+
+def test_one_who_waits_for_a_lock_is_patient_while_its_holder_works(tmp_path: Path) -> None:
+    began, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with locked(tmp_path / "lock"):
+            began.set()
+            for number in range(8):
+                time.sleep(0.1)
+                (tmp_path / str(number)).touch()
+            done.set()
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(work)
+        began.wait(5)
+        with locked(tmp_path / "lock", patience=0.4):
+            assert done.is_set()
+
+
+def test_a_lock_that_is_deleted_while_one_waits_for_it_is_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first = os.open(path, os.O_RDWR | os.O_CREAT)
+    assert taken(first)
+    lock = locked(path, patience=5)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(lock.__enter__)
+        time.sleep(0.1)
+        path.unlink()
+        unlock(first)
+        waiting.result()
+    with path.open() as again:
+        assert not taken(again.fileno())
+
+
+def test_files_that_cannot_be_locked_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    lock = os.open(path, os.O_PATH)  # of which the kernel gives no lock, as file systems without locks do
+    with pytest.raises(DataError, match=rf"^{path} cannot be locked: .*; .* another folder"):
+        taken(lock)
+    unlock(lock)
 
 
 def test_no_such_store(tmp_path: Path) -> None:

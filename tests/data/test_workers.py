@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,15 @@ class CollectingStream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         for index in range(4):
             yield Collecting()[index]
+
+
+def test_a_stream_that_has_begun_is_read_ahead_where_processes_are_spawned_otherwise() -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert list(ahead((number * 2 for number in range(4)), pin=False)) == [0, 2, 4, 6]
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("kind", ["numbers", "stream"])

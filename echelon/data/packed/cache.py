@@ -7,24 +7,30 @@ ends, and what a killed process left half written is never taken for a copy. Fil
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.data.packed.locks import locked, taken, unlock
-from echelon.errors import DataError
+from echelon.data.packed.locks import deleted, locked, taken, unlock
+from echelon.errors import CacheFullError, DataError
 from echelon.plan.figures import size as in_words
+from echelon.world import cache_folder
 
 #: The names of copies, finished or not.
 _COPY = re.compile(r"[0-9a-f]{24}\.arrow|\.[0-9a-f]{24}\.arrow\.part")
+#: The names of the locks of those who make them.
+_LOCK = re.compile(r"[0-9a-f]{24}\.lock")
 
 
-class CacheFullError(DataError):
-    """The cache is full of copies that are in use."""
+def default_folder() -> Path:
+    """Where copies are kept of data that names no folder for them."""
+    return cache_folder() / "data"
 
 
 class Held:
@@ -68,7 +74,12 @@ class Cache:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: copies cannot be kept there: {error.strerror}; give cache= another folder"
+            ) from None
 
     def hold(
         self, key: str, size: int, fill: Callable[[Path], None], *, patience: float = 0, timeout: float = 60
@@ -93,7 +104,11 @@ class Cache:
                     fill(part)
                     with part.open("rb") as file:
                         os.fsync(file.fileno())
+                    # Held before it has its name: in a cache that is just large enough another process would delete it at once.
+                    held = Held(path, os.open(part, os.O_RDONLY))
+                    held.again()
                     part.replace(path)
+                    return held
                 finally:
                     part.unlink(missing_ok=True)
 
@@ -107,19 +122,51 @@ class Cache:
         while True:
             with locked(self.folder / "room.lock"):
                 part.unlink(missing_ok=True)
-                if self._room(size):
-                    part.touch()
-                    os.truncate(part, size)
+                fits = self._room(size)
+                if fits and self._allocated(part, size):
                     return
+                left = shutil.disk_usage(self.folder).free
             if time.monotonic() > until:
+                disk = fits or left < size
+                what = (
+                    f"its disk has {in_words(left)} left"
+                    if disk
+                    else f"all {in_words(self.limit)} of the cache are in use"
+                )
+                more = "free some, or give cache= another disk" if disk else "give it more (cache_bytes=)"
                 raise CacheFullError(
-                    f"{self.folder}: all {in_words(self.limit)} of the cache are in use, {in_words(size)} more are needed: give it more "
-                    "(cache_bytes=), or shuffle fewer files at a time (window=)"
+                    f"{self.folder}: {what}, {in_words(size)} more are needed: {more}, or shuffle fewer files at a time (window=)"
                 )
             time.sleep(0.05)
 
+    def _allocated(self, part: Path, size: int) -> bool:
+        """Whether the disk gave the room: a copy that was deleted takes its own until everybody has closed it."""
+        try:
+            with part.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            if error.errno == errno.ENOSPC:
+                return False
+            raise DataError(
+                f"{self.folder}: no copy of {in_words(size)} can be written there: {error.strerror}; give cache= another folder"
+            ) from None
+        return True
+
     def _room(self, size: int) -> bool:
-        """Delete what was not used for longest and is not in use, until `size` more bytes fit."""
+        """Delete what was not used for longest and is not in use, until `size` more bytes fit: into the cache, and onto its disk."""
+        found = self._copies()
+        total = sum(each[1] for each in found)
+        limit = min(self.limit, total + shutil.disk_usage(self.folder).free)
+        for _, freed, path in sorted(found, key=lambda each: each[0]):
+            if total + size <= limit:
+                break
+            if self._deleted(path):
+                total -= freed
+        return total + size <= limit
+
+    def _copies(self) -> list[tuple[int, int, Path]]:
+        """When each copy was used last, its size and its path."""
         found = []
         for path in self.folder.iterdir():
             if _COPY.fullmatch(path.name):
@@ -128,13 +175,21 @@ class Cache:
                 except FileNotFoundError:
                     continue  # a filler gave up
                 found.append((state.st_mtime_ns, state.st_size, path))
-        total = sum(each[1] for each in found)
-        for _, freed, path in sorted(found, key=lambda each: each[0]):
-            if total + size <= self.limit:
-                break
-            if self._deleted(path):
-                total -= freed
-        return total + size <= self.limit
+        return found
+
+    def kept(self) -> tuple[int, int]:
+        """How many copies there are, and their bytes."""
+        found = self._copies()
+        return len(found), sum(size for _, size, _ in found)
+
+    def clear(self) -> tuple[int, int]:
+        """Delete the copies that nobody uses, and the locks of those who made them: how many, and how many are in use."""
+        with locked(self.folder / "room.lock"):
+            gone = [self._deleted(path) for _, _, path in self._copies()]
+            for path in self.folder.iterdir():
+                if _LOCK.fullmatch(path.name):
+                    self._deleted(path)
+        return sum(gone), len(gone) - sum(gone)
 
     def _deleted(self, path: Path) -> bool:
         """Whether nobody used it; then it is gone."""
@@ -145,7 +200,7 @@ class Cache:
         except FileNotFoundError:
             return False
         try:
-            if taken(lock):
+            if taken(lock) and not deleted(lock):
                 path.unlink(missing_ok=True)
                 return True
             return False

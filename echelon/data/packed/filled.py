@@ -25,6 +25,8 @@ class Filled:
             raise DataError(f"length={length}: a row holds at least one token")
         self._data, self._column, self._row = data, column, length
         self._layout = layout(data.lengths(column), length)
+        #: What it holds, as one short text: of other data, or in other rows, a training does not go on.
+        self.packed_identity = f"{data.identity}, {column!r} in rows of {length}"
 
     def __len__(self) -> int:
         return len(self._layout.rows) - 1

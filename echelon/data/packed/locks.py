@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from echelon.errors import DataError
@@ -16,16 +16,23 @@ _LOOK = 0.01
 
 
 @contextmanager
-def locked(
-    path: Path, *, shared: bool = False, patience: float = 60.0, sign: Callable[[], object] = lambda: None
-) -> Iterator[None]:
-    """With the lock. One that waits for `patience` seconds, in which `sign()` (of life of the holder) stays the same, gives up."""
+def locked(path: Path, *, patience: float = 60.0, sign: Callable[[], object] | None = None) -> Iterator[None]:
+    """With the lock. One that waits for `patience` seconds, in which `sign()` (of life of the holder) stays the same, gives up.
+
+    Where no sign is given, it is another holder, or a file that comes or goes beside the lock.
+    """
+    sign = sign or (lambda: (holders(path), path.parent.stat().st_mtime_ns))
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         seen, until = sign(), time.monotonic() + patience
-        while not taken(lock, shared=shared):
-            if sign() != seen:
-                seen, until = sign(), time.monotonic() + patience
+        while not taken(lock) or deleted(lock):
+            if deleted(lock):  # who comes later would make another
+                old, lock = lock, os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                unlock(old)
+                continue
+            now = sign()
+            if now != seen:
+                seen, until = now, time.monotonic() + patience
             if time.monotonic() > until:
                 raise DataError(
                     f"{path}: {holders(path)} has held this lock for {patience:g} s and did nothing: let it go on if it is stopped, "
@@ -43,12 +50,24 @@ def taken(lock: int, *, shared: bool = False) -> bool:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        where = os.readlink(f"/proc/self/fd/{lock}")
+        raise DataError(
+            f"{where} cannot be locked: {error.strerror}; its file system has no locks (Lustre without flock, some of FUSE): use "
+            "another folder"
+        ) from None
     return True
+
+
+def deleted(lock: int) -> bool:
+    """Whether the file of a lock is gone: then it keeps out nobody who comes later."""
+    return os.fstat(lock).st_nlink == 0
 
 
 def unlock(lock: int) -> None:
     """Said, not left to the closing: a process that was forked meanwhile has the same lock open, and would keep it."""
-    fcntl.flock(lock, fcntl.LOCK_UN)
+    with suppress(OSError):  # where there are no locks, `taken` has said so
+        fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from echelon.data.collate import collate as collated
 from echelon.data.packed import manifest as documents
 from echelon.data.packed import tree
-from echelon.data.packed.cache import Cache
+from echelon.data.packed.cache import Cache, default_folder
 from echelon.data.packed.manifest import Column, Manifest
 from echelon.data.packed.remote import RemoteRows, far_rows
 from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, files_of, wrong
-from echelon.data.packed.store import Store, is_url
+from echelon.data.packed.store import Store, is_url, shown
 from echelon.data.source import Source
 from echelon.errors import DataError
-from echelon.world import cache_folder
 
 if TYPE_CHECKING:
     from echelon.data.packed.filled import Filled
@@ -69,10 +69,17 @@ class Packed:
             raise DataError("Packed() needs the folder of a packed data set; `echelon pack SRC DST` makes one")
         if damaged not in ("stop", "skip"):
             raise DataError(f"damaged={damaged!r}: stop or skip")
+        if window is not None and (type(window) is not int or window < 1):
+            raise DataError(f"window={window!r}: give a whole number of files, 1 or more")
+        for name, value in (("cache_bytes", cache_bytes), ("timeout", timeout)):
+            if not isinstance(value, int | float) or not value > 0:
+                raise DataError(
+                    f"{name}={value!r}: give a number above 0 of {'bytes' if name == 'cache_bytes' else 'seconds'}"
+                )
         remote = [folder for folder in folders if is_url(folder)]
         if remote and len(remote) < len(folders):
             raise DataError(
-                f"{remote[0]} is remote and {len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
+                f"{shown(remote[0])} is remote and {len(folders) - len(remote)} others are not: give URLs for all (file:///...)"
             )
         self.transform, self.pad, self.window, self.bucket = transform, pad, window, bucket
         self._given = _Given(
@@ -94,10 +101,12 @@ class Packed:
         first = self.manifests[0]
         for folder, other in zip(folders, self.manifests, strict=True):
             if (other.columns, other.sample) != (first.columns, first.sample):
-                raise DataError(f"{folder} holds {describe(other)} and {folders[0]} {describe(first)}: pack them alike")
+                raise DataError(
+                    f"{shown(folder)} holds {describe(other)} and {shown(folders[0])} {describe(first)}: pack them alike"
+                )
         self.columns: tuple[Column, ...] = first.columns
         self._structure, self._names = first.sample, [column.name for column in first.columns]
-        files = files_of([Path(folder) for folder in folders], self.manifests)
+        files = files_of([Path(shown(folder)) if stores else Path(folder) for folder in folders], self.manifests)
         self.identity = documents.identity(self.manifests)
         self._length, self.skipped, self.files = files[-1].first + files[-1].shard.samples, 0, len(files)
         self.lanes = len(files) if given.lanes is None else given.lanes
@@ -108,7 +117,7 @@ class Packed:
                 f"window={self.window} needs files that hold equally many samples each: pack the data in one go, and let damaged= stop"
             )
         if stores:
-            folder = cache_folder() / "data" if given.cache is None else Path(given.cache)
+            folder = default_folder() if given.cache is None else Path(given.cache)
             self._rows: Rows = far_rows(stores, self.manifests, Cache(folder, given.cache_bytes), given.timeout)
             if given.damaged == "skip":
                 self._rows = self._reachable(files, self._rows)
@@ -122,12 +131,16 @@ class Packed:
         """The rows that can be read; what cannot is counted and told."""
         problems: list[str] = []
         dropped: list[tuple[int, int]] = []
+        gone: list[tuple[int, int]] = []  # of those, whole files
+        good: list[File] = []
         for file in files:
             problem = wrong(file)
             if problem:
                 problems.append(problem)
-                dropped.append((file.first, file.first + file.shard.samples))
+                gone.append((file.first, file.first + file.shard.samples))
+                dropped.append(gone[-1])
                 continue
+            good.append(file)
             content = np.memmap(file.path, np.uint8, "r")
             for block in range(len(file.shard.checksums)):
                 problem = damage(content, self.columns, file, block)
@@ -138,8 +151,6 @@ class Packed:
         if not dropped:
             return LocalRows(files, self.columns, check=False)
         self._skip(dropped, problems)
-        good = [file for file in files if wrong(file) is None]
-        gone = [span for span in dropped if any(file.first == span[0] and wrong(file) for file in files)]
         here = sum(file.shard.samples for file in good)
         inner = [(_without(a, gone), _without(b, gone)) for a, b in dropped if (a, b) not in gone]
         return Kept.without(LocalRows(good, self.columns, check=False), here, inner)
@@ -160,7 +171,7 @@ class Packed:
         if self.skipped == self._length:
             raise DataError(f"no sample is left: {problems[0]}")
         warnings.warn(
-            f"{self.skipped:,} of {self._length:,} samples are skipped in {len(problems)} damaged parts, the first: {problems[0]}",
+            f"{self.skipped:,} of {self._length:,} samples are skipped in {len(problems)} damaged part{'s' * (len(problems) > 1)}, the first: {problems[0]}",
             stacklevel=5,
         )
         self._length -= self.skipped
@@ -207,6 +218,12 @@ class Packed:
                 raise DataError(no_batch(column))
         return self._rows.take(ids, pin=pin)
 
+    def identified(self, rows: np.ndarray | None) -> str:
+        """What it holds as one short text, or what these samples of it are."""
+        if rows is None:
+            return self.identity
+        return f"{self.identity}, {len(rows):,} samples of it ({hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()})"
+
     @property
     def remote(self) -> bool:
         """Whether its files come from a store."""
@@ -234,10 +251,14 @@ class Packed:
         return None if self.bucket is None else self.lengths(self.bucket)
 
     def filled(self, length: int, column: str | None = None) -> Filled:
-        """Rows of `length` tokens, each filled with whole samples of a column that differs in length (filled.py)."""
+        """Rows of `length` tokens, filled with samples of a column that differs in length (filled.py); other columns are left out."""
         from echelon.data.packed.filled import Filled
 
         ragged = [each.name for each in self.columns if each.ragged and each.kind == "array"]
+        if column is None and len(ragged) > 1:
+            raise DataError(
+                f"filled({length}) lays out one of {', '.join(ragged)}: say which, as filled({length}, {ragged[0]!r})"
+            )
         return Filled(self, column or (ragged[0] if ragged else ""), length)
 
     def __getstate__(self) -> Any:
@@ -249,7 +270,7 @@ class Packed:
         self._open()
         if self.identity != before:
             raise DataError(
-                f"{self._given.folders[0]} holds other samples than when it was opened: {self.identity}, before {before}; open it again"
+                f"{shown(self._given.folders[0])} holds other samples than when it was opened: {self.identity}, before {before}; open it again"
             )
 
 
@@ -264,7 +285,7 @@ class PackedSource(Source):
         if rows is None:
             self.lanes, self.files, self.window = data.lanes, data.files, data.window
         self.ahead = _EXPECTED if data.remote else 0
-        self.identity = None if rows is not None else data.identity
+        self.identity = data.identified(rows)
         found = data.bucketed()
         self.lengths = found if found is None or rows is None else found[rows]
         if not data.remote and not any(column.ragged for column in data.columns):

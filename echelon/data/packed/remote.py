@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from echelon.data.packed import blocks
-from echelon.data.packed.cache import Cache, CacheFullError, Held
+from echelon.data.packed.cache import Cache, Held
 from echelon.data.packed.manifest import RESTORE, Column, Manifest
 from echelon.data.packed.rows import File, LocalRows, Rows, damage, files_of, lengths_of, wrong
-from echelon.data.packed.store import LostError, Store
-from echelon.errors import DataError
+from echelon.data.packed.store import Store
+from echelon.errors import CacheFullError, DamagedError, LostError
 
 #: A file that no batch to come is known to need stays mapped for so many batches: to open it again costs as much as thirty gathers.
 _STALE = 64
@@ -40,6 +40,7 @@ class RemoteRows(Rows):
     process that does something else, as evaluating or waiting for its workers, must not keep room from those who read.
     """
 
+    #: The rows that this process read last; in a forked process, those of its parent until it reads.
     _last: ClassVar[weakref.ref[RemoteRows] | None] = None
 
     def __init__(
@@ -99,7 +100,7 @@ class RemoteRows(Rows):
             whole = [len(part) for part in read] == [8 * (file.shard.samples + 1)] * len(read)
             found = lengths_of(parts, self._columns, column, file) if whole else None
             if found is None:
-                raise LostError(f"{store.url}/{file.shard.file}: its offsets are damaged; {RESTORE}")
+                raise LostError(f"{store.shown}/{file.shard.file}: its offsets are damaged; {RESTORE}")
             return found
 
         with ThreadPoolExecutor(_COMING, thread_name_prefix="echelon-lengths") as threads:
@@ -140,8 +141,11 @@ class RemoteRows(Rows):
                             held.rest()
 
     def _rest(self) -> None:
-        """Hold nothing until the next batch, unless one is being read just now."""
-        if self._lock.acquire(blocking=False):
+        """Hold nothing until the next batch, unless one is being read just now.
+
+        Not in a forked process that has not read them itself: the locks are its parent's too, which may be reading.
+        """
+        if self._process == os.getpid() and self._lock.acquire(blocking=False):
             for _, held, _ in self._open.values():
                 held.rest()
             self._lock.release()
@@ -158,9 +162,8 @@ class RemoteRows(Rows):
     def _taken(self, number: int, ids: np.ndarray, needed: Sequence[int]) -> list[Any]:
         try:
             return self._rows(number, needed).take(ids)
-        except DataError:
-            if number not in self._open:
-                raise
+        except DamagedError:
+            pass
         # The copy was good once: another one will be. It goes from under others too, who can go on reading what they have mapped.
         held = self._open.pop(number)[1]
         held.path.unlink(missing_ok=True)
@@ -212,7 +215,7 @@ class RemoteRows(Rows):
                 if problem is None and blocks.frame(content, self._columns, file.shard) != file.shard.frame:
                     problem = f"{path}: Arrow's own part of it is damaged"
             if problem:
-                raise LostError(problem.replace(str(path), f"{store.url}/{file.shard.file}"))
+                raise LostError(problem.replace(str(path), f"{store.shown}/{file.shard.file}"))
 
         key = f"{store.url}/{file.shard}"
         return self._cache.hold(key, file.shard.bytes, fill, patience=patience, timeout=2 * self._patience)
@@ -221,7 +224,7 @@ class RemoteRows(Rows):
 def far_rows(stores: Sequence[Store], manifests: Sequence[Manifest], cache: Cache, patience: float) -> RemoteRows:
     """The rows of whole data sets on stores, one behind the other."""
     owners = [store for store, manifest in zip(stores, manifests, strict=True) for _ in manifest.shards]
-    files = files_of([Path(store.url) for store in stores], manifests)
+    files = files_of([Path(store.shown) for store in stores], manifests)
     return RemoteRows(list(zip(owners, files, strict=True)), manifests[0].columns, cache, patience=patience)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -22,7 +23,7 @@ from echelon.data.packed.from_images import decoded
 from echelon.data.packed.manifest import RESTORE, Column, Manifest, Shard
 from echelon.data.packed.region import HUGE, Region, even_gaps
 from echelon.data.packed.shard import stored
-from echelon.errors import DataError
+from echelon.errors import DamagedError, DataError
 from echelon.world import usable_memory
 
 #: Files of a data set that are mapped once for each column: the kernel keeps 65,530 mappings of a process.
@@ -93,7 +94,7 @@ class LocalRows(Rows):
         for file in files:
             problem = wrong(file)
             if problem:
-                raise DataError(problem)
+                raise DataError(f"{problem}, or leave such files out with Packed(..., damaged='skip')")
         counts = np.array([file.shard.samples for file in files])
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
@@ -108,7 +109,9 @@ class LocalRows(Rows):
         try:
             self._gathers = [self._gather(place) for place in range(len(columns))]
         except OSError as error:
-            raise DataError(f"{files[0].path.parent}: the packed files cannot be mapped: {error}") from None
+            raise DataError(
+                f"{files[0].path.parent}: the packed files cannot be mapped: {error}{_fewer(error)}"
+            ) from None
 
     def take(self, ids: np.ndarray, *, pin: bool = False) -> list[Any]:
         shard = self._looked_at(ids)
@@ -173,7 +176,7 @@ class LocalRows(Rows):
         content = [each.file(number, file.shard.bytes) for each in self._maps]
         problem = damage(content, self._columns, file, block - int(self._first_block[number]))
         if problem:
-            raise DataError(f"{problem}; {RESTORE}, or leave such blocks out with Packed(..., damaged='skip')")
+            raise DamagedError(f"{problem}; {RESTORE}, or leave such blocks out with Packed(..., damaged='skip')")
         self._checked[block] = True
         self._unchecked -= 1
 
@@ -214,6 +217,16 @@ class LocalRows(Rows):
         last = int(places[-1]) + self._files[-1].shard.samples * column.item
         rows = region.bytes[int(places[0]) : last].view(stored(column)).reshape(-1, *column.shape)
         return _Even(column, rows, (places - places[0]) // column.item - self._starts)
+
+
+def _fewer(error: OSError) -> str:
+    """What to do where the kernel gives no more addresses or mappings."""
+    if error.errno != errno.ENOMEM:
+        return ""
+    return (
+        "; each file is mapped, for some columns once more, and a process has 65,530 mappings (vm.max_map_count) of as much as "
+        "`ulimit -v` allows: pack the data into fewer files (--shards)"
+    )
 
 
 def lengths_of(parts: Sequence[np.ndarray], columns: Sequence[Column], place: int, file: File) -> np.ndarray | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.manifest import Manifest
-from echelon.errors import DataError
+from echelon.errors import DataError, LostError
 
 #: Bytes that are asked for at once: few enough that a slow link brings them within the time limit, many for one request.
 _PIECE = 2**22
@@ -18,13 +19,14 @@ _PIECE = 2**22
 _T = TypeVar("_T")
 
 
-class LostError(DataError):
-    """A file that is not there, or not as it was packed: to try again would not help."""
-
-
 def is_url(folder: Any) -> bool:
     """Whether it is an address of a store, as s3://bucket/folder."""
     return isinstance(folder, str) and "://" in folder
+
+
+def shown(text: object) -> str:
+    """A folder, or a message that names one, without the name and the password that an address may hold."""
+    return re.sub(r"://[^/\s]*@", "://***@", str(text))
 
 
 class Store:
@@ -34,27 +36,35 @@ class Store:
         try:
             from fsspec.core import url_to_fs
         except ModuleNotFoundError:
-            raise DataError(f"{url}: remote data needs fsspec: pip install 'echelon[remote]'") from None
+            raise DataError(f"{shown(url)}: remote data needs fsspec: pip install 'echelon[remote]'") from None
         self.url, self._timeout = url.rstrip("/"), timeout
+        self.shown = shown(self.url)
         self._connect = url_to_fs
 
     def manifest(self) -> Manifest:
         """What the folder holds."""
         return documents.read(
             self._guarded(documents.NAME, lambda told: b"".join(self._pieces(documents.NAME, told))),
-            f"{self.url}/{documents.NAME}",
+            f"{self.shown}/{documents.NAME}",
         )
 
     def copy(self, name: str, path: Path) -> None:
         """A file of the folder into `path`, over the bytes that were reserved there; a longer one is not read to its end."""
         # Opened here and now: a read that is given up and comes to life later must find no other file under this name.
-        target = path.open("r+b")
+        target = path.open("r+b", buffering=0)
         room = os.fstat(target.fileno()).st_size
+
+        def put(piece: memoryview) -> None:
+            try:
+                while piece:
+                    piece = piece[target.write(piece) :]
+            except OSError as error:
+                raise DataError(f"{path} cannot be written: {error.strerror}; give cache= another disk") from None
 
         def get(told: Callable[[int], None]) -> None:
             with target:
                 for piece in self._pieces(name, told):
-                    target.write(piece)
+                    put(memoryview(piece))
                     if target.tell() > room:
                         break
                 target.truncate()
@@ -85,7 +95,7 @@ class Store:
 
     def _guarded(self, name: str, get: Callable[[Callable[[int], None]], _T]) -> _T:
         """`get` in a thread of its own: one that never comes back is left behind."""
-        where = f"{self.url}/{name}"
+        where = f"{self.shown}/{name}"
         moved, done = threading.Event(), threading.Event()
         answer: list[Any] = []
         count = 0
@@ -111,8 +121,12 @@ class Store:
                     f"{where}: no byte came for {self._timeout:g} s (after {count:,}); try again, or give timeout= more"
                 )
         value, error = answer[0]
+        if isinstance(error, DataError):
+            raise error
         if error is not None:
-            kind = LostError if isinstance(error, FileNotFoundError) else DataError
-            raise kind(f"{where} cannot be read: {type(error).__name__}: {error}") from None
+            # fsspec tells of a server that does not answer as of a file that is not there, and keeps the reason behind it.
+            reason = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            kind = LostError if isinstance(reason, FileNotFoundError) else DataError
+            raise kind(f"{where} cannot be read: {type(reason).__name__}: {shown(reason)}") from None
         found: _T = value
         return found
