@@ -1,0 +1,57 @@
+"""Seconds of an operator on a device of which only the data sheet is known.
+
+A matrix product takes what the peak promises, a share more, and what it fetches again from far caches; filling and draining the
+multiprocessors comes on top, so that small products are slow. Numbers of 2 bytes or less whose rows do not lie on 16 bytes miss the
+matrix units altogether. Everything else goes by the bytes that it moves.
+"""
+
+from __future__ import annotations
+
+from echelon.plan.cluster import Sheet
+from echelon.plan.profile import WIDTH
+from echelon.simulator.fitted import Fitted
+
+#: Rows and columns of the tile that one multiprocessor computes at a time.
+_TILE = 128
+#: Rows of narrow numbers must lie on so many bytes for matrix units to read them (cuBLAS: "Tensor Core usage", 16-byte alignment).
+_LINE = 16
+#: Power grows with about the third power of the clock, so that the clock falls with the third root of the power allowed.
+_CLOCK = 1 / 3
+#: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, 2 x), cuDNN's from Shah et al. 2024 (H100, 1.5 x).
+KERNELS = {"flash1": 1.9, "flash2": 1.0, "cudnn": 0.67}
+
+
+def product_seconds(
+    sheet: Sheet, fitted: Fitted, precision: str, dims: tuple[float, float, float, float], flops: float, moved: float
+) -> float:
+    """`dims`: how many products, rows, columns, depth of each."""
+    lots, rows, columns, depth = dims
+    width = {"fp32": 4, "tf32": 4, "half": 2, "fp8": 1, "fp4": 0.5}[precision]
+    clock = sheet.power**_CLOCK
+    peak = sheet.peak(precision) * clock
+    if width <= 2 and (columns * width % _LINE or depth * width % _LINE):
+        peak = sheet.vector * clock
+    waves = lots * max(rows, 1.0) * max(columns, 1.0) / (_TILE * _TILE * sheet.units)
+    busy = flops * (fitted.product / peak + fitted.traffic * width / 2 / sheet.bandwidth)
+    return max(busy * (1 + fitted.wave / waves), moved / (sheet.bandwidth * fitted.stream))
+
+
+def attention_seconds(
+    sheet: Sheet, fitted: Fitted, precision: str, kernel: str, scores: float, flops: float
+) -> float:
+    """A fused attention kernel; `scores`: how many of them it computes, `flops`: of its products."""
+    clock = sheet.power**_CLOCK
+    products = flops * fitted.flash / (sheet.peak(precision) * clock)
+    return KERNELS[kernel] * (products + scores * fitted.score / (sheet.vector * clock))
+
+
+def stream_seconds(sheet: Sheet, fitted: Fitted, moved: float) -> float:
+    """Element-wise work over so many bytes."""
+    return moved / (sheet.bandwidth * fitted.stream)
+
+
+def precision_of(dtype: str, *, tf32: bool) -> str:
+    """What the matrix units compute a type in."""
+    if WIDTH.get(dtype, 4) <= 2:
+        return "half"
+    return "tf32" if tf32 else "fp32"

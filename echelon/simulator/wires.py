@@ -1,0 +1,81 @@
+"""Seconds of collectives over links of which only the data sheet is known: rings inside nodes, rings of nodes between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from echelon.errors import PlanError
+from echelon.plan.cluster import Cluster
+from echelon.simulator.fitted import Fitted
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that talk to each other: how many, and how many of them share a fast domain."""
+
+    ranks: int
+    near: int
+
+    @property
+    def spans(self) -> int:
+        """Domains that it spans."""
+        return -(-self.ranks // self.near)
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """The links of a cluster as its ranks see them."""
+
+    inside: float  #: bytes/s per device
+    between: float  #: bytes/s per domain
+    domain: int  #: devices that share the fast link
+    fitted: Fitted
+
+    def group(self, ranks: int, stride: int) -> Group:
+        """A group whose members are `stride` ranks apart."""
+        return Group(ranks, max(min(ranks, self.domain // stride), 1))
+
+    def gather(self, size: float, group: Group) -> float:
+        """Every rank gets all of `size` bytes, of which each has its part; a scatter of sums takes as long."""
+        if group.ranks < 2 or not size:
+            return 0.0
+        moved = size * (group.ranks - 1) / group.ranks
+        inside = moved / (self.inside * self.fitted.inside) if group.near > 1 else 0.0
+        seconds = self.fitted.latency_inside + inside
+        if group.spans > 1:
+            # Groups side by side share the network of a node: this one has as much of it as it has ranks there.
+            rate = self.between * self.fitted.between * group.near / self.domain
+            crossing = size * (group.spans - 1) / group.spans / rate
+            seconds = max(inside, crossing) + self.fitted.latency_inside
+            seconds += self.fitted.latency_between * math.log2(group.spans)
+        return seconds
+
+    def reduce(self, size: float, group: Group) -> float:
+        """Every rank gets the sum: a scatter of sums, then a gather."""
+        return 2 * self.gather(size, group)
+
+    def send(self, size: float, stride: int, ranks: int) -> float:
+        """From one rank to one `stride` ranks further, while all others do the same."""
+        if not size:
+            return 0.0
+        if stride * ranks <= self.domain:
+            return self.fitted.latency_inside + size / (self.inside * self.fitted.inside)
+        # Of the ranks in a domain, those whose neighbour is in another send through the network.
+        crossing = min(stride, self.domain)
+        rate = self.between * self.fitted.between / crossing
+        return self.fitted.latency_inside + self.fitted.latency_between + size / rate
+
+
+def wires_of(cluster: Cluster, ranks: int, fitted: Fitted) -> Wires:
+    """The links between the first `ranks` devices of a cluster."""
+    node = cluster.nodes[0]
+    count = len(node.devices)
+    if ranks > 1 and count > 1 and node.wire is None:
+        raise PlanError(f"{cluster.name}: no link between the devices of a node is described; a cluster file gives it under [inside]")
+    domain = max(node.wire.domain if node.wire and node.wire.domain > count else count, 1)
+    if ranks > domain and cluster.network is None:
+        raise PlanError(f"{cluster.name}: {ranks} ranks reach over nodes and no link between nodes is described; a cluster file gives it under [between]")
+    # A domain of several nodes has the network of all of them.
+    between = cluster.network.rate * (domain / count) if cluster.network else math.inf
+    return Wires(node.wire.rate if node.wire else math.inf, between, domain, fitted)
