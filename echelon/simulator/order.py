@@ -33,7 +33,7 @@ def order(schedule: str, ranks: int, chunks: int, count: int) -> tuple[tuple[tup
         for done, step in enumerate(forward[ahead:]):
             steps += [step, backward[done]]
         steps += backward[len(forward) - ahead :]
-        found.append(tuple(_fill(steps, ranks - 1 - rank) if schedule == "zero-bubble" else steps))
+        found.append(tuple(_fill(steps, rank) if schedule == "zero-bubble" else steps))
     return tuple(found)
 
 

@@ -12,11 +12,17 @@ from echelon.plan.profile import Operator, Phase, Profile
 from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
+from echelon.simulator.fitted import Fitted, fitted
+from echelon.simulator.held import memory as held_memory
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
 from echelon.simulator.shares import Shares
+from echelon.simulator.stack import Stack
+from echelon.simulator.wide import lay_out
+from echelon.simulator.wide import time as sheet_time
+from echelon.simulator.work import Work, distil
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -24,10 +30,36 @@ _SPREAD = 0.25
 _SAMPLE = 1
 
 
-def simulate(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
-    """What a step of `plan` takes and holds on `cluster`."""
+def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | None = None) -> Forecast:
+    """What a step of `plan` takes and holds on `cluster`; `stack`: how others than echelon's engine execute it.
+
+    A device that was measured is priced by its curves, one that was not by its data sheet.
+    """
+    if by_sheet(cluster):
+        return forecast(distil(profile), profile.batch, cluster, plan, stack or Stack(), fitted())
     require_one_kind(cluster)
     return price(profile, cluster, plan)
+
+
+def by_sheet(cluster: Cluster) -> bool:
+    """Whether its devices were never measured and have data sheets instead."""
+    device = cluster.nodes[0].devices[0]
+    return device.sheet is not None and not device.curves
+
+
+def forecast(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack, constants: Fitted) -> Forecast:
+    """`simulate` by data sheets, with what does not change between plans and constants made before."""
+    layout = lay_out(work, batch, cluster, plan, stack)
+    held, where = held_memory(layout, constants)
+    return Forecast(
+        plan=plan,
+        batch=batch,
+        time=sheet_time(layout, cluster, constants),
+        memory=held,
+        capacity=layout.capacity,
+        peak_at=where,
+        notes=cluster.notes,
+    )
 
 
 def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:

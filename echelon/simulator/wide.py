@@ -1,0 +1,317 @@
+"""A step on a cluster that is known by its data sheets: what each stage computes and sends, and the longest path through it all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from echelon.errors import PlanError
+from echelon.plan.cluster import Cluster, Sheet
+from echelon.plan.forecast import Time
+from echelon.plan.plan import Plan
+from echelon.plan.split import rounds
+from echelon.plan.stages import INTERLEAVING, VIRTUAL
+from echelon.simulator.fitted import Fitted
+from echelon.simulator.order import length
+from echelon.simulator.sheet import attention_seconds, precision_of, product_seconds, stream_seconds
+from echelon.simulator.stack import Stack
+from echelon.simulator.wires import Wires, wires_of
+from echelon.simulator.work import Op, Work
+
+#: Bytes that an optimizer step reads and writes per parameter: master copy and two states both ways, gradient, parameter.
+_OPTIMIZER = 30
+#: Collectives of tp per block and pass: one behind attention, one behind the feed-forward part.
+_PAIRS = 2
+#: How far a step may lie from the forecast.
+SPREAD = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A plan on a cluster: what never depends on fitted constants."""
+
+    work: Work
+    sheet: Sheet
+    plan: Plan
+    stack: Stack
+    batch: int
+    micro: int
+    count: int  #: micro-batches
+    stages: tuple[int, ...]  #: blocks of each stage; stage `n` is on rank `n % pp`
+    capacity: float
+    nodes: int
+
+    @property
+    def samples(self) -> float:
+        """Samples of a micro-batch as one rank computes them: cp parts each."""
+        return self.micro / self.plan.mesh.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which ZeRO divides."""
+        return min(self.stack.scope or self.plan.mesh.dp * self.plan.mesh.cp, self.plan.mesh.dp * self.plan.mesh.cp)
+
+    @property
+    def along(self) -> int:
+        """Parts into which what tp does not cut is divided."""
+        return self.plan.mesh.tp if self.plan.sequence else 1
+
+    def elements(self, rank: int) -> float:
+        """Parameters on a rank of pp (of tp: one of its ranks)."""
+        pp = self.plan.mesh.pp
+        before, block, after = self.work.elements
+        held = block * sum(self.stages[rank::pp])
+        held += before * (rank == 0) + (after + self.work.tied * (pp > 1)) * (rank == (len(self.stages) - 1) % pp)
+        return held / self.plan.mesh.tp
+
+
+def lay_out(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack) -> Layout:
+    """`plan` on `cluster`; refuses what cannot be."""
+    device = cluster.nodes[0].devices[0]
+    assert device.sheet is not None
+    mesh = plan.mesh
+    if batch < mesh.dp:
+        raise PlanError(f"dp={mesh.dp}: a batch of {batch} cannot feed so many ranks; use dp={batch} or less")
+    have = sum(len(node.devices) for node in cluster.nodes)
+    if device.kind == "cuda" and plan.ranks > have:
+        raise PlanError(f'"{plan}" needs {plan.ranks} devices, {cluster.name} has {have}')
+    chunks = stack.chunks or (VIRTUAL if plan.schedule in INTERLEAVING else 1)
+    if plan.schedule == "zero-bubble":
+        chunks = 1
+    stages = _dealt(work.layers, mesh.pp * chunks)
+    count = rounds(batch, mesh.dp, plan.micro)
+    # A batch that does not divide: the largest share decides.
+    micro = -(-batch // (mesh.dp * count))
+    return Layout(
+        work, device.sheet, plan, stack, batch, micro, count, stages, float(device.memory), -(-plan.ranks // len(cluster.nodes[0].devices))
+    )
+
+
+def _dealt(layers: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage: alike, and what is left over to those in the middle, which have nothing besides."""
+    base, more = divmod(layers, stages)
+    if not base:
+        raise PlanError(f"{layers} blocks cannot make {stages} stages; use a smaller pp")
+    first = (stages - more) // 2
+    return tuple(base + (first <= stage < first + more) for stage in range(stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Seconds of one pass through a part of the model, by what it is."""
+
+    products: float = 0.0
+    core: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def all(self) -> float:
+        return self.products + self.core + self.rest
+
+
+def time(layout: Layout, cluster: Cluster, fitted: Fitted) -> Time:
+    """Seconds of a step, by cause."""
+    plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
+    wires = wires_of(cluster, plan.ranks, fitted)
+    forward, backward = (_pass(layout, work.block, phase, fitted) for phase in ("forward", "backward"))
+    ends = [
+        [_pass(layout, ops, phase, fitted).all for phase in ("forward", "backward")]
+        for ops in (work.before, work.after)
+    ]
+    again = _again(plan, stack, forward)
+    repeated = again / forward.all if forward.all else 0.0
+    tensor = _tensor(layout, wires, fitted, forward.products)
+    context = _context(layout, wires, fitted, forward.core)
+    sharded = _sharded(layout, wires)
+    collecting = _accumulate(layout, fitted)
+    full = plan.recompute == "block" and stack.recompute == "plan"
+    block_f = forward.all
+    block_b = backward.all + again + collecting
+    talk_f, talk_b = tensor + context, tensor * (1 + (repeated if full else 0.0)) + context * 2
+    hidden = 0.0
+    if sharded:
+        fetch, give = sharded
+        exposed_f, hidden_f = _hide(fetch, block_f, layout, fitted)
+        exposed_b, hidden_b = _hide(fetch + give, block_b, layout, fitted)
+        talk_f, talk_b, hidden = talk_f + exposed_f, talk_b + exposed_b, hidden_f + hidden_b
+    stages, last = len(layout.stages), len(layout.stages) - 1
+    send = wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp) if mesh.pp > 1 else 0.0
+    compute = [[count * block for count in layout.stages] for block in (block_f, block_b)]
+    for place, stage in ((0, 0), (1, last)):
+        for phase in (0, 1):
+            compute[phase][stage] += ends[place][phase] + (tensor / _PAIRS if mesh.tp > 1 else 0.0)
+    words = [
+        [count * talk_f + send * (stage < last) for stage, count in enumerate(layout.stages)],
+        [count * talk_b + send * (stage > 0) for stage, count in enumerate(layout.stages)],
+    ]
+    host = fitted.micro / 2
+    sides = [[c + w + host / stages * mesh.pp for c, w in zip(*pair, strict=True)] for pair in zip(compute, words, strict=True)]
+    chunks = stages // mesh.pp
+    schedule = "interleaved" if chunks > 1 and plan.schedule != "gpipe" else plan.schedule
+    path = length(schedule, sides[0], sides[1], ranks=mesh.pp, count=layout.count)
+    busiest = max(range(mesh.pp), key=lambda rank: sum(sides[0][rank :: mesh.pp]) + sum(sides[1][rank :: mesh.pp]))
+    mine = [sum(side[busiest :: mesh.pp]) * layout.count for side in (*compute, *words)]
+    exchange, behind = _exchange(layout, wires, fitted, sides[1][-1])
+    optimizer = _OPTIMIZER * max(layout.elements(rank) for rank in range(mesh.pp)) / (layout.shards if plan.zero else 1)
+    causes = {
+        "forward": mine[0],
+        "backward": mine[1],
+        "bubble": max(path - sum(mine) - layout.count * fitted.micro, 0.0),
+        "exchange": mine[2] + mine[3] + exchange,
+        "optimizer": stream_seconds(layout.sheet, fitted, optimizer),
+        "input": 0.0,
+        "overhead": fitted.step + layout.count * fitted.micro,
+    }
+    waiting = (1 + fitted.straggling * math.log2(max(layout.nodes, 1))) if layout.nodes > 1 else 1.0
+    causes["overhead"] += (waiting - 1) * sum(causes.values())
+    step = sum(causes.values())
+    return Time(
+        **causes,
+        hidden=hidden * layout.count * max(layout.stages) + behind,
+        low=step * (1 - SPREAD),
+        high=step * (1 + SPREAD),
+    )
+
+
+def _pass(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _Pass:
+    """One micro-batch through these operators on one rank."""
+    sheet, stack, tp = layout.sheet, layout.stack, layout.plan.mesh.tp
+    samples, tf32 = layout.samples, layout.plan.precision == "tf32"
+    fused = fitted.compiled if layout.plan.compile else 1.0
+    products = core = rest = 0.0
+    for op in ops:
+        if op.phase != phase:
+            continue
+        share = tp if op.cut else layout.along
+        if op.kind == "stream":
+            moved = (op.moved[0] + op.moved[1] * samples) / share
+            seconds = op.count * fused * (moved / (sheet.bandwidth * fitted.stream) + fitted.launch)
+            if op.core:
+                core += seconds
+            else:
+                rest += seconds
+            continue
+        precision = precision_of(op.dtype, tf32=tf32)
+        flops = (op.flops[0] + op.flops[1] * samples) / share
+        dims = [fixed + per * samples for fixed, per in op.dims]
+        moved = (op.moved[0] + op.moved[1] * samples) / share
+        if op.kind == "attention":
+            half = 0.5 if stack.causal else 1.0
+            scores = half * dims[0] * dims[1] * dims[2] / share
+            core += op.count * (
+                attention_seconds(sheet, fitted, precision, stack.attention, scores * flops_of_scores(op), flops * half) + fitted.launch
+            )
+        elif op.kind == "inner":
+            shape = (dims[0] / share, dims[1], dims[2], dims[3])
+            core += op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
+        elif op.kind == "convolution":
+            count, inner, outer, kernel, spatial, groups = dims
+            shape = (1.0, count * spatial, outer, inner / groups * kernel)
+            products += op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
+        else:
+            if stack.narrow and ops is layout.work.block:
+                precision = stack.narrow
+                # Both factors are read once more and written narrow before.
+                rest += op.count * fused * stream_seconds(sheet, fitted, 0.75 * moved)
+            shape = _cut(dims, op, share)
+            products += op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
+    return _Pass(products, core, rest)
+
+
+def flops_of_scores(op: Op) -> float:
+    """How often a pass of attention computes its scores: once forward; backward again, and their gradients."""
+    return 1.0 if op.phase == "forward" else 2.0
+
+
+def _cut(dims: list[float], op: Op, share: int) -> tuple[float, float, float, float]:
+    """The shape that one rank of tp has: of the two sides of the weight the longer is divided."""
+    if share == 1:
+        return dims[0], dims[1], dims[2], dims[3]
+    sides = [place for place in (1, 2, 3) if not op.dims[place][1]]
+    longest = max(sides, key=lambda place: dims[place])
+    cut = [dim / share if place == longest else dim for place, dim in enumerate(dims)]
+    return cut[0], cut[1], cut[2], cut[3]
+
+
+def _again(plan: Plan, stack: Stack, forward: _Pass) -> float:
+    """Seconds of what one block computes again in backward."""
+    if stack.recompute == "attention":
+        return forward.core
+    if stack.recompute == "ops":
+        return forward.products / 2 + forward.rest
+    if stack.recompute == "alternate":
+        return forward.all / 2
+    if plan.recompute == "block":
+        return forward.all
+    return forward.rest if plan.recompute == "selective" else 0.0
+
+
+def _tensor(layout: Layout, wires: Wires, fitted: Fitted, products: float) -> float:
+    """What the ranks of tp say to each other in one pass of a block."""
+    mesh = layout.plan.mesh
+    if mesh.tp == 1:
+        return 0.0
+    said = _PAIRS * wires.reduce(layout.work.given * layout.samples, wires.group(mesh.tp, 1))
+    return max(said - fitted.overlap * min(said, products), 0.0) if layout.stack.overlap_tensor else said
+
+
+def _context(layout: Layout, wires: Wires, fitted: Fitted, core: float) -> float:
+    """What the ranks of cp say to each other in one pass of a block: keys and values go round while attention runs."""
+    mesh = layout.plan.mesh
+    if mesh.cp == 1:
+        return 0.0
+    said = wires.gather(2 * layout.work.given * layout.micro / mesh.tp, wires.group(mesh.cp, mesh.tp))
+    return max(said - fitted.overlap * core, 0.0)
+
+
+def _sharded(layout: Layout, wires: Wires) -> tuple[float, float] | None:
+    """Seconds to fetch the parameters of one block and to give its gradients away; None: they are not sharded."""
+    plan, work = layout.plan, layout.work
+    if plan.zero < 3 or layout.shards < 2:
+        return None
+    size, group = work.elements[1] / plan.mesh.tp, wires.group(layout.shards, plan.mesh.tp)
+    return wires.gather(work.width * size, group), wires.gather(layout.stack.gradients * size, group)
+
+
+def _hide(said: float, compute: float, layout: Layout, fitted: Fitted) -> tuple[float, float]:
+    """(what is exposed of it, with what it takes from the compute; what hides behind compute)."""
+    hidden = min(said, compute * fitted.overlap) if layout.stack.overlap else 0.0
+    return said - hidden + fitted.contention * hidden, hidden
+
+
+def _accumulate(layout: Layout, fitted: Fitted) -> float:
+    """Seconds in which one block's gradients are added to those of earlier micro-batches."""
+    if layout.count == 1:
+        return 0.0
+    plan, size = layout.plan, layout.work.elements[1] / layout.plan.mesh.tp
+    if plan.zero == 3:
+        size /= layout.shards
+    return stream_seconds(layout.sheet, fitted, size * (2 * layout.stack.gradients + layout.work.width))
+
+
+def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tuple[float, float]:
+    """(exposed, hidden) seconds of what the data ranks exchange once a step; `last`: of the last stage's backward of a micro-batch."""
+    plan, mesh, work, stack = layout.plan, layout.plan.mesh, layout.work, layout.stack
+    data = mesh.dp * mesh.cp
+    if data == 1:
+        return 0.0, 0.0
+    size = max(layout.elements(rank) for rank in range(mesh.pp))
+    width = stack.gradients
+    everyone = wires.group(data, mesh.tp)
+    if plan.zero == 3:
+        copies = data // layout.shards
+        if copies == 1:
+            return 0.0, 0.0
+        said = wires.reduce(width * size / layout.shards, wires.group(copies, mesh.tp * layout.shards))
+    elif plan.zero == 0:
+        said = wires.reduce(width * size, everyone)
+    else:
+        shards = wires.group(layout.shards, mesh.tp)
+        said = wires.gather(width * size, shards)
+        if layout.shards < data:
+            said += wires.reduce(width * size / layout.shards, wires.group(data // layout.shards, mesh.tp * layout.shards))
+        fetched = wires.gather(work.width * size, shards)
+        hidden = min(said, last * fitted.overlap) if stack.overlap and mesh.pp == 1 else 0.0
+        return said - hidden + fitted.contention * hidden + fetched, hidden
+    hidden = min(said, last * fitted.overlap) if stack.overlap and mesh.pp == 1 else 0.0
+    return said - hidden + fitted.contention * hidden, hidden
