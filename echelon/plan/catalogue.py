@@ -101,6 +101,13 @@ _BETWEEN: dict[str, tuple[str, float, str]] = {
     "RTX5090-32GB": ("ethernet", 3.125, "25 Gb/s"),
 }  # fmt: skip
 
+#: Rated power in watts, from the same data sheets.
+_WATTS = {
+    "P100-16GB": 300, "V100-16GB": 300, "V100-32GB": 300, "A100-40GB": 400, "A100-80GB": 400, "A800-80GB": 400, "H100-80GB": 700,
+    "H100-96GB": 700, "H200-141GB": 700, "B200-192GB": 1000, "GB200-192GB": 1200, "GB300-288GB": 1400, "MI300X-192GB": 750, "L4-24GB": 72,
+    "L40S-48GB": 350, "RTX4090-24GB": 450, "RTX5090-32GB": 575,
+}  # fmt: skip
+
 #: Host cores and memory of a node of GPUs: enough that they do not bind.
 _HOST_CORES, _HOST_MEMORY = 96, 2**40
 
@@ -108,6 +115,11 @@ _HOST_CORES, _HOST_MEMORY = 96, 2**40
 def names() -> tuple[str, ...]:
     """Every device that is known by name."""
     return (*_DEVICES, *_PROCESSORS)
+
+
+def watts(name: str) -> float:
+    """Rated power of a device of the catalogue."""
+    return _WATTS[name]
 
 
 def device(name: str) -> Device:
