@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report(rows, found, scores)
     print(f"{len(rows)} rows: profiles {profiled:.0f} s, forecasts {took:.1f} s")
     if given.json:
-        Path(given.json).write_text(json.dumps({"rows": [plain(row, found[row.id]) for row in rows], "summary": scores}, indent=1) + "\n")
+        Path(given.json).write_text(
+            json.dumps({"rows": [plain(row, found[row.id]) for row in rows], "summary": scores}, indent=1) + "\n"
+        )
     return 0
 
 
@@ -88,7 +90,9 @@ def plain(row: Row, found: Outcome) -> dict[str, Any]:
 
 def table(rows: list[Row], found: dict[str, Outcome]) -> None:
     """Every row: forecast against printed."""
-    print(f"{'row':16} {'scored on':24} {'forecast s':>12} {'printed s':>10} {'error':>7} {'GiB':>6} {'printed':>7} fits")
+    print(
+        f"{'row':16} {'scored on':24} {'forecast s':>12} {'printed s':>10} {'error':>7} {'GiB':>6} {'printed':>7} fits"
+    )
     for row in rows:
         each, measured = found[row.id], row.measured
         printed, low, high = measured["iteration_s"], *each.seconds_range
@@ -109,23 +113,36 @@ def report(rows: list[Row], found: dict[str, Outcome], scores: dict[str, Any]) -
     print("\nstep time by source (|error| median, signed median, 90th percentile; left out)")
     for source, each in scores["time_by_source"].items():
         apart = left["time_by_source"][source] if left else None
-        behind = f"   left out {apart['median_abs']:6.1%} {apart['median']:+7.1%} {apart['p90_abs']:6.1%}" if apart else ""
-        print(f"  {each['rows']:4d}  {each['median_abs']:6.1%} {each['median']:+7.1%} {each['p90_abs']:6.1%}{behind}  {source}")
+        behind = (
+            f"   left out {apart['median_abs']:6.1%} {apart['median']:+7.1%} {apart['p90_abs']:6.1%}" if apart else ""
+        )
+        print(
+            f"  {each['rows']:4d}  {each['median_abs']:6.1%} {each['median']:+7.1%} {each['p90_abs']:6.1%}{behind}  {source}"
+        )
     for name, group in (("in sample", scores), ("left out", left)):
         if not group or not group["time"]:
             continue
         time, rank, fit, memory = group["time"], group["rank"], group["fit"], group["memory"]
-        print(f"{name}: time macro-median {time['macro_median']:.1%}, p90 {time['p90']:.1%} ({time['rows']} rows, {time['sources']} sources)")
+        print(
+            f"{name}: time macro-median {time['macro_median']:.1%}, p90 {time['p90']:.1%} ({time['rows']} rows, {time['sources']} sources)"
+        )
         print(
             f"  rank: Spearman {rank['spearman_median']:.3f} over {rank['groups']} groups; regret median {rank['regret_median']:.1%}, "
             f"worst {rank['regret_worst']:.1%}, choices that ran out of memory {rank['oom_choices']}"
         )
-        print(f"  fit: balanced accuracy {fit['balanced_accuracy']:.3f}, false fits {fit['false_fits']:.1%} ({fit['rows']} rows)")
+        print(
+            f"  fit: balanced accuracy {fit['balanced_accuracy']:.3f}, false fits {fit['false_fits']:.1%} ({fit['rows']} rows)"
+        )
         if memory:
-            print(f"  memory: median |error| {memory['median_abs']:.1%} ({memory['rows']} rows) " + str({k: round(v["median"], 3) for k, v in group["memory_by_source"].items()}))
+            print(
+                f"  memory: median |error| {memory['median_abs']:.1%} ({memory['rows']} rows) "
+                + str({k: round(v["median"], 3) for k, v in group["memory_by_source"].items()})
+            )
     for each in choices(rows, found):
         regret = "ran out of memory" if each.regret is None else f"{each.regret:6.1%}"
-        print(f"  group {each.group:18} {each.plans:3d} plans, Spearman {each.spearman:+.2f}, regret {regret}, chose {each.chosen}")
+        print(
+            f"  group {each.group:18} {each.plans:3d} plans, Spearman {each.spearman:+.2f}, regret {regret}, chose {each.chosen}"
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ _CORES = {
     "flash1": "flash", "flash2": "flash", "flash": "flash", "cudnn": "flash", "fused-softmax": "fused", "no-flash": "fused", "eager": "eager",
     "none": "flash", "unknown": "flash", None: "flash",
 }  # fmt: skip
-_KERNELS = {"flash1": "flash1", "cudnn": "cudnn"}
+#: A version that is not said is taken as the first: who says nothing of it ran what their stack had for longest.
+_KERNELS = {"flash1": "flash1", "flash": "flash1", "cudnn": "cudnn"}
 #: Plausible values of facts that a row lacks. Rates of a network in GB/s per node; batches in samples per device.
 _RANGES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "attention", "full"),
@@ -168,7 +169,10 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         chunks=chunks,
         attention=_KERNELS.get(given["attention"], "flash2"),  # type: ignore[arg-type]
         causal=model["arch"] != "bert",
+        # Who says whether it was compiled ran plain PyTorch; other stacks bring kernels of their own.
+        fused_loss=given["compile"] is None,
         gradients=gradient_bytes(given, half=half),
+        message=4 if not half or given["grad_reduce"] == "fp32" else 2,
         overlap=given["overlap"] is not False,
         overlap_tensor=given["async_tp"] is True,
     )
@@ -177,10 +181,10 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
 
 
 def gradient_bytes(given: dict[str, Any], *, half: bool) -> int:
-    """Of one number of the gradients: as said; else stacks add fp16 gradients up in their own type and bf16 ones in fp32."""
-    if given["grad_reduce"] is not None:
-        return 4 if given["grad_reduce"] == "fp32" else 2
-    return 2 if half and given["precision"] == "fp16" else 4
+    """Of one number of the gradients: as said; else as wide as the parameters, which under zero=3 rest in fp32."""
+    if not half or given["zero_stage"] == 3:
+        return 4
+    return 4 if given["grad_reduce"] == "fp32" else 2
 
 
 def cluster(row: Row, hardware: dict[str, Any]) -> Cluster:

@@ -92,4 +92,7 @@ def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -
 
 
 def _simplex(begin: Sequence[float]) -> list[list[float]]:
-    return [list(begin), *([x + 0.15 * (place == moved) for place, x in enumerate(begin)] for moved in range(len(begin)))]
+    return [
+        list(begin),
+        *([x + 0.15 * (place == moved) for place, x in enumerate(begin)] for moved in range(len(begin))),
+    ]

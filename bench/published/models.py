@@ -206,7 +206,15 @@ def vgg16() -> nn.Module:
         layers += [nn.Conv2d(inner, outer, 3, padding=1), nn.ReLU(inplace=True)]
         inner = outer
     wide = 4096
-    head = [nn.Linear(512 * 49, wide), nn.ReLU(True), nn.Dropout(), nn.Linear(wide, wide), nn.ReLU(True), nn.Dropout(), nn.Linear(wide, 1000)]
+    head = [
+        nn.Linear(512 * 49, wide),
+        nn.ReLU(True),
+        nn.Dropout(),
+        nn.Linear(wide, wide),
+        nn.ReLU(True),
+        nn.Dropout(),
+        nn.Linear(wide, 1000),
+    ]
     return nn.Sequential(*layers, nn.Flatten(), *head)
 
 
@@ -241,7 +249,14 @@ def inception_v3() -> nn.Module:
     ]  # fmt: skip
     inner = 192
     for pooled in (32, 64, 64):
-        layers.append(Branches(_way(inner, (64, 1)), _way(inner, (48, 1), (64, 5)), _way(inner, (64, 1), (96, 3), (96, 3)), _way(inner, (pooled, 1), before=_pool())))
+        layers.append(
+            Branches(
+                _way(inner, (64, 1)),
+                _way(inner, (48, 1), (64, 5)),
+                _way(inner, (64, 1), (96, 3), (96, 3)),
+                _way(inner, (pooled, 1), before=_pool()),
+            )
+        )
         inner = 64 + 64 + 96 + pooled
     layers.append(Branches(_way(inner, (384, 3, 2)), _way(inner, (64, 1), (96, 3), (96, 3, 2)), nn.MaxPool2d(3, 2)))
     inner += 384 + 96
@@ -254,7 +269,13 @@ def inception_v3() -> nn.Module:
             )
         )  # fmt: skip
         inner = 768
-    layers.append(Branches(_way(inner, (192, 1), (320, 3, 2)), _way(inner, (192, 1), (192, wide), (192, tall), (192, 3, 2)), nn.MaxPool2d(3, 2)))
+    layers.append(
+        Branches(
+            _way(inner, (192, 1), (320, 3, 2)),
+            _way(inner, (192, 1), (192, wide), (192, tall), (192, 3, 2)),
+            nn.MaxPool2d(3, 2),
+        )
+    )
     inner += 320 + 192
     for _ in range(2):
         layers.append(

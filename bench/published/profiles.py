@@ -49,7 +49,12 @@ def job(model: dict[str, Any], core: str, dtype: torch.dtype, *, layers: int, fu
     if arch in CONVNETS:
         side = _SIDES[arch]
         images, classes = torch.zeros(2, 3, side, side, dtype=dtype), torch.zeros(2, dtype=torch.long)
-        return _job(lambda: CONVNETS[arch]().to(dtype), lambda output, batch: F.cross_entropy(output.float(), batch[-1]), images, classes)
+        return _job(
+            lambda: CONVNETS[arch]().to(dtype),
+            lambda output, batch: F.cross_entropy(output.float(), batch[-1]),
+            images,
+            classes,
+        )
     tokens = torch.zeros(2, model["seq_len"], dtype=torch.long)
     return _job(
         lambda: Transformer(model, core, layers=layers, fused_norm=fused_norm).to(dtype), word_loss, tokens, tokens
@@ -87,7 +92,10 @@ def deepen(profile: Profile, layers: int) -> Profile:
     kept = sum(m.kept.per_sample for m in profile.modules if fold_path(m.path) == folded)
     fixed = sum(m.kept.fixed for m in profile.modules if fold_path(m.path) == folded)
     before = [each for each in profile.parameters if not repeated(fold_path(each.name))]
-    parameters = [*before, *(replace(each, name=each.name.replace(path(0), path(n), 1)) for n in range(layers) for each in one)]
+    parameters = [
+        *before,
+        *(replace(each, name=each.name.replace(path(0), path(n), 1)) for n in range(layers) for each in one),
+    ]
     elements = sum(each.elements for each in parameters)
     return replace(
         profile,

@@ -117,13 +117,17 @@ def _row(plain: dict[str, Any], where: str) -> Row:
             measured=plain["measured"],
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise EchelonError(f"{where}: {error} is missing or not of the form that docs/published.md describes") from error
+        raise EchelonError(
+            f"{where}: {error} is missing or not of the form that docs/published.md describes"
+        ) from error
 
 
 def _check(where: str, field: str, value: Any, values: tuple[Any, ...]) -> None:
     if not any(value is each or (value == each and type(value) is type(each)) for each in values):
         known = ", ".join(map(repr, values))
-        raise EchelonError(f"{where}: {field}={value!r} is not one of {known}; a new value needs a new reader, none is guessed")
+        raise EchelonError(
+            f"{where}: {field}={value!r} is not one of {known}; a new value needs a new reader, none is guessed"
+        )
 
 
 def sets(rows: Iterable[Row]) -> Iterator[list[Row]]:

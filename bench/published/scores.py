@@ -95,7 +95,9 @@ def choices(rows: Sequence[Row], found: Outcomes) -> list[Choice]:
         tied = [name for name in fitting if found[name].seconds == fastest]
         worst = max(tied, key=lambda name: measured.get(name, math.inf))
         best = min(measured.values())
-        result.append(Choice(group, len(plans), order, measured[worst] / best - 1 if worst in measured else None, worst))
+        result.append(
+            Choice(group, len(plans), order, measured[worst] / best - 1 if worst in measured else None, worst)
+        )
     return result
 
 
@@ -118,7 +120,12 @@ def fit_scores(rows: Sequence[Row], found: Outcomes) -> dict[str, float]:
     ran = [found[row.id].fits for row in scored if not row.measured["oom"]]
     wrong = sum(failed) / len(failed) if failed else math.nan
     right = sum(ran) / len(ran) if ran else math.nan
-    return {"rows": len(scored), "balanced_accuracy": ((1 - wrong) + right) / 2, "false_fits": wrong, "false_oom": 1 - right}
+    return {
+        "rows": len(scored),
+        "balanced_accuracy": ((1 - wrong) + right) / 2,
+        "false_fits": wrong,
+        "false_oom": 1 - right,
+    }
 
 
 def memory_errors(rows: Sequence[Row], found: Outcomes) -> dict[str, list[float]]:

@@ -130,7 +130,9 @@ def device(name: str) -> Device:
         sheet = Sheet(peaks=peaks, vector=single * _TERA, bandwidth=bandwidth * _GIGA, units=cores, source=source)
         return Device(kind="cpu", name=name, memory=int(memory * 2**30), cores=cores, sheet=sheet)
     if name not in _DEVICES:
-        raise DocumentError(f"{name}: no such device in the catalogue; it has {', '.join(names())}, a TOML file gives any other")
+        raise DocumentError(
+            f"{name}: no such device in the catalogue; it has {', '.join(names())}, a TOML file gives any other"
+        )
     memory, bandwidth, units, vector, rates, source = _DEVICES[name]
     sheet = Sheet(
         peaks={key: value * _TERA for key, value in rates.items()},
@@ -148,7 +150,9 @@ def cluster(text: str) -> Cluster:
         return from_toml(text)
     match = re.fullmatch(r"(?:(\d+)x)??(?:(\d+)x)?([A-Za-z][\w-]*)", text)
     if match is None:
-        raise DocumentError(f"{text}: a cluster is written 8xH100-80GB (one node) or 4x8xA100-80GB (four), or is the path of a .toml file")
+        raise DocumentError(
+            f"{text}: a cluster is written 8xH100-80GB (one node) or 4x8xA100-80GB (four), or is the path of a .toml file"
+        )
     name = match[3]
     return build(text, device(name), int(match[2] or 1), int(match[1] or 1), inside=inside(name), between=between(name))
 
@@ -169,16 +173,18 @@ def between(name: str) -> Wire | None:
     return Wire(kind=kind, rate=rate * _GIGA, source=source)
 
 
-def build(
-    name: str, device: Device, count: int, nodes: int, *, inside: Wire | None, between: Wire | None
-) -> Cluster:
+def build(name: str, device: Device, count: int, nodes: int, *, inside: Wire | None, between: Wire | None) -> Cluster:
     """`nodes` nodes of `count` devices. Links that its ranks will need must be given."""
     if count < 1 or nodes < 1:
         raise DocumentError(f"{name}: {nodes} nodes of {count} devices; both are at least 1")
     if count > 1 and inside is None and device.kind == "cuda":
-        raise DocumentError(f"{name}: {count} devices in a node and no link between them; describe it under [inside]: kind, gb_s per device and direction")
+        raise DocumentError(
+            f"{name}: {count} devices in a node and no link between them; describe it under [inside]: kind, gb_s per device and direction"
+        )
     if nodes > 1 and between is None:
-        raise DocumentError(f"{name}: {nodes} nodes and no link between them; describe it under [between]: kind, gb_s per node and direction")
+        raise DocumentError(
+            f"{name}: {nodes} nodes and no link between them; describe it under [between]: kind, gb_s per node and direction"
+        )
     if device.kind == "cpu":
         node = Node(name=f"{name} node", cores=device.cores, memory=device.memory, devices=(device,), wire=inside)
     else:
@@ -199,7 +205,9 @@ def from_toml(path: str | Path) -> Cluster:
     _known(path, plain, ("name", "nodes", "device", "inside", "between"))
     given = plain.get("device")
     if not isinstance(given, dict) or "name" not in given:
-        raise DocumentError(f"{path}: [device] with a name is missing; give one of the catalogue or all of {', '.join(_DEVICE_KEYS)}")
+        raise DocumentError(
+            f"{path}: [device] with a name is missing; give one of the catalogue or all of {', '.join(_DEVICE_KEYS)}"
+        )
     _known(path, given, _DEVICE_KEYS, "device.")
     name = given["name"]
     made = _device(path, given)
@@ -218,16 +226,22 @@ def _device(path: str | Path, given: dict[str, Any]) -> Device:
         if given["name"] in names():
             made = device(given["name"])
         else:
-            needed = [key for key in ("memory_gb", "bandwidth_gb_s", "units", "vector_tflops", "tflops") if key not in given]
+            needed = [
+                key for key in ("memory_gb", "bandwidth_gb_s", "units", "vector_tflops", "tflops") if key not in given
+            ]
             if needed:
-                raise DocumentError(f"{path}: device {given['name']} is not in the catalogue, so {', '.join(needed)} must be given")
+                raise DocumentError(
+                    f"{path}: device {given['name']} is not in the catalogue, so {', '.join(needed)} must be given"
+                )
             peaks = {key: float(value) * _TERA for key, value in given["tflops"].items()}
             sheet = Sheet(peaks=peaks, vector=1.0, bandwidth=1.0, units=1)
             made = Device(kind="cuda", name=given["name"], memory=1, sheet=sheet)
         assert made.sheet is not None
         sheet = made.sheet
         if "tflops" in given:
-            sheet = replace(sheet, peaks=sheet.peaks | {key: float(value) * _TERA for key, value in given["tflops"].items()})
+            sheet = replace(
+                sheet, peaks=sheet.peaks | {key: float(value) * _TERA for key, value in given["tflops"].items()}
+            )
         changes: dict[str, Any] = {
             field: kind(given[key]) * scale
             for key, field, kind, scale in (

@@ -153,7 +153,9 @@ class Sheet:
 
     def __post_init__(self) -> None:
         if "fp32" not in self.peaks:
-            raise ValueError(f"peaks: {', '.join(self.peaks) or 'none'} given; fp32 is needed, every device computes in it")
+            raise ValueError(
+                f"peaks: {', '.join(self.peaks) or 'none'} given; fp32 is needed, every device computes in it"
+            )
         if min(*self.peaks.values(), self.vector, self.bandwidth, self.units, self.power) <= 0:
             raise ValueError("a data sheet's figures are above 0")
 

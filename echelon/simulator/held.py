@@ -47,7 +47,8 @@ def _rank(layout: Layout, rank: int, fitted: Fitted) -> tuple[Memory, str]:
         parameters = size * width
         gradients = size * stack.gradients / (shards if plan.zero == 2 else 1)
         if plan.zero:
-            state /= shards
+            # The shard's gradients are widened to what the optimizer computes in.
+            state = (state + (4.0 * size if master and stack.gradients < 4 else 0.0)) / shards
     blocks = sum(layout.stages[rank :: mesh.pp])
     flying, samples = in_flight(layout, rank), layout.samples
     full = work.kept.cut / mesh.tp + work.kept.whole / layout.along
@@ -55,7 +56,8 @@ def _rank(layout: Layout, rank: int, fitted: Fitted) -> tuple[Memory, str]:
     activations = flying * blocks * kept * samples
     first, last = rank == 0, rank == (len(layout.stages) - 1) % mesh.pp
     activations += flying * samples * work.outside[0] * first / layout.along
-    at_loss = samples * work.loss / mesh.tp if last else 0.0
+    loss = work.logits * (1 + 4 / work.width) if stack.fused_loss else work.loss
+    at_loss = samples * loss / mesh.tp if last else 0.0
     at_block = samples * (making + work.working / mesh.tp)
     if last and work.layers == 1:
         at_block = 0.0

@@ -37,7 +37,9 @@ def order(schedule: str, ranks: int, chunks: int, count: int) -> tuple[tuple[tup
     return tuple(found)
 
 
-def _interleaved(rank: int, ranks: int, chunks: int, count: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+def _interleaved(
+    rank: int, ranks: int, chunks: int, count: int
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
     """Groups of as many micro-batches as ranks go through one chunk after another (Narayanan et al. 2021)."""
     forward, backward = [], []
     for first in range(0, count, ranks):
@@ -117,5 +119,7 @@ def _walk(
                 at += 1
                 moving = True
             place[rank], clock[rank] = at, now
-    assert all(at == len(mine) for at, mine in zip(place, steps, strict=True)), "an order in which ranks wait for each other"
+    assert all(at == len(mine) for at, mine in zip(place, steps, strict=True)), (
+        "an order in which ranks wait for each other"
+    )
     return max(clock)

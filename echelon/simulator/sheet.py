@@ -17,7 +17,7 @@ _TILE = 128
 _LINE = 16
 #: Power grows with about the third power of the clock, so that the clock falls with the third root of the power allowed.
 _CLOCK = 1 / 3
-#: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, 2 x), cuDNN's from Shah et al. 2024 (H100, 1.5 x).
+#: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, about 1.9 x), cuDNN's from Shah et al. 2024 (H100).
 KERNELS = {"flash1": 1.9, "flash2": 1.0, "cudnn": 0.67}
 
 
@@ -36,13 +36,11 @@ def product_seconds(
     return max(busy * (1 + fitted.wave / waves), moved / (sheet.bandwidth * fitted.stream))
 
 
-def attention_seconds(
-    sheet: Sheet, fitted: Fitted, precision: str, kernel: str, scores: float, flops: float
-) -> float:
+def attention_seconds(sheet: Sheet, fitted: Fitted, precision: str, kernel: str, scores: float, flops: float) -> float:
     """A fused attention kernel; `scores`: how many of them it computes, `flops`: of its products."""
     clock = sheet.power**_CLOCK
     products = flops * fitted.flash / (sheet.peak(precision) * clock)
-    return KERNELS[kernel] * (products + scores * fitted.score / (sheet.vector * clock))
+    return KERNELS[kernel] * (products + scores * fitted.score / (sheet.units * clock))
 
 
 def stream_seconds(sheet: Sheet, fitted: Fitted, moved: float) -> float:

@@ -83,7 +83,16 @@ def lay_out(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack) 
     # A batch that does not divide: the largest share decides.
     micro = -(-batch // (mesh.dp * count))
     return Layout(
-        work, device.sheet, plan, stack, batch, micro, count, stages, float(device.memory), -(-plan.ranks // len(cluster.nodes[0].devices))
+        work,
+        device.sheet,
+        plan,
+        stack,
+        batch,
+        micro,
+        count,
+        stages,
+        float(device.memory),
+        -(-plan.ranks // len(cluster.nodes[0].devices)),
     )
 
 
@@ -135,7 +144,11 @@ def time(layout: Layout, cluster: Cluster, fitted: Fitted) -> Time:
         exposed_b, hidden_b = _hide(fetch + give, block_b, layout, fitted)
         talk_f, talk_b, hidden = talk_f + exposed_f, talk_b + exposed_b, hidden_f + hidden_b
     stages, last = len(layout.stages), len(layout.stages) - 1
-    send = wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp) if mesh.pp > 1 else 0.0
+    send = (
+        wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp)
+        if mesh.pp > 1
+        else 0.0
+    )
     compute = [[count * block for count in layout.stages] for block in (block_f, block_b)]
     for place, stage in ((0, 0), (1, last)):
         for phase in (0, 1):
@@ -145,7 +158,10 @@ def time(layout: Layout, cluster: Cluster, fitted: Fitted) -> Time:
         [count * talk_b + send * (stage > 0) for stage, count in enumerate(layout.stages)],
     ]
     host = fitted.micro / 2
-    sides = [[c + w + host / stages * mesh.pp for c, w in zip(*pair, strict=True)] for pair in zip(compute, words, strict=True)]
+    sides = [
+        [c + w + host / stages * mesh.pp for c, w in zip(*pair, strict=True)]
+        for pair in zip(compute, words, strict=True)
+    ]
     chunks = stages // mesh.pp
     schedule = "interleaved" if chunks > 1 and plan.schedule != "gpipe" else plan.schedule
     path = length(schedule, sides[0], sides[1], ranks=mesh.pp, count=layout.count)
@@ -199,7 +215,8 @@ def _pass(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _P
             half = 0.5 if stack.causal else 1.0
             scores = half * dims[0] * dims[1] * dims[2] / share
             core += op.count * (
-                attention_seconds(sheet, fitted, precision, stack.attention, scores * flops_of_scores(op), flops * half) + fitted.launch
+                attention_seconds(sheet, fitted, precision, stack.attention, scores * flops_of_scores(op), flops * half)
+                + fitted.launch
             )
         elif op.kind == "inner":
             shape = (dims[0] / share, dims[1], dims[2], dims[3])
@@ -270,7 +287,7 @@ def _sharded(layout: Layout, wires: Wires) -> tuple[float, float] | None:
     if plan.zero < 3 or layout.shards < 2:
         return None
     size, group = work.elements[1] / plan.mesh.tp, wires.group(layout.shards, plan.mesh.tp)
-    return wires.gather(work.width * size, group), wires.gather(layout.stack.gradients * size, group)
+    return wires.gather(work.width * size, group), wires.gather(layout.stack.message * size, group)
 
 
 def _hide(said: float, compute: float, layout: Layout, fitted: Fitted) -> tuple[float, float]:
@@ -296,7 +313,7 @@ def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tupl
     if data == 1:
         return 0.0, 0.0
     size = max(layout.elements(rank) for rank in range(mesh.pp))
-    width = stack.gradients
+    width = stack.message
     everyone = wires.group(data, mesh.tp)
     if plan.zero == 3:
         copies = data // layout.shards
@@ -309,7 +326,9 @@ def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tupl
         shards = wires.group(layout.shards, mesh.tp)
         said = wires.gather(width * size, shards)
         if layout.shards < data:
-            said += wires.reduce(width * size / layout.shards, wires.group(data // layout.shards, mesh.tp * layout.shards))
+            said += wires.reduce(
+                width * size / layout.shards, wires.group(data // layout.shards, mesh.tp * layout.shards)
+            )
         fetched = wires.gather(work.width * size, shards)
         hidden = min(said, last * fitted.overlap) if stack.overlap and mesh.pp == 1 else 0.0
         return said - hidden + fitted.contention * hidden + fetched, hidden

@@ -72,10 +72,14 @@ def wires_of(cluster: Cluster, ranks: int, fitted: Fitted) -> Wires:
     node = cluster.nodes[0]
     count = len(node.devices)
     if ranks > 1 and count > 1 and node.wire is None:
-        raise PlanError(f"{cluster.name}: no link between the devices of a node is described; a cluster file gives it under [inside]")
+        raise PlanError(
+            f"{cluster.name}: no link between the devices of a node is described; a cluster file gives it under [inside]"
+        )
     domain = max(node.wire.domain if node.wire and node.wire.domain > count else count, 1)
     if ranks > domain and cluster.network is None:
-        raise PlanError(f"{cluster.name}: {ranks} ranks reach over nodes and no link between nodes is described; a cluster file gives it under [between]")
+        raise PlanError(
+            f"{cluster.name}: {ranks} ranks reach over nodes and no link between nodes is described; a cluster file gives it under [between]"
+        )
     # A domain of several nodes has the network of all of them.
     between = cluster.network.rate * (domain / count) if cluster.network else math.inf
     return Wires(node.wire.rate if node.wire else math.inf, between, domain, fitted)

@@ -60,6 +60,7 @@ class Work:
     outside: tuple[float, float]  #: bytes per sample kept before and after the blocks
     given: float  #: bytes per sample that one block passes to the next
     loss: float  #: bytes per sample alive at the loss beside what is kept anywhere
+    logits: float  #: bytes per sample of the largest output behind the blocks
     working: float  #: bytes per sample that backward of one block has alive beside what it kept
     inputs: float  #: bytes per sample that come from the data
 
@@ -123,6 +124,14 @@ def distil(profile: Profile) -> Work:
         outside=(before, after),
         given=given,
         loss=max(peak - blocks - before, after),
+        logits=max(
+            (
+                m.output.per_sample
+                for m in profile.modules
+                if m.path and _where(fold_path(m.path), units, late) == "after"
+            ),
+            default=0.0,
+        ),
         working=2 * max((module.output.per_sample for module in inner), default=0.0),
         inputs=float(profile.input_bytes),
     )

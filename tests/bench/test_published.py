@@ -1,0 +1,100 @@
+"""Published rows: what the reader refuses, what the models hold, and that two blocks tell of all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.published.models import CONVNETS, Transformer
+from bench.published.profiles import TRACED, deepen, job, key_of, shallow
+from bench.published.rows import ROWS, TRANSFORMERS, read
+from bench.published.scores import quantile, spearman
+from echelon.errors import EchelonError
+from echelon.profiler import profile as trace
+from echelon.simulator.work import distil
+
+SMALL: dict[str, Any] = {
+    "arch": "llama", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 320, "seq_len": 32, "gated_mlp": True,
+    "tied_embeddings": False,
+}  # fmt: skip
+
+
+def test_the_committed_rows_are_read_whole() -> None:
+    rows = read(ROWS)
+    assert len(rows) == 587
+    assert sum("time" in row.counts for row in rows) == 389
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("plan.recompute", "half"),
+        ("hardware.gpu", "K80"),
+        ("measured.mem_kind", "free"),
+        ("model.arch", "t5"),
+        ("plan.compile", 1),
+        ("counts", ["speed"]),
+    ],
+)
+def test_values_outside_the_vocabulary_are_refused(tmp_path: Path, path: str, value: Any) -> None:
+    plain = json.loads(ROWS.read_text().splitlines()[0])
+    *parts, last = path.split(".")
+    found = plain
+    for part in parts:
+        found = found[part]
+    found[last] = value
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(plain) + "\n")
+    with pytest.raises(EchelonError, match=f"line 1: {path}="):
+        read(file)
+
+
+@pytest.mark.parametrize("core", ["flash", "fused", "eager"])
+@pytest.mark.parametrize("arch", ["gpt", "llama", "nemotron", "bert"])
+def test_two_blocks_tell_of_six(arch: str, core: str) -> None:
+    model = SMALL | {"arch": arch, "gated_mlp": arch == "llama", "kv_heads": 2 if arch in ("llama", "nemotron") else 4}
+    whole = trace(job(model, core, torch.bfloat16, layers=6, fused_norm=False), device="cpu")
+    made = deepen(shallow(key_of(model, core=core, half=True, fused_norm=False)), 6)
+    assert {(p.name, p.shape) for p in made.parameters} == {(p.name, p.shape) for p in whole.parameters}
+    assert sorted(map(repr, made.operators)) == sorted(map(repr, whole.operators))
+    a, b = distil(made), distil(whole)
+    assert (a.layers, a.elements, a.kept, a.outside, a.given) == (b.layers, b.elements, b.kept, b.outside, b.given)
+    assert a.loss == pytest.approx(b.loss, rel=0.02)
+
+
+def test_models_have_the_parameters_that_the_rows_print() -> None:
+    """Those that say so: within half a percent, biases and positions aside."""
+    seen = set()
+    for row in read(ROWS):
+        model = row.model
+        printed = model.get("params_reported") or model.get("params_total_est")
+        shape = json.dumps(model, sort_keys=True)
+        if model["arch"] not in TRANSFORMERS or model["arch"] == "bert" or shape in seen or not printed:
+            continue
+        seen.add(shape)
+        with torch.device("meta"):
+            few, more = (
+                sum(p.numel() for p in Transformer(model, "flash", layers=layers, fused_norm=True).parameters())
+                for layers in (TRACED, TRACED + 1)
+            )
+        total = few + (model["layers"] - TRACED) * (more - few)
+        assert total == pytest.approx(printed, rel=0.03), row.id
+
+
+@pytest.mark.parametrize(
+    ("arch", "millions"), [("resnet50", 25.6), ("resnet101", 44.5), ("vgg16", 138.4), ("inception_v3", 23.8)]
+)
+def test_convolutional_models_have_their_published_sizes(arch: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = CONVNETS[arch]()
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_scores_by_hand() -> None:
+    assert quantile([0.0, 1.0, 2.0], 0.9) == pytest.approx(1.8)
+    assert spearman([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == pytest.approx(1.0)
+    assert spearman([1.0, 1.0, 2.0], [3.0, 2.0, 1.0]) == pytest.approx(-0.866, abs=1e-3)

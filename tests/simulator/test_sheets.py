@@ -1,0 +1,191 @@
+"""Forecasts by data sheets: pipelines as longest paths, links that must be there, and what never makes a step slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.errors import DocumentError, PlanError
+from echelon.plan import catalogue
+from echelon.plan.cluster import Cluster, Sheet, Wire
+from echelon.plan.profile import Profile
+from echelon.plan.text import from_text
+from echelon.simulator import Stack, simulate
+from echelon.simulator.fitted import bounds, fitted
+from echelon.simulator.order import _walk, length
+from echelon.simulator.sheet import product_seconds
+from tests.simulator.cases import make_cluster, make_stack
+
+times = st.floats(0.1, 5.0)
+
+
+@given(st.integers(1, 8), st.integers(1, 64), times, times)
+def test_equal_stages_take_the_closed_form_of_1f1b_and_gpipe(
+    ranks: int, count: int, forward: float, backward: float
+) -> None:
+    for schedule in ("1f1b", "gpipe"):
+        found = length(schedule, [forward] * ranks, [backward] * ranks, ranks=ranks, count=count)
+        assert found == pytest.approx((count + ranks - 1) * (forward + backward))
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4), times)
+def test_interleaving_divides_the_bubble_by_the_chunks(ranks: int, rounds: int, chunks: int, work: float) -> None:
+    stages = [work / chunks] * (ranks * chunks)
+    found = length("interleaved", stages, stages, ranks=ranks, count=rounds * ranks)
+    assert found == pytest.approx(2 * work * (rounds * ranks + (ranks - 1) / chunks))
+
+
+@given(st.integers(2, 8), st.integers(2, 4))
+def test_zero_bubble_leaves_a_third_of_the_bubble(ranks: int, rounds: int) -> None:
+    count = rounds * ranks
+    found = length("zero-bubble", [1.0] * ranks, [2.0] * ranks, ranks=ranks, count=count)
+    assert found == pytest.approx(3 * count + (ranks - 1))
+
+
+@given(st.sampled_from(["1f1b", "gpipe", "interleaved"]), st.lists(times, min_size=4, max_size=4), st.integers(24, 80))
+def test_long_steps_reckoned_from_short_ones_are_those_that_are_walked(
+    schedule: str, stages: list[float], count: int
+) -> None:
+    ranks = 2 if schedule == "interleaved" else 4
+    back = [2 * each for each in stages]
+    walked = _walk(schedule, stages, back, ranks, 4 // ranks, count, 0.5)
+    assert length(schedule, stages, back, ranks=ranks, count=count) == pytest.approx(walked, rel=0.01)
+
+
+@given(st.lists(times, min_size=4, max_size=4), st.integers(0, 3), st.integers(1, 12))
+def test_a_faster_stage_never_makes_the_pipeline_slower(stages: list[float], which: int, count: int) -> None:
+    faster = [each / 2 if place == which else each for place, each in enumerate(stages)]
+    for schedule in ("1f1b", "gpipe", "zero-bubble"):
+        slow, fast = (length(schedule, each, each, ranks=4, count=count) for each in (stages, faster))
+        assert fast <= slow + 1e-9
+
+
+def changed(
+    cluster: Cluster, *, rate: float = 1.0, bandwidth: float = 1.0, link: float = 1.0, memory: float = 1.0
+) -> Cluster:
+    node = cluster.nodes[0]
+    device = node.devices[0]
+    assert device.sheet is not None
+    assert node.wire is not None
+    sheet = replace(
+        device.sheet,
+        peaks={name: peak * rate for name, peak in device.sheet.peaks.items()},
+        vector=device.sheet.vector * rate,
+        bandwidth=device.sheet.bandwidth * bandwidth,
+    )
+    device = replace(device, sheet=sheet, memory=int(device.memory * memory))
+    wire = replace(node.wire, rate=node.wire.rate * link)
+    network = replace(cluster.network, rate=cluster.network.rate * link) if cluster.network else None
+    node = replace(node, devices=(device,) * len(node.devices), wire=wire)
+    return replace(cluster, nodes=(node,) * len(cluster.nodes), network=network)
+
+
+PLANS = ["dp=16", "dp=16 zero=1", "dp=16 zero=3 micro=1", "dp=4 tp=4", "dp=2 tp=2 pp=4 micro=1", "dp=4 pp=4 micro=1 recompute=block", "tp=2 cp=2 dp=4", "tp=8 sequence dp=2"]  # fmt: skip
+
+
+@given(
+    st.sampled_from(PLANS),
+    st.sampled_from(["rate", "bandwidth", "link", "memory"]),
+    st.floats(1.0, 8.0),
+    st.sampled_from(["H100-80GB", "V100-32GB", "MI300X-192GB"]),
+)
+def test_better_devices_and_links_never_make_a_step_slower(text: str, what: str, times: float, name: str) -> None:
+    profile = make_stack(blocks=8, width=1024, batch=32, length=512)
+    cluster = catalogue.cluster(f"2x8x{name}")
+    before = simulate(profile, cluster, from_text(text))
+    after = simulate(profile, changed(cluster, **{what: times}), from_text(text))
+    assert after.time.step <= before.time.step * (1 + 1e-9)
+    assert after.fits >= before.fits
+
+
+def big() -> Profile:
+    return make_stack(blocks=8, width=2048, batch=64, length=128)
+
+
+def test_memory_of_zero_3_falls_with_dp_and_a_smaller_scope_holds_more() -> None:
+    held = [
+        simulate(big(), catalogue.cluster("2x8xA100-80GB"), from_text(f"dp={dp} zero=3 micro=1")).memory.peak
+        for dp in (2, 4, 8, 16)
+    ]
+    assert held == sorted(held, reverse=True)
+    plan = from_text("dp=16 zero=3 micro=1")
+    node = simulate(big(), catalogue.cluster("2x8xA100-80GB"), plan, stack=Stack(scope=8)).memory.peak
+    assert held[-1] < node == pytest.approx(held[2], rel=0.01)
+
+
+def test_each_stage_of_zero_holds_less() -> None:
+    held = [
+        simulate(big(), catalogue.cluster("8xA100-80GB"), from_text(f"dp=8 micro=1 zero={zero}")).memory
+        for zero in range(4)
+    ]
+    assert [each.peak for each in held] == sorted((each.peak for each in held), reverse=True)
+    assert held[1].optimizer == held[0].optimizer / 8
+
+
+def test_recomputing_takes_time_and_saves_memory() -> None:
+    cluster, profile = catalogue.cluster("8xA100-80GB"), make_stack(blocks=16, width=2048, batch=64, length=2048)
+    none, block = (
+        simulate(profile, cluster, from_text(f"dp=8 micro=4 recompute={each}")) for each in ("none", "block")
+    )
+    assert block.time.backward > none.time.backward
+    assert block.memory.activations < none.memory.activations / 2
+
+
+def test_links_inside_nodes_are_faster_than_between_them() -> None:
+    profile = big()
+    plan = from_text("tp=8")
+    near = simulate(profile, catalogue.cluster("8xA100-80GB"), plan).time
+    far = simulate(profile, catalogue.cluster("8x1xA100-80GB"), plan).time
+    assert far.exchange > 2 * near.exchange > 0
+
+
+def test_products_too_small_or_not_aligned_are_slow() -> None:
+    device = catalogue.device("A100-80GB")
+    assert device.sheet is not None
+
+    def share(m: float, n: float, k: float) -> float:
+        flops = 2 * m * n * k
+        assert device.sheet is not None
+        return (
+            flops
+            / device.sheet.peaks["half"]
+            / product_seconds(device.sheet, fitted(), "half", (1.0, m, n, k), flops, 2 * (m * n + m * k + n * k))
+        )
+
+    assert 0.5 < share(8192, 8192, 8192) < 1
+    assert share(256, 1024, 8192) < 0.7 * share(8192, 8192, 8192)
+    assert share(8192, 8192, 8190) < 0.2 * share(8192, 8192, 8192)
+
+
+def test_links_that_ranks_need_must_be_described() -> None:
+    cluster = catalogue.cluster("2x8xH100-80GB")
+    with pytest.raises(PlanError, match=r"no link between nodes is described"):
+        simulate(big(), replace(cluster, network=None), from_text("dp=16"))
+    without = replace(cluster, nodes=(replace(cluster.nodes[0], wire=None),) * 2)
+    with pytest.raises(PlanError, match=r"\[inside\]"):
+        simulate(big(), without, from_text("dp=16"))
+    with pytest.raises(DocumentError, match=r"2 nodes and no link between them"):
+        catalogue.build("x", catalogue.device("H100-80GB"), 8, 2, inside=Wire(kind="nvswitch", rate=1e9), between=None)
+
+
+def test_a_plan_larger_than_the_cluster_is_refused() -> None:
+    with pytest.raises(PlanError, match="needs 16 devices, 8xH100-80GB has 8"):
+        simulate(big(), catalogue.cluster("8xH100-80GB"), from_text("dp=16"))
+
+
+def test_what_was_measured_is_priced_by_its_curves() -> None:
+    profile, plan = make_stack(), from_text("dp=2")
+    measured = make_cluster()
+    node = measured.nodes[0]
+    sheet = Sheet(peaks={"fp32": 1e30}, vector=1e30, bandwidth=1e30, units=1)
+    both = replace(measured, nodes=(replace(node, devices=(replace(node.devices[0], sheet=sheet),)),))
+    assert simulate(profile, both, plan) == simulate(profile, measured, plan)
+
+
+def test_every_constant_lies_in_its_physical_range() -> None:
+    for name, (low, high) in bounds().items():
+        assert low <= getattr(fitted(), name) <= high, name
+    assert len(bounds()) <= 25
