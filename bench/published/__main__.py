@@ -13,7 +13,7 @@ from typing import Any
 from bench.published.cases import Case, Outcome, cases, outcome
 from bench.published.fit import fit_memory, fit_time
 from bench.published.rows import ROWS, Row, read
-from bench.published.scores import choices, summary, time_errors, time_scores
+from bench.published.scores import choices, summary
 from echelon.errors import EchelonError
 from echelon.simulator.fitted import Fitted, fitted, keep
 from echelon.simulator.work import Work

@@ -13,8 +13,8 @@ from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster, Wire
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.simulator.held import memory
 from echelon.simulator.fitted import Fitted
+from echelon.simulator.held import memory
 from echelon.simulator.stack import Stack
 from echelon.simulator.wide import Layout, lay_out, time
 from echelon.simulator.work import Work

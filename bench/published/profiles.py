@@ -7,7 +7,7 @@ plus as many times one block's (tests/bench/test_published.py holds that against
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def key_of(model: dict[str, Any], *, core: str, half: bool, fused_norm: bool) ->
     return (shape, core, half, fused_norm) if model["arch"] not in CONVNETS else (shape[:1], "", half, False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def shallow(key: Key) -> Profile:
     """The profile of a model of two blocks."""
     shape, core, half, fused_norm = key
@@ -68,7 +68,7 @@ def _job(model: Any, loss: Any, inputs: torch.Tensor, targets: torch.Tensor) -> 
     )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def work(key: Key, layers: int) -> Work:
     """What the simulator needs of a model with so many blocks."""
     shape = key[0]

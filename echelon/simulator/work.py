@@ -6,8 +6,8 @@ that lies beside them in modules that hold products; norms, dropouts and residua
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from echelon.plan.profile import WIDTH, Operator, Phase, Profile, fold_path
@@ -114,9 +114,9 @@ def distil(profile: Profile) -> Work:
     inner = [m for m in profile.modules if _where(fold_path(m.path), units, late) == "block"]
     return Work(
         layers=layers,
-        before=tuple(parts["before"]),
-        block=tuple(parts["block"]),
-        after=tuple(parts["after"]),
+        before=merged(parts["before"]),
+        block=merged(parts["block"]),
+        after=merged(parts["after"]),
         elements=(elements["before"], elements["block"] / layers, elements["after"]),
         tied=tied,
         width=WIDTH.get(profile.parameters[0].dtype, 4) if profile.parameters else 4,
@@ -135,6 +135,20 @@ def distil(profile: Profile) -> Work:
         working=2 * max((module.output.per_sample for module in inner), default=0.0),
         inputs=float(profile.input_bytes),
     )
+
+
+def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Element-wise operators put together: they are priced by their bytes and their number, whatever each moves."""
+    streams: dict[tuple[str, bool, bool], list[Op]] = {}
+    for op in ops:
+        if op.kind == "stream":
+            streams.setdefault((op.phase, op.core, op.cut), []).append(op)
+    made = []
+    for alike in streams.values():
+        count = sum(op.count for op in alike)
+        fixed, per = (sum(op.count * op.moved[place] for op in alike) / count for place in (0, 1))
+        made.append(replace(alike[0], count=count, moved=(fixed, per)))
+    return (*(op for op in ops if op.kind != "stream"), *made)
 
 
 def _kind(operator: Operator) -> Literal["product", "inner", "attention", "convolution", "stream"]:
