@@ -19,8 +19,8 @@ from echelon.simulator.held import memory
 #: Constants of memory; all others are of time.
 MEMORY = ("slack", "context", "buffers", "spread")
 TIME = tuple(field.name for field in fields(Fitted) if field.name not in MEMORY)
-#: Errors beyond this count linearly, not squared: a few odd rows must not bend everything.
-_ROBUST = 0.08
+#: Errors beyond this count less and less: rows that ran other physics than they print must not bend everything.
+_ROBUST = 0.1
 #: How strongly a constant is held to its present value, in units of its range: decides only what the rows leave open.
 _HOLD = 0.02
 
@@ -50,11 +50,8 @@ def fit_time(rows: Sequence[Row], cases: Cases, start: Fitted | None = None, *, 
 
 
 def _soft(error: float) -> float:
-    """An error whose square grows linearly once it is large."""
-    size = abs(error)
-    if size <= _ROBUST:
-        return error
-    return math.copysign(math.sqrt(2 * _ROBUST * size - _ROBUST**2), error)
+    """An error whose square grows with its logarithm once it is large (Cauchy's loss)."""
+    return math.copysign(_ROBUST * math.sqrt(math.log1p((error / _ROBUST) ** 2)), error)
 
 
 def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -> Fitted:

@@ -149,6 +149,8 @@ class Sheet:
     units: int  #: multiprocessors: a product is dealt out to them in tiles
     #: Power that it is allowed, as a share of what it is rated at: below 1 it clocks lower.
     power: float = 1.0
+    #: Share of the peak that matrix instructions of earlier generations reach; kernels that were written for those use them.
+    legacy: float = 1.0
     source: str = ""  #: where the figures were printed
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ class Sheet:
             raise ValueError(
                 f"peaks: {', '.join(self.peaks) or 'none'} given; fp32 is needed, every device computes in it"
             )
-        if min(*self.peaks.values(), self.vector, self.bandwidth, self.units, self.power) <= 0:
+        if min(*self.peaks.values(), self.vector, self.bandwidth, self.units, self.power, self.legacy) <= 0:
             raise ValueError("a data sheet's figures are above 0")
 
     def peak(self, precision: str) -> float:

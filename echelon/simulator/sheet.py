@@ -15,10 +15,12 @@ from echelon.simulator.fitted import Fitted
 _TILE = 128
 #: Rows of narrow numbers must lie on so many bytes for matrix units to read them (cuBLAS: "Tensor Core usage", 16-byte alignment).
 _LINE = 16
+#: Off that line numbers are loaded one by one, and the vector units wait for them half of the time (BLOOM-0089 against -0088).
+_LOADS = 2
 #: Power grows with about the third power of the clock, so that the clock falls with the third root of the power allowed.
 _CLOCK = 1 / 3
-#: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, about 1.9 x), cuDNN's from Shah et al. 2024 (H100).
-KERNELS = {"flash1": 1.9, "flash2": 1.0, "cudnn": 0.67}
+#: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, about 1.9 x), cuDNN's uses the newest instructions.
+KERNELS = {"flash1": 1.9, "flash2": 1.0, "cudnn": 1.0}
 
 
 def product_seconds(
@@ -30,7 +32,7 @@ def product_seconds(
     clock = sheet.power**_CLOCK
     peak = sheet.peak(precision) * clock
     if width <= 2 and (columns * width % _LINE or depth * width % _LINE):
-        peak = sheet.vector * clock
+        peak = sheet.vector * clock / _LOADS
     waves = lots * max(rows, 1.0) * max(columns, 1.0) / (_TILE * _TILE * sheet.units)
     busy = flops * (fitted.product / peak + fitted.traffic * width / 2 / sheet.bandwidth)
     return max(busy * (1 + fitted.wave / waves), moved / (sheet.bandwidth * fitted.stream))
@@ -39,7 +41,8 @@ def product_seconds(
 def attention_seconds(sheet: Sheet, fitted: Fitted, precision: str, kernel: str, scores: float, flops: float) -> float:
     """A fused attention kernel; `scores`: how many of them it computes, `flops`: of its products."""
     clock = sheet.power**_CLOCK
-    products = flops * fitted.flash / (sheet.peak(precision) * clock)
+    peak = sheet.peak(precision) * clock * (1.0 if kernel == "cudnn" else sheet.legacy)
+    products = flops * fitted.flash / peak
     return KERNELS[kernel] * (products + scores * fitted.score / (sheet.units * clock))
 
 
