@@ -80,12 +80,12 @@ def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -
             wrong[oom][1] += 1
         rates = {key: total / count if count else 0.0 for key, (total, count) in wrong.items()}
         error = sum(errors) / len(errors) if errors else 0.0
-        return error + rates[True] + rates[False] + 3 * max(rates[True] - 0.04, 0.0)
+        return error + rates[True] + rates[False] + max(rates[True] - 0.05, 0.0)
 
     begin = [(getattr(first, name) - low) / (high - low) for name, (low, high) in zip(MEMORY, ranges, strict=True)]
     answer = minimize(loss, begin, method="Nelder-Mead", options={"maxiter": 120, "initial_simplex": _simplex(begin)})
     values = [low + min(max(x, 0.0), 1.0) * (high - low) for x, (low, high) in zip(answer.x, ranges, strict=True)]
-    return replace(first, **dict(zip(MEMORY, values, strict=True)))
+    return replace(first, **dict(zip(MEMORY, map(float, values), strict=True)))
 
 
 def _simplex(begin: Sequence[float]) -> list[list[float]]:

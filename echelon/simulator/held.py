@@ -64,7 +64,8 @@ def _rank(layout: Layout, rank: int, fitted: Fitted) -> tuple[Memory, str]:
     sent = flying * samples * work.given / layout.along if mesh.pp > 1 else 0.0
     temporary = max(at_loss, at_block) + sent + passing + samples * work.inputs
     where = "loss" if at_loss > at_block else "backward of a block"
-    temporary += fitted.slack * (activations + temporary)
+    # One micro-batch gives back in reverse what it took; several under way leave gaps.
+    temporary += fitted.slack * (temporary + activations) * (flying > 1)
     axes = sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp"))
     framework = fitted.context + fitted.buffers * axes
     peak = parameters + gradients + state + activations + temporary

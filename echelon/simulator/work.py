@@ -61,7 +61,7 @@ class Work:
     given: float  #: bytes per sample that one block passes to the next
     loss: float  #: bytes per sample alive at the loss beside what is kept anywhere
     logits: float  #: bytes per sample of the largest output behind the blocks
-    working: float  #: bytes per sample that backward of one block has alive beside what it kept
+    working: float  #: bytes per sample that the largest operator of a block reads and writes: alive while it runs
     inputs: float  #: bytes per sample that come from the data
 
 
@@ -111,7 +111,6 @@ def distil(profile: Profile) -> Work:
     peak = max(moment.alive.per_sample for moment in profile.moments)
     modules = [module for module in profile.modules if fold_path(module.path) in units]
     given = max((module.output.per_sample for module in modules), default=0.0)
-    inner = [m for m in profile.modules if _where(fold_path(m.path), units, late) == "block"]
     return Work(
         layers=layers,
         before=merged(parts["before"]),
@@ -132,7 +131,7 @@ def distil(profile: Profile) -> Work:
             ),
             default=0.0,
         ),
-        working=2 * max((module.output.per_sample for module in inner), default=0.0),
+        working=max((op.moved[1] for op in parts["block"]), default=0.0),
         inputs=float(profile.input_bytes),
     )
 
