@@ -59,25 +59,25 @@ _PROCESSORS: dict[str, tuple[float, float, int, float, float, str]] = {
     "GRAVITON3": (128, 307.2, 64, 5.3, 21.3, "AWS c7g.16xlarge: 64 Neoverse-V1 at 2.6 GHz, two 256-bit units, bf16, 8 channels of DDR5-4800"),
 }  # fmt: skip
 
-# What joins the devices of a node: (kind, GB/s per device and direction, devices that share it, source)
+# What joins the devices of a node: (kind, GB/s per device and direction, devices that share it beyond a node or 0, source)
 _INSIDE: dict[str, tuple[str, float, int, str]] = {
-    "P100-16GB": ("nvlink-mesh", 80, 8, "DGX-1: four NVLink 1 of 20 GB/s each way"),
-    "V100-16GB": ("nvlink-mesh", 150, 8, "DGX-1V: six NVLink 2 of 25 GB/s each way"),
-    "V100-32GB": ("nvlink-mesh", 150, 8, "DGX-1V: six NVLink 2 of 25 GB/s each way"),
-    "A100-40GB": ("nvswitch", 300, 8, "DGX A100: twelve NVLink 3 of 25 GB/s each way"),
-    "A100-80GB": ("nvswitch", 300, 8, "DGX A100: twelve NVLink 3 of 25 GB/s each way"),
-    "A800-80GB": ("nvswitch", 200, 8, "NVIDIA A800: eight NVLink 3"),
-    "H100-80GB": ("nvswitch", 450, 8, "DGX H100: eighteen NVLink 4 of 25 GB/s each way"),
-    "H100-96GB": ("nvswitch", 450, 8, "eighteen NVLink 4 of 25 GB/s each way"),
-    "H200-141GB": ("nvswitch", 450, 8, "HGX H200: eighteen NVLink 4 of 25 GB/s each way"),
-    "B200-192GB": ("nvswitch", 900, 8, "HGX B200: NVLink 5, 1.8 TB/s both ways"),
+    "P100-16GB": ("nvlink-mesh", 80, 0, "DGX-1: four NVLink 1 of 20 GB/s each way"),
+    "V100-16GB": ("nvlink-mesh", 150, 0, "DGX-1V: six NVLink 2 of 25 GB/s each way"),
+    "V100-32GB": ("nvlink-mesh", 150, 0, "DGX-1V: six NVLink 2 of 25 GB/s each way"),
+    "A100-40GB": ("nvswitch", 300, 0, "DGX A100: twelve NVLink 3 of 25 GB/s each way"),
+    "A100-80GB": ("nvswitch", 300, 0, "DGX A100: twelve NVLink 3 of 25 GB/s each way"),
+    "A800-80GB": ("nvswitch", 200, 0, "NVIDIA A800: eight NVLink 3"),
+    "H100-80GB": ("nvswitch", 450, 0, "DGX H100: eighteen NVLink 4 of 25 GB/s each way"),
+    "H100-96GB": ("nvswitch", 450, 0, "eighteen NVLink 4 of 25 GB/s each way"),
+    "H200-141GB": ("nvswitch", 450, 0, "HGX H200: eighteen NVLink 4 of 25 GB/s each way"),
+    "B200-192GB": ("nvswitch", 900, 0, "HGX B200: NVLink 5, 1.8 TB/s both ways"),
     "GB200-192GB": ("nvswitch", 900, 72, "GB200 NVL72: one NVLink 5 domain of 72"),
     "GB300-288GB": ("nvswitch", 900, 72, "GB300 NVL72: one NVLink 5 domain of 72"),
-    "MI300X-192GB": ("xgmi-mesh", 448, 8, "seven links of 64 GB/s each way"),
-    "L4-24GB": ("pcie", 32, 8, "PCIe 4.0 x16"),
-    "L40S-48GB": ("pcie", 32, 8, "PCIe 4.0 x16"),
-    "RTX4090-24GB": ("pcie", 32, 8, "PCIe 4.0 x16, no peer access: through the host"),
-    "RTX5090-32GB": ("pcie", 64, 8, "PCIe 5.0 x16, no peer access: through the host"),
+    "MI300X-192GB": ("xgmi-mesh", 448, 0, "seven links of 64 GB/s each way"),
+    "L4-24GB": ("pcie", 32, 0, "PCIe 4.0 x16"),
+    "L40S-48GB": ("pcie", 32, 0, "PCIe 4.0 x16"),
+    "RTX4090-24GB": ("pcie", 32, 0, "PCIe 4.0 x16, no peer access: through the host"),
+    "RTX5090-32GB": ("pcie", 64, 0, "PCIe 5.0 x16, no peer access: through the host"),
 }  # fmt: skip
 
 # Usual network of such nodes: (kind, GB/s per node and direction, source)

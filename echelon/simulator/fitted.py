@@ -19,7 +19,6 @@ class Fitted:
 
     product: float
     traffic: float
-    wave: float
     flash: float
     score: float
     stream: float
@@ -30,7 +29,6 @@ class Fitted:
     latency_inside: float
     latency_between: float
     overlap: float
-    contention: float
     straggling: float
     micro: float
     step: float

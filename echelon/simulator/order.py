@@ -10,6 +10,8 @@ from functools import lru_cache
 
 #: Kinds of work: forward, backward (all of it, or of what was read only), backward of the weights.
 F, B, W = 0, 1, 2
+#: Micro-batches per rank from which on a step is reckoned and not walked.
+_LONG = 10
 
 
 @lru_cache(maxsize=256)
@@ -69,14 +71,17 @@ def length(
     """Seconds from the first forward to the last backward. `forward`, `backward`: of each stage for one micro-batch, what it sends
     included. `weights`: the part of backward that is the weights', where the schedule parts them.
 
-    Once the pipe is full every further round of micro-batches takes as long as the last: long steps are reckoned from short ones.
+    Once the pipe is full every further round of micro-batches takes about as long as the last: long steps are reckoned from short ones.
     """
     chunks = len(forward) // ranks
-    if count <= 6 * ranks:
+    if count <= _LONG * ranks:
         return _walk(schedule, forward, backward, ranks, chunks, count, weights)
     extra = count % ranks
-    few, many = (_walk(schedule, forward, backward, ranks, chunks, turns * ranks + extra, weights) for turns in (4, 5))
-    return many + (count - 5 * ranks - extra) / ranks * (many - few)
+    few, many = (
+        _walk(schedule, forward, backward, ranks, chunks, turns * ranks + extra, weights)
+        for turns in (_LONG - 2, _LONG)
+    )
+    return many + (count - _LONG * ranks - extra) / (2 * ranks) * (many - few)
 
 
 def _walk(

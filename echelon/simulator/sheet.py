@@ -7,6 +7,8 @@ matrix units altogether. Everything else goes by the bytes that it moves.
 
 from __future__ import annotations
 
+import math
+
 from echelon.plan.cluster import Sheet
 from echelon.plan.profile import WIDTH
 from echelon.simulator.fitted import Fitted
@@ -33,9 +35,11 @@ def product_seconds(
     peak = sheet.peak(precision) * clock
     if width <= 2 and (columns * width % _LINE or depth * width % _LINE):
         peak = sheet.vector * clock / _LOADS
-    waves = lots * max(rows, 1.0) * max(columns, 1.0) / (_TILE * _TILE * sheet.units)
+    exact = lots * rows * columns / (_TILE * _TILE * sheet.units)
+    tiles = lots * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+    waves = math.ceil(tiles / sheet.units)
     busy = flops * (fitted.product / peak + fitted.traffic * width / 2 / sheet.bandwidth)
-    return max(busy * (1 + fitted.wave / waves), moved / (sheet.bandwidth * fitted.stream))
+    return max(busy * waves / exact, moved / (sheet.bandwidth * fitted.stream))
 
 
 def attention_seconds(sheet: Sheet, fitted: Fitted, precision: str, kernel: str, scores: float, flops: float) -> float:

@@ -291,9 +291,9 @@ def _sharded(layout: Layout, wires: Wires) -> tuple[float, float] | None:
 
 
 def _hide(said: float, compute: float, layout: Layout, fitted: Fitted) -> tuple[float, float]:
-    """(what is exposed of it, with what it takes from the compute; what hides behind compute)."""
+    """(what is exposed of it, what hides behind compute)."""
     hidden = min(said, compute * fitted.overlap) if layout.stack.overlap else 0.0
-    return said - hidden + fitted.contention * hidden, hidden
+    return said - hidden, hidden
 
 
 def _accumulate(layout: Layout, fitted: Fitted) -> float:
@@ -331,6 +331,6 @@ def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tupl
             )
         fetched = wires.gather(work.width * size, shards)
         hidden = min(said, last * fitted.overlap) if stack.overlap and mesh.pp == 1 else 0.0
-        return said - hidden + fitted.contention * hidden + fetched, hidden
+        return said - hidden + fetched, hidden
     hidden = min(said, last * fitted.overlap) if stack.overlap and mesh.pp == 1 else 0.0
-    return said - hidden + fitted.contention * hidden, hidden
+    return said - hidden, hidden
