@@ -68,7 +68,7 @@ def left_out(rows: list[Row], made: dict[str, list[Case]]) -> dict[str, Any]:
     for source in dict.fromkeys(row.source for row in rows):
         others = [row for row in rows if row.source != source]
         counted = [row for row in rows if row.source == source and row.counts]
-        constants: Fitted = fit_memory(others, made, fit_time(others, made, rounds=12)) if counted else fitted()
+        constants: Fitted = fit_memory(others, made, fit_time(others, made, rounds=6)) if counted else fitted()
         found |= {row.id: outcome(row, made[row.id], constants) for row in rows if row.source == source}
     return summary(rows, found)
 

@@ -170,7 +170,7 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         attention=_KERNELS.get(given["attention"], "flash2"),  # type: ignore[arg-type]
         causal=model["arch"] != "bert",
         # Who says whether it was compiled ran plain PyTorch; other stacks bring kernels of their own.
-        fused_loss=given["compile"] is None,
+        fused_loss=given["compile"] is None and given["zero_stage"] == 3,
         gradients=gradient_bytes(given, half=half),
         message=4 if not half or given["grad_reduce"] == "fp32" else 2,
         overlap=given["overlap"] is not False,

@@ -22,7 +22,7 @@ TIME = tuple(field.name for field in fields(Fitted) if field.name not in MEMORY)
 #: Errors beyond this count less and less: rows that ran other physics than they print must not bend everything.
 _ROBUST = 0.1
 #: How strongly a constant is held to its present value, in units of its range: decides only what the rows leave open.
-_HOLD = 0.02
+_HOLD = 0.003
 
 Cases = Mapping[str, Sequence[Case]]
 

@@ -69,6 +69,8 @@ def _rank(layout: Layout, rank: int, fitted: Fitted) -> tuple[Memory, str]:
     axes = sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp"))
     framework = fitted.context + fitted.buffers * axes
     peak = parameters + gradients + state + activations + temporary
+    # Parameters and states are counted; what a step makes is reckoned.
+    unsure = fitted.spread * (activations + temporary)
     return Memory(
         parameters=parameters,
         gradients=gradients,
@@ -77,8 +79,8 @@ def _rank(layout: Layout, rank: int, fitted: Fitted) -> tuple[Memory, str]:
         temporary=temporary,
         buckets=0.0,
         framework=framework,
-        low=peak * (1 - fitted.spread),
-        high=peak * (1 + fitted.spread),
+        low=peak - unsure,
+        high=peak + unsure,
     ), where
 
 
