@@ -24,13 +24,16 @@ _ROBUST = 0.1
 #: How strongly a constant is held to its present value, in units of its range: decides only what the rows leave open.
 _HOLD = 0.003
 
+#: Rows of one source that a fit looks at.
+_MOST = 30
+
 Cases = Mapping[str, Sequence[Case]]
 
 
 def fit_time(rows: Sequence[Row], cases: Cases, start: Fitted | None = None, *, rounds: int = 30) -> Fitted:
     """Constants that bring the step times of `rows` nearest, every source weighing the same."""
     first = start or fitted()
-    scored = list(sets(row for row in rows if "time" in row.counts))
+    scored = spread_out(list(sets(row for row in rows if "time" in row.counts)))
     sources = Counter(alike[0].source for alike in scored)
     targets = [
         (cases[alike[0].id][0], math.log(median(row.measured["iteration_s"] for row in alike)), 1 / math.sqrt(sources[alike[0].source]))
@@ -47,6 +50,14 @@ def fit_time(rows: Sequence[Row], cases: Cases, start: Fitted | None = None, *, 
     begin = numpy.clip((middle - low) / (high - low), 0.001, 0.999)
     answer = least_squares(residuals, begin, bounds=(0, 1), diff_step=1e-3, max_nfev=rounds)
     return replace(first, **dict(zip(TIME, map(float, low + answer.x * (high - low)), strict=True)))
+
+
+def spread_out(scored: list[list[Row]]) -> list[list[Row]]:
+    """Of each source so many rows at most, evenly over its list: sources weigh the same anyway."""
+    found: dict[str, list[list[Row]]] = {}
+    for alike in scored:
+        found.setdefault(alike[0].source, []).append(alike)
+    return [alike for each in found.values() for alike in each[:: -(-len(each) // _MOST)]]
 
 
 def _soft(error: float) -> float:

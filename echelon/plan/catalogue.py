@@ -249,16 +249,16 @@ def _device(path: str | Path, given: dict[str, Any]) -> Device:
                 sheet, peaks=sheet.peaks | {key: float(value) * _TERA for key, value in given["tflops"].items()}
             )
         changes: dict[str, Any] = {
-            field: kind(given[key]) * scale
-            for key, field, kind, scale in (
-                ("bandwidth_gb_s", "bandwidth", float, _GIGA),
-                ("units", "units", int, 1),
-                ("vector_tflops", "vector", float, _TERA),
-                ("power", "power", float, 1.0),
-                ("source", "source", str, 1),
+            field: float(given[key]) * scale
+            for key, field, scale in (
+                ("bandwidth_gb_s", "bandwidth", _GIGA),
+                ("vector_tflops", "vector", _TERA),
+                ("power", "power", 1.0),
             )
             if key in given
         }
+        changes |= {"units": int(given["units"])} if "units" in given else {}
+        changes |= {"source": str(given["source"])} if "source" in given else {}
         made = replace(made, sheet=replace(sheet, **changes))
         return replace(made, memory=int(float(given["memory_gb"]) * SEEN * 2**30)) if "memory_gb" in given else made
     except (TypeError, ValueError, AttributeError) as error:

@@ -36,6 +36,7 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
     A device that was measured is priced by its curves, one that was not by its data sheet.
     """
     if by_sheet(cluster):
+        require_alike(cluster)
         return forecast(distil(profile), profile.batch, cluster, plan, stack or Stack(), fitted())
     require_one_kind(cluster)
     return price(profile, cluster, plan)
@@ -45,6 +46,18 @@ def by_sheet(cluster: Cluster) -> bool:
     """Whether its devices were never measured and have data sheets instead."""
     device = cluster.nodes[0].devices[0]
     return device.sheet is not None and not device.curves
+
+
+def require_alike(cluster: Cluster) -> None:
+    """Unequal devices wait for the slowest: priced by the first they would be flattered."""
+    first = cluster.nodes[0].devices[0]
+    for node in {id(node): node for node in cluster.nodes}.values():
+        for device in {id(device): device for device in node.devices}.values():
+            if device != first:
+                raise PlanError(
+                    f"{cluster.name}: {device.name} in {node.name} is not like {first.name}, and a step over unequal devices cannot be "
+                    "forecast; give a cluster of one kind"
+                )
 
 
 def forecast(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack, constants: Fitted) -> Forecast:
@@ -58,8 +71,15 @@ def forecast(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack,
         memory=held,
         capacity=layout.capacity,
         peak_at=where,
-        notes=cluster.notes,
+        notes=(*cluster.notes, *_sheet_notes(cluster, plan)),
     )
+
+
+def _sheet_notes(cluster: Cluster, plan: Plan) -> list[str]:
+    notes = [f"priced by the data sheet of {cluster.nodes[0].devices[0].name}: nothing was measured there"]
+    if plan.mesh.ep > 1:
+        notes.append(f"ep={plan.mesh.ep}: experts are priced as if every rank held all of them")
+    return notes
 
 
 def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:

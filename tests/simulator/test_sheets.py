@@ -171,6 +171,13 @@ def test_links_that_ranks_need_must_be_described() -> None:
         catalogue.build("x", catalogue.device("H100-80GB"), 8, 2, inside=Wire(kind="nvswitch", rate=1e9), between=None)
 
 
+def test_unequal_devices_are_refused() -> None:
+    cluster, other = catalogue.cluster("2x8xH100-80GB"), catalogue.cluster("8xA100-80GB")
+    mixed = replace(cluster, nodes=(cluster.nodes[0], other.nodes[0]))
+    with pytest.raises(PlanError, match="A100-80GB in 8xA100-80GB node is not like H100-80GB"):
+        simulate(big(), mixed, from_text("dp=16"))
+
+
 def test_a_plan_larger_than_the_cluster_is_refused() -> None:
     with pytest.raises(PlanError, match="needs 16 devices, 8xH100-80GB has 8"):
         simulate(big(), catalogue.cluster("8xH100-80GB"), from_text("dp=16"))
