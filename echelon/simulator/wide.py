@@ -10,7 +10,7 @@ from echelon.plan.cluster import Cluster, Sheet
 from echelon.plan.forecast import Time
 from echelon.plan.plan import Plan
 from echelon.plan.split import rounds
-from echelon.plan.stages import INTERLEAVING, VIRTUAL
+from echelon.plan.stages import INTERLEAVING, VIRTUAL, stage_ranges
 from echelon.simulator.fitted import Fitted
 from echelon.simulator.order import length
 from echelon.simulator.sheet import attention_seconds, precision_of, product_seconds, stream_seconds
@@ -79,6 +79,8 @@ def lay_out(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack) 
     if plan.schedule == "zero-bubble":
         chunks = 1
     stages = _dealt(work.layers, mesh.pp * chunks)
+    if plan.stages and work.visits:
+        stages = tuple(sum(work.visits[at] for at in places) for places in stage_ranges(plan, len(work.visits)))
     count = rounds(batch, mesh.dp, plan.micro)
     # A batch that does not divide: the largest share decides.
     micro = -(-batch // (mesh.dp * count))
@@ -118,75 +120,77 @@ class _Pass:
         return self.products + self.core + self.rest
 
 
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Seconds of each stage for one micro-batch: forward and backward, computing and talking; `hidden`: talk behind compute, of a block."""
+
+    compute: tuple[list[float], list[float]]
+    talk: tuple[list[float], list[float]]
+    hidden: float
+
+    def rank(self, rank: int, ranks: int) -> list[float]:
+        """What the stages of one rank of pp take: compute forward and backward, talk forward and backward."""
+        return [sum(side[rank::ranks]) for side in (*self.compute, *self.talk)]
+
+
 def time(layout: Layout, cluster: Cluster, fitted: Fitted) -> Time:
     """Seconds of a step, by cause."""
-    plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
+    plan, mesh, count = layout.plan, layout.plan.mesh, layout.count
     wires = wires_of(cluster, plan.ranks, fitted)
-    forward, backward = (_pass(layout, work.block, phase, fitted) for phase in ("forward", "backward"))
-    ends = [
-        [_pass(layout, ops, phase, fitted).all for phase in ("forward", "backward")]
-        for ops in (work.before, work.after)
-    ]
-    again = _again(plan, stack, forward)
-    repeated = again / forward.all if forward.all else 0.0
-    tensor = _tensor(layout, wires, fitted, forward.products)
-    context = _context(layout, wires, fitted, forward.core)
-    sharded = _sharded(layout, wires)
-    collecting = _accumulate(layout, fitted)
-    full = plan.recompute == "block" and stack.recompute == "plan"
-    block_f = forward.all
-    block_b = backward.all + again + collecting
-    talk_f, talk_b = tensor + context, tensor * (1 + (repeated if full else 0.0)) + context * 2
-    hidden = 0.0
-    if sharded:
-        fetch, give = sharded
-        exposed_f, hidden_f = _hide(fetch, block_f, layout, fitted)
-        exposed_b, hidden_b = _hide(fetch + give, block_b, layout, fitted)
-        talk_f, talk_b, hidden = talk_f + exposed_f, talk_b + exposed_b, hidden_f + hidden_b
-    stages, last = len(layout.stages), len(layout.stages) - 1
-    send = (
-        wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp)
-        if mesh.pp > 1
-        else 0.0
-    )
-    compute = [[count * block for count in layout.stages] for block in (block_f, block_b)]
-    for place, stage in ((0, 0), (1, last)):
-        for phase in (0, 1):
-            compute[phase][stage] += ends[place][phase] + (tensor / _PAIRS if mesh.tp > 1 else 0.0)
-    words = [
-        [count * talk_f + send * (stage < last) for stage, count in enumerate(layout.stages)],
-        [count * talk_b + send * (stage > 0) for stage, count in enumerate(layout.stages)],
-    ]
-    host = fitted.micro / 2
+    stages = _stages(layout, wires, fitted)
+    chunks = len(layout.stages) // mesh.pp
+    host = fitted.micro / 2 / chunks
     sides = [
-        [c + w + host / stages * mesh.pp for c, w in zip(*pair, strict=True)]
-        for pair in zip(compute, words, strict=True)
+        [c + t + host for c, t in zip(*pair, strict=True)] for pair in zip(stages.compute, stages.talk, strict=True)
     ]
-    chunks = stages // mesh.pp
     schedule = "interleaved" if chunks > 1 and plan.schedule != "gpipe" else plan.schedule
-    path = length(schedule, sides[0], sides[1], ranks=mesh.pp, count=layout.count)
-    busiest = max(range(mesh.pp), key=lambda rank: sum(sides[0][rank :: mesh.pp]) + sum(sides[1][rank :: mesh.pp]))
-    mine = [sum(side[busiest :: mesh.pp]) * layout.count for side in (*compute, *words)]
+    path = length(schedule, sides[0], sides[1], ranks=mesh.pp, count=count)
+    mine = [count * each for each in max((stages.rank(rank, mesh.pp) for rank in range(mesh.pp)), key=sum)]
     exchange, behind = _exchange(layout, wires, fitted, sides[1][-1])
-    optimizer = _OPTIMIZER * max(layout.elements(rank) for rank in range(mesh.pp)) / (layout.shards if plan.zero else 1)
+    updated = max(layout.elements(rank) for rank in range(mesh.pp)) / (layout.shards if plan.zero else 1)
     causes = {
         "forward": mine[0],
         "backward": mine[1],
-        "bubble": max(path - sum(mine) - layout.count * fitted.micro, 0.0),
+        "bubble": max(path - sum(mine) - count * fitted.micro, 0.0),
         "exchange": mine[2] + mine[3] + exchange,
-        "optimizer": stream_seconds(layout.sheet, fitted, optimizer),
+        "optimizer": stream_seconds(layout.sheet, fitted, _OPTIMIZER * updated),
         "input": 0.0,
-        "overhead": fitted.step + layout.count * fitted.micro,
+        "overhead": fitted.step + count * fitted.micro,
     }
-    waiting = (1 + fitted.straggling * math.log2(max(layout.nodes, 1))) if layout.nodes > 1 else 1.0
-    causes["overhead"] += (waiting - 1) * sum(causes.values())
+    # The slowest of many nodes holds up all.
+    causes["overhead"] += fitted.straggling * math.log2(layout.nodes) * sum(causes.values())
     step = sum(causes.values())
-    return Time(
-        **causes,
-        hidden=hidden * layout.count * max(layout.stages) + behind,
-        low=step * (1 - SPREAD),
-        high=step * (1 + SPREAD),
+    hidden = stages.hidden * count * max(layout.stages) + behind
+    return Time(**causes, hidden=hidden, low=step * (1 - SPREAD), high=step * (1 + SPREAD))
+
+
+def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
+    plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
+    forward, backward = (_pass(layout, work.block, phase, fitted) for phase in ("forward", "backward"))
+    again = _again(plan, stack, forward)
+    compute = [forward.all, backward.all + again + _accumulate(layout, fitted)]
+    tensor = _tensor(layout, wires, fitted, forward.products)
+    context = _context(layout, wires, fitted, forward.core)
+    full = plan.recompute == "block" and stack.recompute == "plan"
+    talk = [tensor + context, tensor * (2 if full else 1) + 2 * context]
+    hidden = 0.0
+    for phase, said in enumerate(_sharded(layout, wires)):
+        behind = min(said, compute[phase] * fitted.overlap) if stack.overlap else 0.0
+        talk[phase] += said - behind
+        hidden += behind
+    last = len(layout.stages) - 1
+    send = 0.0
+    if mesh.pp > 1:
+        send = wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp)
+    computing = ([count * compute[0] for count in layout.stages], [count * compute[1] for count in layout.stages])
+    for ops, stage in ((work.before, 0), (work.after, last)):
+        for side, phase in zip(computing, ("forward", "backward"), strict=True):
+            side[stage] += _pass(layout, ops, phase, fitted).all + tensor / _PAIRS
+    talking = (
+        [count * talk[0] + send * (stage < last) for stage, count in enumerate(layout.stages)],
+        [count * talk[1] + send * (stage > 0) for stage, count in enumerate(layout.stages)],
     )
+    return _Stages(computing, talking, hidden)
 
 
 def _pass(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _Pass:
@@ -281,19 +285,14 @@ def _context(layout: Layout, wires: Wires, fitted: Fitted, core: float) -> float
     return max(said - fitted.overlap * core, 0.0)
 
 
-def _sharded(layout: Layout, wires: Wires) -> tuple[float, float] | None:
-    """Seconds to fetch the parameters of one block and to give its gradients away; None: they are not sharded."""
+def _sharded(layout: Layout, wires: Wires) -> tuple[float, float]:
+    """Seconds to fetch the parameters of one block for forward; and for backward, with giving its gradients away."""
     plan, work = layout.plan, layout.work
     if plan.zero < 3 or layout.shards < 2:
-        return None
+        return 0.0, 0.0
     size, group = work.elements[1] / plan.mesh.tp, wires.group(layout.shards, plan.mesh.tp)
-    return wires.gather(work.width * size, group), wires.gather(layout.stack.message * size, group)
-
-
-def _hide(said: float, compute: float, layout: Layout, fitted: Fitted) -> tuple[float, float]:
-    """(what is exposed of it, what hides behind compute)."""
-    hidden = min(said, compute * fitted.overlap) if layout.stack.overlap else 0.0
-    return said - hidden, hidden
+    fetch = wires.gather(work.width * size, group)
+    return fetch, fetch + wires.gather(layout.stack.message * size, group)
 
 
 def _accumulate(layout: Layout, fitted: Fitted) -> float:

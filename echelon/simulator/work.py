@@ -63,6 +63,8 @@ class Work:
     logits: float  #: bytes per sample of the largest output behind the blocks
     working: float  #: bytes per sample that the largest operator of a block reads and writes: alive while it runs
     inputs: float  #: bytes per sample that come from the data
+    #: Of each place where a stage may begin, whether it is a block; empty: not known.
+    visits: tuple[bool, ...] = ()
 
 
 def distil(profile: Profile) -> Work:
@@ -133,6 +135,7 @@ def distil(profile: Profile) -> Work:
         ),
         working=max((op.moved[1] for op in parts["block"]), default=0.0),
         inputs=float(profile.input_bytes),
+        visits=tuple(fold_path(visit.path) in units for visit in profile.visits),
     )
 
 

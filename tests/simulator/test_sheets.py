@@ -134,6 +134,14 @@ def test_recomputing_takes_time_and_saves_memory() -> None:
     assert block.memory.activations < none.memory.activations / 2
 
 
+def test_stages_that_a_plan_names_are_those_that_are_priced() -> None:
+    profile, cluster = make_stack(blocks=8, width=1024, batch=16, length=512), catalogue.cluster("2xA100-80GB")
+    plan = from_text("pp=2 micro=1")
+    even, uneven = (simulate(profile, cluster, replace(plan, stages=(at,))) for at in (4, 2))
+    assert even.time == simulate(profile, cluster, plan).time
+    assert uneven.time.step > 1.3 * even.time.step
+
+
 def test_links_inside_nodes_are_faster_than_between_them() -> None:
     profile = big()
     plan = from_text("tp=8")
