@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from bench.published.models import CONVNETS, Transformer, word_loss
 from echelon.job import Job
-from echelon.plan.profile import Profile, fold_path
+from echelon.plan.profile import Module, Profile, fold_path
 from echelon.profiler import profile as trace
 from echelon.simulator.work import Work, distil
 
@@ -80,10 +80,21 @@ def deepen(profile: Profile, layers: int) -> Profile:
     first, *_ = profile.units
     folded = fold_path(first)
     more = layers - len(profile.units)
-    times = layers / len(profile.units)
 
     def path(number: int) -> str:
         return folded.replace("*", str(number), 1)
+
+    def times(count: int) -> int:
+        # What does not divide belongs to the model's ends: backward of what comes before the blocks is noted with the first of them.
+        each, once = divmod(count, len(profile.units))
+        return each * layers + once
+
+    def grown(outer: Module) -> Module:
+        block = next(m for m in profile.modules if m.path == folded)
+        return replace(
+            outer,
+            **{name: getattr(outer, name) + getattr(block, name) * more for name in ("flops", "moved", "kept")},
+        )
 
     def repeated(name: str) -> bool:
         return name == folded or name.startswith(folded + ".")
@@ -100,8 +111,15 @@ def deepen(profile: Profile, layers: int) -> Profile:
     return replace(
         profile,
         parameters=tuple(parameters),
-        modules=tuple(replace(m, count=round(m.count * times)) if repeated(m.path) else m for m in profile.modules),
-        operators=tuple(replace(o, count=round(o.count * times)) if repeated(o.module) else o for o in profile.operators),
+        modules=tuple(
+            replace(m, count=times(m.count))
+            if repeated(m.path)
+            else grown(m)
+            if not m.path or folded.startswith(m.path + ".")
+            else m
+            for m in profile.modules
+        ),
+        operators=tuple(replace(o, count=times(o.count)) if repeated(o.module) else o for o in profile.operators),
         moments=tuple(
             replace(
                 moment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def test_two_blocks_tell_of_six(arch: str, core: str) -> None:
     assert {(p.name, p.shape) for p in made.parameters} == {(p.name, p.shape) for p in whole.parameters}
     assert sorted(map(repr, made.operators)) == sorted(map(repr, whole.operators))
     a, b = distil(made), distil(whole)
-    assert (a.layers, a.elements, a.kept, a.outside, a.given) == (b.layers, b.elements, b.kept, b.outside, b.given)
+    assert (a.layers, a.elements, a.given) == (b.layers, b.elements, b.given)
+    assert (astuple(a.kept), a.outside) == (pytest.approx(astuple(b.kept)), pytest.approx(b.outside))
     assert a.loss == pytest.approx(b.loss, rel=0.02)
 
 
