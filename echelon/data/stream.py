@@ -2,7 +2,8 @@
 
 That is right at any number of ranks, also where nobody knows how long the stream is. The ranks tell each other how much they
 read before they compute with it: where one stream ends before the others, all of them stop with a message instead of waiting
-for each other for ever.
+for each other for ever. Ranks that compute the same samples together (tp, pp) also compare what the first batch holds: a stream
+that deals its samples out by rank gives each of them another, as many as the others have.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from echelon.data import draws
 from echelon.data.collate import collate as collate_as_torch
 from echelon.data.collate import pinned
 from echelon.data.describe import collation_error, kind_of
+from echelon.data.digest import digest
 from echelon.data.loader import Micro, StepBatch
 from echelon.data.source import Collate, is_stream
 from echelon.errors import DataError
 from echelon.plan.split import Slice, cut, split
 
-#: Gathers one number from each rank, in rank order, on every rank.
-Agree = Callable[[int], list[int]]
+#: Gathers one small value from each rank, in rank order, on every rank.
+Agree = Callable[[Any], list[Any]]
 
 _FAILED = -1  # instead of a place: this rank could not read or collate
 _EPOCH = 40  # a place is one number: the epoch above this many bits of samples
@@ -112,15 +114,16 @@ class StreamLoader:
 
     def __init__(
         self, stream: Stream, *, batch: int, rank: int, ranks: int, micro: int | None, agree: Agree,
-        drop_last: bool = False, pin: bool = False,
+        drop_last: bool = False, pin: bool = False, alike: int = 1,
     ) -> None:  # fmt: skip
+        """`alike`: how many ranks are data rank `rank` together, tp x pp; `agree` is over all of them."""
         if batch < ranks:
             raise DataError(
                 f"a batch of {batch} cannot feed {ranks} data ranks: use batch={ranks} or more, or fewer ranks"
             )
         self._stream, self._batch, self._micro = stream, batch, micro
         self._rank, self._ranks = rank, ranks
-        self._agree, self._drop_last, self._pin = agree, drop_last, pin
+        self._agree, self._drop_last, self._pin, self._alike = agree, drop_last, pin, alike
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps `start` to `stop` (exclusive); what lies before is read and skipped."""
@@ -132,6 +135,8 @@ class StreamLoader:
             if isinstance(item, DataError):
                 raise item
             size, micros = item
+            if step == start and self._alike > 1:
+                _require_same(reader.name, self._rank, micros, self._agree)
             waited = time.perf_counter() - begin
             yield StepBatch(step=step, epoch=reader.epoch, samples=size, micros=micros, waited=waited)
 
@@ -173,15 +178,19 @@ class StreamLoader:
 
 
 def evaluation_stream(
-    stream: Stream, *, rank: int, ranks: int, size: int, agree: Agree, pin: bool = False
+    stream: Stream, *, rank: int, ranks: int, size: int, agree: Agree, pin: bool = False, alike: int = 1
 ) -> Iterator[Micro]:
     """Like evaluation_batches, for a stream: each sample once over all ranks, as many micro-batches on each."""
     reader = stream.reader()
     own = _evaluation(reader, rank, ranks, size, pin)
+    first = True
     while True:
         micro = _together(own, reader, agree, "evaluation")
         if micro is None:
             return
+        if first and alike > 1:
+            _require_same(reader.name, rank, (micro,), agree)
+        first = False
         yield micro
 
 
@@ -222,6 +231,20 @@ def _together(own: Iterator[_T], reader: Reader, agree: Agree, where: str) -> _T
             f"{stands}; give every rank the same whole stream (one that deals its samples out to the ranks itself must not)"
         )
     return item
+
+
+def _require_same(name: str, rank: int, micros: tuple[Micro, ...], agree: Agree) -> None:
+    """Refuse a batch that is not the same on every rank that is data rank `rank`."""
+    told = agree((rank, digest([micro.batch for micro in micros])))
+    first: dict[int, tuple[int, str]] = {}
+    for place, (data, text) in enumerate(told):
+        other, expected = first.setdefault(data, (place, text))
+        if text != expected:
+            raise DataError(
+                f"{name}: ranks {other} and {place} compute the same samples together (tp, pp), and their first batches differ; give every "
+                "rank the same whole stream: one that deals its samples out to the ranks itself (split_dataset_by_node, WebDataset's "
+                "split_by_node) must not, and random numbers of its own need the same seed everywhere"
+            )
 
 
 def _words(ranks: list[int]) -> str:

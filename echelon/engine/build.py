@@ -168,7 +168,7 @@ def realise(
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
                     if name in pieces:
                         value = pieces[name].take(value)
-                    elif name in foreign:
+                    if name in foreign:
                         value = torch.empty_like(value, device="meta")
                     done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
                 slots[key] = done[id(old)]

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from echelon.engine import state
+from echelon.engine import groups, state
 from echelon.engine.layout import Spread, whole_shape
 from echelon.engine.stored import FORMAT, MANIFEST, Reader, quietly, read_manifest, require_whole, sha256
 from echelon.errors import CheckpointError, ForeignCheckpoint
@@ -64,7 +64,7 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
         mine += [partial / ".metadata"] if run.world.main else []
         sums = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
     files = {name: entry for part in run.ranks.gather(sums) for name, entry in part.items()}
-    optimizers = state.optimizer_plain(run)
+    optimizers = groups.optimizer_plain(run)
     with run.ranks.together():
         if run.world.main:
             _write(partial / MANIFEST, json.dumps(_manifest(run, files, optimizers), indent=1))
@@ -103,7 +103,7 @@ def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]])
         "model": run.fingerprint,
         "parameters": run.shapes,
         "optimizers": optimizers,
-        "schedules": [_plain_items(schedule.state_dict()) for schedule in run.schedules],
+        "schedules": groups.schedule_plain(run),
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good],
         "nominal": run.nominal,
         "changing": run.changing,
@@ -114,26 +114,27 @@ def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]])
 
 def load(run: Run, folder: Path) -> None:
     """Bring the run to where `folder` was saved, whatever plan saved it. Every rank must call it."""
-    optimizers = state.optimizer_plain(run)
+    optimizers = groups.optimizer_plain(run)
     with run.ranks.together():
         manifest = read_manifest(folder)
         _require_fits(run, manifest, optimizers, folder)
         require_whole(folder, manifest, run.world)
-    reader = Reader(folder)
-    metadata = reader.read_metadata()
-    _make_room(run, metadata)
-    moments = _room(run, metadata, folder)
-    wanted = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
-    wanted |= {f"optimizer/{name}": _stored(run, name, value) for name, value in moments.items()}
-    _require_there(wanted, metadata, folder)
+        # A stage may lack what others have: it must say so before they wait for it in torch's reading.
+        reader = Reader(folder)
+        metadata = reader.read_metadata()
+        _make_room(run, metadata)
+        moments = _room(run, metadata, folder)
+        wanted = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
+        wanted |= {f"optimizer/{name}": _stored(run, name, value) for name, value in moments.items()}
+        _require_there(wanted, metadata, folder)
     try:
         with quietly():
             load_tensors(wanted, storage_reader=reader, no_dist=run.world.size == 1)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{folder}: could not be read ({error})") from error
-    state.set_optimizers(run, moments, manifest["optimizers"])
-    for schedule, saved in zip(run.schedules, manifest["schedules"], strict=True):
-        schedule.load_state_dict(schedule.state_dict() | saved)
+    with run.ranks.together():
+        groups.set_optimizers(run, moments, manifest)
+        groups.set_schedules(run, manifest)
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good = manifest["loss_scale"]
     run.nominal = manifest["nominal"]
@@ -191,13 +192,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str,
             f"{folder}: made by another model: {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here; "
             "give --fresh to start anew in another folder"
         )
-    if len(manifest["optimizers"]) != len(run.optimizers) or any(
-        [set(group["names"]) for group in saved["groups"]] != [set(group["names"]) for group in mine["groups"]]
-        for saved, mine in zip(manifest["optimizers"], optimizers, strict=True)
-    ):
-        raise ForeignCheckpoint(
-            f"{folder}: its optimizers cover other parameters than this job's; start anew in another folder"
-        )
+    groups.require_groups(run, manifest, optimizers, folder)
     if len(manifest["schedules"]) != len(run.schedules):
         raise ForeignCheckpoint(
             f"{folder}: made with {len(manifest['schedules'])} schedules, the job now has {len(run.schedules)} (schedule= gives one "
@@ -210,10 +205,6 @@ def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str,
                 f"{folder}: made with {name}={manifest[name]}, the job now has {mine}: the order of samples would differ; "
                 "put it back, or start anew in another folder with weights= from this one"
             )
-
-
-def _plain_items(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if state.is_plain(value)}
 
 
 def _write(path: Path, text: str) -> None:

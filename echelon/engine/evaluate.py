@@ -72,7 +72,8 @@ def _micros(run: Run, data: Any) -> Iterator[Micro]:
     with run.ranks.together():
         if is_stream(data):
             stream = Stream(data, collate=collate, seed=seed)
-            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=data_ranks.gather)
+            alike = run.ranks.size // ranks
+            return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=run.ranks.gather, alike=alike)
         source, pin = open_source(data, collate=collate, seed=seed), run.device.type == "cuda"
         return evaluation_batches(source, rank=rank, ranks=ranks, size=size, pin=pin, workers=run.workers)
 

@@ -39,15 +39,15 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
         if job.steps is None:
             raise JobError("data= is a stream of unknown length: give the job steps= instead of epochs=")
         stream = Stream(job.data, collate=job.collate, seed=job.seed)
-        agree = data.gather
         loader = StreamLoader(
-            stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=agree, pin=pin
-        )
+            stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=ranks.gather, pin=pin,
+            alike=ranks.size // data.size,
+        )  # fmt: skip
         return Intake(loader, job.steps)
     with ranks.together():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
         order = Order(samples=len(source), batch=job.batch, seed=job.seed)
-    _require_equal_data(source, ranks, workers)
+    _require_equal_data(source, ranks, data, workers)
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
     return Intake(
         Loader(source, order, rank=data.rank, ranks=data.size, micro=micro, pin=pin, workers=workers),
@@ -57,7 +57,7 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
     )
 
 
-def _require_equal_data(source: Source, ranks: Ranks, workers: int) -> None:
+def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int) -> None:
     lengths = ranks.gather(len(source))
     if len(set(lengths)) > 1:
         other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
@@ -68,28 +68,31 @@ def _require_equal_data(source: Source, ranks: Ranks, workers: int) -> None:
     # A data set with workers may not like to be opened before they are forked.
     if ranks.size > 1 and (source.gathers or not workers):
         for number in sorted({0, len(source) - 1}):
-            _require_equal_sample(source, number, ranks)
+            _require_equal_sample(source, number, ranks, data)
 
 
-def _require_equal_sample(source: Source, number: int, ranks: Ranks) -> None:
+def _require_equal_sample(source: Source, number: int, ranks: Ranks, data: Group) -> None:
     """Random data that each rank makes for itself has the same length everywhere: only its content tells."""
-    found = ranks.gather(_digest(source, number))
-    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-    if other is not None and None not in found:
-        raise DataError(
-            f"the ranks have different data: sample {number} differs on rank {other} from rank 0's; make it the same way everywhere "
-            "(torch.manual_seed(0) before random data is made, files in sorted order)"
-        )
+    found = ranks.gather((data.rank, *_digests(source, number)))
+    steady = all(first == again for _, first, again in found)
+    for rank, (part, text, _) in enumerate(found):
+        # What changes from one reading to the next need not be the same where other samples are read.
+        other = next((i for i, (same, _, _) in enumerate(found) if steady or same == part), 0)
+        if None not in (text, found[other][1]) and text != found[other][1]:
+            raise DataError(
+                f"the ranks have different data: sample {number} differs on rank {rank} from rank {other}'s; make it the same way "
+                "everywhere (torch.manual_seed(0) before random data is made, files in sorted order, one seed for generators of its own)"
+            )
 
 
-def _digest(source: Source, number: int) -> str | None:
-    """None: not to be compared. A data set with a generator of its own gives another sample each time, and one that cannot be
-    read is told of when it is its turn."""
+def _digests(source: Source, number: int) -> tuple[str | None, str | None]:
+    """Of a sample, read twice: a data set with a generator of its own gives another each time. None: it cannot be read, which is told
+    of when it is its turn."""
     try:
         first = digest(source.sample(number))
-        return first if source.gathers or first == digest(source.sample(number)) else None
+        return first, first if source.gathers else digest(source.sample(number))
     except Exception:
-        return None
+        return None, None
 
 
 def moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
@@ -105,9 +108,9 @@ def moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     return value.to(device) if hasattr(value, "to") else value
 
 
-def seed_step(seed: int, step: int, rank: int, stage: int | None, device: torch.device) -> None:
-    """Randomness of a step follows from (seed, step, rank): a resumed run needs no stored state to draw the same."""
-    text = f"{seed} {step} {rank}{'' if stage is None else f' {stage}'}".encode()
+def seed_step(device: torch.device, *place: int) -> None:
+    """Randomness follows from the `place` (seed, step, rank, ...): a resumed run needs no stored state to draw the same."""
+    text = " ".join(map(str, place)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

@@ -27,15 +27,16 @@ def scale(grads: list[Tensor], factor: float | Tensor) -> None:
 
 
 @torch.no_grad()
-def total_norm(grads: list[Tensor], copies: list[int], ranks: Ranks) -> Tensor:
+def total_norm(grads: list[Tensor], copies: list[int], ranks: Ranks, *, alike: bool = True) -> Tensor:
     """The 2-norm over all gradients as if they were on one device; the same value on every rank.
 
-    `copies`: for each gradient, how many ranks hold the same part of it; each brings its share.
+    `copies`: for each gradient, how many ranks hold the same part of it; each brings its share. `alike`: all ranks hold parts of the
+    same parameters, as the stages of a pipeline do not.
     """
     kinds: dict[int, list[Tensor]] = {}
     for grad, count in zip(grads, copies, strict=True):
         kinds.setdefault(count, []).append(local(grad))
-    if list(kinds) == [ranks.size]:  # whole on every rank: nothing to add up
+    if alike and list(kinds) == [ranks.size]:  # whole on every rank: nothing to add up
         return _norm(kinds[ranks.size], ranks)
     shares = [_norm(values, ranks).square() / count for count, values in kinds.items()]
     return ranks.sum(torch.stack(shares or [torch.zeros((), device=ranks.device)]).sum()).sqrt()

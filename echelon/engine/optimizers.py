@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from echelon.engine.ranks import Group
 from echelon.errors import JobError
 from echelon.job import Job
 
@@ -19,19 +20,38 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
-    """Call the job's factory with (name, parameter) pairs, or with parameters if it does not take pairs."""
+#: Torch's word for an optimizer without parameters.
+_EMPTY = "empty parameter list"
+
+
+def make_optimizers(job: Job, model: nn.Module, ranks: Group, *, fused: bool) -> list[Optimizer]:
+    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on."""
+    with ranks.together():
+        optimizers = _make(job, model, fused=fused)
+    kinds = ranks.gather([type(each).__name__ for each in optimizers])
+    other = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
+    if other is not None:
+        raise JobError(
+            f"optimizer= gives {', '.join(kinds[0])} on rank 0 and {', '.join(kinds[other])} on rank {other}, whose stage has other "
+            f"parameters; a checkpoint could not tell which is which: {_INSTEAD}"
+        )
+    return optimizers
+
+
+_INSTEAD = (
+    "use one optimizer with parameter groups, cut the stages elsewhere (`stages` in the plan's document) so that each has parameters "
+    "for every optimizer, or use pp=1"
+)
+
+
+def _make(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
     trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad and not value.is_meta]
     if not trainable and any(value.requires_grad for value in model.parameters()):
         # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
         trainable = [("nothing", nn.Parameter(torch.zeros(0)))]
     if not trainable:
         raise JobError("no parameter requires a gradient: nothing would be trained")
-    try:
-        made = job.optimizer(iter(trainable))
-    except (TypeError, AttributeError, ValueError):
-        # A factory that looks at each parameter (`p.ndim > 1`) fails on a pair; if it fails on parameters too, that is the error.
-        made = job.optimizer(value for _, value in trainable)
+    made = _called(job, trainable, staged=any(value.is_meta for value in model.parameters()))
     optimizers: list[Optimizer] = []
     for optimizer in made if isinstance(made, list | tuple) else [made]:
         if not isinstance(optimizer, Optimizer):
@@ -45,6 +65,27 @@ def make_optimizers(job: Job, model: nn.Module, *, fused: bool) -> list[Optimize
         _require_live(optimizer, trainable)
         _choose_kernels(optimizer, fused=fused)
     return optimizers
+
+
+def _called(job: Job, trainable: list[tuple[str, nn.Parameter]], *, staged: bool) -> Any:
+    """What the job's function gives for (name, parameter) pairs, or for parameters if it does not take pairs."""
+    try:
+        return job.optimizer(iter(trainable))
+    except (TypeError, AttributeError, ValueError) as first:
+        # A function that looks at each parameter (`p.ndim > 1`) fails on a pair; if it fails on parameters too, that is the error.
+        try:
+            return job.optimizer(value for _, value in trainable)
+        except Exception as second:
+            if not any(_EMPTY in str(error) for error in (first, second)):
+                raise
+            held = ", ".join(name for name, _ in trainable[:3]) + (", ..." if len(trainable) > 3 else "")
+            if staged:
+                raise JobError(
+                    f"optimizer=: this stage has no parameter for one of the optimizers (it trains {held}): {_INSTEAD}"
+                ) from second
+            raise JobError(
+                f"optimizer=: one of the optimizers is given no parameter of the model's ({held}); leave it out"
+            ) from second
 
 
 def _require_live(optimizer: Optimizer, trainable: list[tuple[str, nn.Parameter]]) -> None:

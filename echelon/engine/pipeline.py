@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from echelon.engine.layout import local
 from echelon.engine.ranks import Group
-from echelon.engine.stage import Stage
+from echelon.engine.stage import Seed, Stage
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
+from echelon.plan.stages import UNCUT
 from echelon.profiler.ghost import Forward, Ghost, shape_key
 from echelon.profiler.visits import Visit
 
@@ -33,6 +35,10 @@ _SCHEDULES: dict[str, Any] = {
 _CARRIES_ANY = "2.13"
 
 
+#: So many schedules are kept, each for micro-batches of one shape, for which it has buffers.
+_SHAPES = 8
+
+
 class Pipeline:
     """This rank's stages among all of them."""
 
@@ -42,7 +48,7 @@ class Pipeline:
         #: Where values lie that pass between stages: gloo sends none from a GPU's memory.
         self._post = torch.device("cpu") if ranks.staged else ranks.device
         self._ghost = Ghost(model, ranks.device)
-        visits = self._ghost.visits(forward, example)
+        self._visits = visits = self._ghost.visits(forward, example)
         bounds = _bounds(plan, visits, ranks.size)
         self._total = len(bounds) - 1
         self.rank = ranks.rank
@@ -57,7 +63,22 @@ class Pipeline:
         self.final = any(stage.final for stage in self._stages)
         self._batches: Sequence[Any] = ()
         self._loss: Callable[[Any, int], Tensor] | None = None
+        self._seed: Seed | None = None
         self._made: dict[Any, Any] = {}
+
+    def require_evaluation(self, forward: Forward, example: Any) -> None:
+        """Refuse a model that calls other units in evaluation, before it has trained for hours."""
+        paths = list(dict.fromkeys(visit.path for visit in self._visits if visit.path))
+        try:
+            found = self._ghost.returned(forward, example, paths, training=False, visits=self._visits)
+        except Exception:  # a metric that looks at values, which are not there: told of when it is its turn
+            return
+        if len(found) != len(self._visits):
+            raise PlanError(
+                f"pp={self._ranks.size}: the model calls {len(self._visits) - 1} units in training and {len(found) - 1} in evaluation, so that its "
+                "stages cannot evaluate it; leave evaluation= out and evaluate what `echelon export` writes, or use pp=1 (dp with zero=3 also "
+                "shares the memory)"
+            )
 
     @torch.no_grad()
     def drop(self) -> None:
@@ -77,8 +98,11 @@ class Pipeline:
             name for name, _ in self._model.named_parameters() if len(self.owners[name]) > 1 or name in self._between
         ]
 
-    def run(self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor], others: Group | None = None) -> None:
+    def run(
+        self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor], seed: Seed, others: Group | None = None
+    ) -> None:
         """Forward and backward of every micro-batch; `loss(output, index)` gives what backward starts from, on the last stage.
+        `seed(index, *place)` is told where random numbers will be drawn.
 
         torch's stages receive into buffers that were made beforehand: micro-batches of one shape go through together. `others`: ranks
         with whom parameters are exchanged meanwhile, which must therefore go through in the same order.
@@ -91,8 +115,9 @@ class Pipeline:
         for first, last in pairwise(bounds):
             self._batches = batches[first:last]
             self._loss = lambda output, index, first=first: loss(output, first + index)
+            self._seed = lambda index, *place, first=first: seed(first + index, *place)
             self._run()
-        self._batches, self._loss = (), None
+        self._batches, self._loss, self._seed = (), None, None
 
     def _run(self) -> None:
         count = len(self._batches)
@@ -102,7 +127,7 @@ class Pipeline:
         target = {"target": numbers, "losses": []} if self.final else {}
         schedule.step(*given, index=numbers, **target, return_outputs=False)
 
-    def forward(self, batch: Any, forward: Forward) -> tuple[Tensor, ...]:
+    def forward(self, batch: Any, forward: Forward, seed: Seed) -> tuple[Tensor, ...]:
         """What `forward(model, batch)` gives, on the rank of the last stage; nothing on the others. Without gradients."""
         found: tuple[Tensor, ...] = ()
         for number, stage in zip(self._numbers, self._stages, strict=True):
@@ -110,7 +135,8 @@ class Pipeline:
             received = [torch.empty(each.shape, dtype=each.dtype, device=self._post) for each in incoming]
             for value in received:
                 dist.recv(value, group_src=(number - 1) % self._ranks.size, group=self._ranks.group)
-            sent = stage(*(value.to(self._ranks.device) for value in received), batch=batch, forward=forward)
+            given = (value.to(self._ranks.device) for value in received)
+            sent = stage(*given, batch=batch, forward=forward, seed=seed)
             if stage.final:
                 found = sent
                 continue
@@ -126,6 +152,8 @@ class Pipeline:
         """The schedule for so many micro-batches of this shape."""
         key = count, shape_key(self._batches[0])
         if key not in self._made:
+            if len(self._made) == _SHAPES:
+                del self._made[next(iter(self._made))]
             kind = _SCHEDULES[self._plan.schedule]
             several = issubclass(kind, PipelineScheduleMulti)
             if count < self._total or (several and count % self._ranks.size):
@@ -170,7 +198,10 @@ class _Fed(nn.Module):
         stage, pipeline = self._held
         here, post = pipeline._ranks.device, pipeline._post
         given = [value.to(here) for value in received] if stage.first else []
-        out = stage(*given, batch=pipeline._batches[int(index)], forward=pipeline._forward)
+        number = int(index)
+        assert pipeline._seed is not None
+        seed = partial(pipeline._seed, number)
+        out = stage(*given, batch=pipeline._batches[number], forward=pipeline._forward, seed=seed)
         return out if stage.final else tuple(value.to(post) for value in out)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -181,10 +212,7 @@ class _Fed(nn.Module):
 def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:
     """Where stages begin, and the end."""
     if not visits:
-        raise PlanError(
-            f"pp={ways}: the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative; use pp=1 "
-            "(dp with zero=3 also shares the memory)"
-        )
+        raise PlanError(f"pp={ways}: {UNCUT}; use pp=1 (dp with zero=3 also shares the memory)")
     bounds = [0, *plan.stages, len(visits)]
     if not plan.stages or (len(bounds) - 1) % ways:
         raise PlanError(
@@ -195,6 +223,14 @@ def _bounds(plan: Plan, visits: Sequence[Visit], ways: int) -> list[int]:
         raise PlanError(
             f"stages={list(plan.stages)}: places among {len(visits) - 1} units, in order, at least one unit each"
         )
+    stages = [stage for stage, (first, last) in enumerate(pairwise(bounds)) for _ in range(first, last)]
+    for path in {visit.path for visit in visits if visit.changes}:
+        found = sorted({stage for stage, visit in zip(stages, visits, strict=True) if visit.path == path})
+        if len(found) > 1:
+            raise PlanError(
+                f"stages={list(plan.stages)}: {path} keeps statistics of its calls and is called on stages {found[0]} and {found[1]}, which would "
+                "each count their own; have the plan completed (echelon plan FILE), or use pp=1"
+            )
     return bounds
 
 

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,13 +112,15 @@ class Run:
         whole = self._parameters if self._sharding is None else self._sharding.loose
         if self.data.size > 1 and whole:
             self._exchange = Exchange(whole, plan.bucket, self.data.group)
-        self.optimizers = make_optimizers(job, self.model, fused=plan.fused)
+        self.optimizers = make_optimizers(job, self.model, self.ranks, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         self._statistics = StepStatistics(self.model, self.data)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
         self.step_number = 0
+        #: Batches that a pipeline has evaluated.
+        self._measured = 0
         self._previous: Step | None = None
         #: Set it on any rank (a signal handler may): every rank then learns of it in the same step, by `Step.asked`.
         self.stop_asked = False
@@ -151,6 +154,8 @@ class Run:
         if self.axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
             example = self.move(Example(self.job).batch(2))
             self._pipeline = Pipeline(model.train(), self._loss_of, example, plan, self.axes["pp"])
+            if self.job.evaluation is not None:
+                self._pipeline.require_evaluation(self._measure, example)
         if plan.batchnorm == "sync" and self.data.size > 1:
             model = synchronise(model, self.data.group)
         self.pieces = self._pieces(model)
@@ -233,8 +238,7 @@ class Run:
 
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
-        stage = self.axes["pp"].rank if self._pipeline is not None else None
-        seed_step(self.job.seed, batch.step, self.data.rank, stage, self.device)
+        seed_step(self.device, self.job.seed, batch.step, self.data.rank)
         self._statistics.begin()
         sums = _Sums()
         if self._pipeline is not None:
@@ -272,6 +276,7 @@ class Run:
         pipeline.run(
             [self.move(micro.batch) for micro in micros],
             lambda output, index: self._weighed(output, micros[index], batch, sums),
+            partial(seed_step, self.device, self.job.seed, batch.step, self.data.rank),
             self.data if self.data.size > 1 and (self.plan.zero > 1 or self.plan.batchnorm == "sync") else None,
         )
         if self._sharding is not None:
@@ -340,7 +345,7 @@ class Run:
             copies = [
                 count for value, count in zip(self._parameters, self._copies, strict=True) if value.grad is not None
             ]
-            size = norm.total_norm(grads, copies, self.ranks)
+            size = norm.total_norm(grads, copies, self.ranks, alike=self._pipeline is None)
             skipped = self.loss_scale is not None and not math.isfinite(size.item())
             if self.job.clip is not None and not skipped:
                 norm.clip(grads, size, self.job.clip)
@@ -433,7 +438,9 @@ class Run:
         """The loss and the metrics of a batch, as evaluate.py has them; None on stages without a loss."""
         if self._pipeline is None:
             return self._measure(self.model, batch)[0]
-        return next(iter(self._pipeline.forward(batch, self._measure)), None)
+        self._measured += 1
+        seed = partial(seed_step, self.device, self.job.seed, self.step_number, self.data.rank, -self._measured)
+        return next(iter(self._pipeline.forward(batch, self._measure, seed)), None)
 
     def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
         with autocast(self.precision, self.device):

@@ -160,8 +160,7 @@ class Sharding:
                 raise
             raise PlanError(
                 f"zero={self._plan.zero}: backward needed parameters that had been given back: the model differentiates its own "
-                f"derivative (autograd.grad with create_graph), which torch {torch.__version__} cannot do with sharded parameters; use "
-                "zero=0, or torch 2.13 or later"
+                "derivative (autograd.grad with create_graph), which torch's fully_shard does not follow; use zero=0 (tp also shares the memory)"
             ) from error
 
     def finish(self) -> None:

@@ -5,6 +5,10 @@ stage is not computed: what it would return is either received from the stage be
 shape and no numbers, whatever is computed from it is absent too, and asking for its value is an error. So masks, positions and
 other things that follow from the batch are there on every stage without being sent, and a short batch, evaluation mode or a dict
 of outputs need no care.
+
+Random numbers follow from their place in forward (the micro-batch, the visits so far, the draws since the last one), not from what was
+drawn before: a stage skips what others compute, and what several stages compute for themselves (noise that is added first and is the
+target in the end) must be one.
 """
 
 from __future__ import annotations
@@ -17,11 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from echelon.errors import TrainingError
 from echelon.profiler.ghost import Forward, Ghost, Returned
+from echelon.profiler.still import DRAWING
 from echelon.profiler.visits import Value, Visit, crossing, intercepted
+
+#: Makes random numbers begin anew, for a place in forward.
+Seed = Callable[..., None]
 
 
 class _Done(BaseException):
@@ -50,13 +59,13 @@ class Stage(nn.Module):
         #: What the stages after this one read.
         self.outgoing = [] if self.final else crossing(visits, last)
 
-    def forward(self, *received: Tensor, batch: Any, forward: Forward) -> Any:
-        """The outgoing values, in order; on the last stage what `forward` gives."""
+    def forward(self, *received: Tensor, batch: Any, forward: Forward, seed: Seed) -> Any:
+        """The outgoing values, in order; on the last stage what `forward` gives. `seed(*place)` is told the place in forward."""
         values: dict[Value, Tensor] = dict(zip(self.incoming, received, strict=True))
         # A value that was received is given away as a copy, and one that will be sent is kept as a copy: what stands between units may
         # change values in place, and does so on every stage that needs them.
-        walk = _Walk(self, values, self._returned(batch, forward))
-        with walk.watched(), intercepted(self.model, self._paths, walk.around):
+        walk = _Walk(self, values, self._returned(batch, forward), _Glue(seed))
+        with walk.watched(), intercepted(self.model, self._paths, walk.around), walk.glue:
             try:
                 result = forward(self.model, batch)
             except _Done:
@@ -86,11 +95,49 @@ class Stage(nn.Module):
         return metas(self.incoming), metas(outgoing)
 
 
+class _Glue(TorchFunctionMode):
+    """Between units: each draw has a seed of its own, as a stage on which its size is absent draws nothing."""
+
+    def __init__(self, seed: Seed) -> None:
+        super().__init__()
+        self._seed = seed
+        self._visits = self._draws = 0
+        self._between = True
+        seed(0, 0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._between and func in DRAWING:
+            self._draws += 1
+            self._seed(self._visits, self._draws)
+        return func(*args, **(kwargs or {}))
+
+    def unit(self, compute: Callable[[], Any]) -> Any:
+        """What a unit gives, which draws in its own way."""
+        self._seed(self._visits, -1)
+        aside = (
+            _get_current_function_mode() is self
+        )  # else the model has put one of its own upon it (`with torch.device`)
+        if aside:
+            self.__exit__(None, None, None)
+        self._between = False
+        try:
+            return compute()
+        finally:
+            self._between = True
+            if aside:
+                self.__enter__()
+
+    def visited(self) -> None:
+        """A visit is over, here or on another stage."""
+        self._visits, self._draws = self._visits + 1, 0
+        self._seed(self._visits, 0)  # for what does not ask torch: Python's and NumPy's
+
+
 class _Walk:
     """One forward of a stage: which visit comes next, and what is known of the values so far."""
 
-    def __init__(self, stage: Stage, values: dict[Value, Tensor], returned: list[Returned]) -> None:
-        self._stage, self._values, self._returned = stage, values, returned
+    def __init__(self, stage: Stage, values: dict[Value, Tensor], returned: list[Returned], glue: _Glue) -> None:
+        self._stage, self._values, self._returned, self.glue = stage, values, returned, glue
         self._wanted = set(stage.outgoing)
         self._next = 0
         #: The visit that was just computed, until its hooks have run.
@@ -118,13 +165,15 @@ class _Walk:
                 "into stages; use pp=1 (dp with zero=3 also shares the memory)"
             )
         if not stage.first <= number < stage.last:
+            self.glue.visited()
             return self._elsewhere(number)
         absent = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FakeTensor)]
         if absent:
             raise TrainingError(
                 f"pp: {path} reads a value that no stage sends ({tuple(absent[0].shape)}): a bug in echelon, please report"
             )
-        out = forward(*args, **kwargs)
+        out = self.glue.unit(lambda: forward(*args, **kwargs))
+        self.glue.visited()
         self._computed = number
         return out
 

@@ -8,20 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from echelon.engine.groups import entries
 from echelon.engine.layout import Piece, local, regions, whole_shape
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-
-
-#: Entries of a parameter group that name live parameters.
-_LIVE = ("params", "param_names")
-#: How a group's step is computed, not what: the running plan's choice, since the plan that saved may have had other kernels.
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,88 +115,15 @@ def _held(run: Run, name: str, value: Tensor) -> _Held:
     return tuple(whole_shape(value, piece)), stretches
 
 
-def names(model: nn.Module) -> dict[int, str]:
-    """Parameter identity -> its first name."""
-    return {id(value): name for name, value in reversed(list(model.named_parameters()))}
-
-
 def optimizer_tensors(run: Run) -> dict[str, Tensor]:
     """Tensors of the optimizers' state: `0/blocks.1.up.weight/exp_avg`."""
     return {
         f"{index}/{name}/{key}": value
         for index, optimizer in enumerate(run.optimizers)
-        for name, entry in _entries(run.model, optimizer)
+        for name, entry in entries(run.model, optimizer)
         for key, value in entry.items()
         if isinstance(value, Tensor)
     }
-
-
-def optimizer_plain(run: Run) -> list[dict[str, Any]]:
-    """The rest of it, fit for JSON: hyper-parameters by group with the names they cover, and plain state, of all stages together.
-    Every rank must call it."""
-    stages = run.axes["pp"].gather(_plain_here(run))
-    for whole_model, part in ((stages[0][i], each) for stage in stages[1:] for i, each in enumerate(stage)):
-        for group, more in zip(whole_model["groups"], part["groups"], strict=True):
-            group["names"] += [name for name in more["names"] if name not in group["names"]]
-        whole_model["state"] |= part["state"]
-    return stages[0]
-
-
-def _plain_here(run: Run) -> list[dict[str, Any]]:
-    known = names(run.model)
-    return [
-        {
-            "groups": [
-                {key: value for key, value in group.items() if is_plain(value) and key not in _LIVE}
-                | {"names": [known[id(value)] for value in group["params"] if id(value) in known]}
-                for group in optimizer.param_groups
-            ],
-            "state": {
-                name: {key: value for key, value in entry.items() if is_plain(value)}
-                for name, entry in _entries(run.model, optimizer)
-            },
-        }
-        for optimizer in run.optimizers
-    ]
-
-
-def set_optimizers(run: Run, saved: Mapping[str, Tensor], plain: list[dict[str, Any]]) -> None:
-    """Put back what `optimizer_tensors` and `optimizer_plain` gave, through each optimizer's own load_state_dict."""
-    known = names(run.model)
-    for index, (optimizer, rest) in enumerate(zip(run.optimizers, plain, strict=True)):
-        order = {
-            known[id(value)]: i
-            for i, value in enumerate(v for group in optimizer.param_groups for v in group["params"])
-            if id(value) in known
-        }
-        entries = {name: dict(values) for name, values in rest["state"].items()}
-        for path, value in saved.items():
-            which, name, key = path.split("/", 2)
-            if int(which) == index:
-                entries.setdefault(name, {})[key] = value
-        state = optimizer.state_dict()
-        for group, old in zip(state["param_groups"], rest["groups"], strict=True):
-            kept = {key: value for key, value in old.items() if key not in ("names", *_IMPLEMENTATION)}
-            group.update({key: _thawed(value, group.get(key)) for key, value in kept.items()})
-        state["state"] = {order[name]: entry for name, entry in entries.items() if name in order}  # not other stages'
-        optimizer.load_state_dict(state)
-
-
-def _entries(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
-    known = names(model)
-    return [(known[id(value)], entry) for value, entry in optimizer.state.items() if id(value) in known]
-
-
-def is_plain(value: Any) -> bool:
-    """Whether JSON holds it as it is."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-def _thawed(value: Any, example: Any) -> Any:
-    """JSON has no tuples: AdamW's betas come back as what they were."""
-    return tuple(value) if isinstance(example, tuple) else value
 
 
 def held(run: Run) -> dict[str, int]:

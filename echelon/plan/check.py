@@ -13,7 +13,7 @@ from echelon.plan.cuts import cut_bytes
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds
-from echelon.plan.stages import INTERLEAVING, stage_count
+from echelon.plan.stages import INTERLEAVING, UNCUT, stage_count
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
 RANKS_PER_CORE = 8
@@ -238,7 +238,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     if pp > 1 and not units:
         yield Problem(
             path="pp", value=pp, remedy=f"use {instead}",
-            rule="the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative",
+            rule=UNCUT,
         )  # fmt: skip
     elif pp > 1 and count > units:
         fewer = (

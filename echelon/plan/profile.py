@@ -129,6 +129,9 @@ class Visit:
     path: str
     work: float  #: about what it costs beside the others
     crossing: Amount = Amount()  #: bytes that would pass to a stage that begins here, from those before
+    changes: bool = (
+        False  #: it changes a buffer (running statistics), so that its module must be called on one stage only
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,12 @@ from echelon.plan.profile import Visit
 VIRTUAL = 2
 INTERLEAVING = ("interleaved", "zero-bubble")
 
+#: Why a model has no visits.
+UNCUT = (
+    "the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative or changes a "
+    "buffer between modules"
+)
+
 
 def stage_count(plan: Plan) -> int:
     """How many stages a plan has, or will have once it is completed."""
@@ -38,10 +44,11 @@ def pairs(plan: Plan) -> Iterator[tuple[list[Placement], Placement]]:
 
 def find_stages(plan: Plan, visits: Sequence[Visit]) -> tuple[int, ...] | None:
     """Where the stages of `plan` begin, but the first; None: there are too few places. What is cut between a column and its row must
-    not pass from one stage to another."""
+    not pass from one stage to another, and what changes a buffer must have one copy of it."""
     bound: set[int] = set()
-    for columns, row in pairs(plan):
-        paths = {each.path for each in (*columns, row)}
+    together = [{each.path for each in (*columns, row)} for columns, row in pairs(plan)]
+    together += [{visit.path} for visit in visits if visit.changes]
+    for paths in together:
         places = [place for place, visit in enumerate(visits) if visit.path in paths]
         bound |= set(range(min(places) + 1, max(places) + 1)) if places else set()
     return divide([visit.work for visit in visits], stage_count(plan), bound)

@@ -37,7 +37,12 @@ def chain(job: Job, example: Example | None = None) -> tuple[Planned, ...]:
     if not len(visits) == len(small) == len(large):
         return ()  # which units are called depends on the batch
     return tuple(
-        Planned(path=visit.path, work=_work(model, visit), crossing=_passing(crossing(visits, place), small, large))
+        Planned(
+            path=visit.path,
+            work=_work(model, visit),
+            crossing=_passing(crossing(visits, place), small, large),
+            changes=visit.changes,
+        )
         for place, visit in enumerate(visits[:-1])
     )
 

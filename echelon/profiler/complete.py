@@ -19,7 +19,7 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, fingerprint
-from echelon.plan.stages import find_stages, stage_count
+from echelon.plan.stages import UNCUT, find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
@@ -156,9 +156,7 @@ def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
                 f"{first_line(error)}); {instead}"
             ) from error
     if not visits:
-        raise PlanError(
-            f"pp={pp}: the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative; {instead}"
-        )
+        raise PlanError(f"pp={pp}: {UNCUT}; {instead}")
     if len(visits) < count:
         fewer = f"use pp={len(visits)} or less" if count == pp else "use schedule=1f1b, which has one stage per rank"
         raise PlanError(
@@ -168,7 +166,7 @@ def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
     stages = find_stages(plan, visits)
     if stages is None:
         raise PlanError(
-            f"pp={pp}: {count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts; use fewer "
-            f"stages, or tp=1, or {instead.removeprefix('use ')}"
+            f"pp={pp}: {count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts and the "
+            f"calls of modules that keep statistics; use fewer stages, or tp=1, or {instead.removeprefix('use ')}"
         )
     return dataclasses.replace(plan, stages=stages)

@@ -23,6 +23,9 @@ from echelon.profiler.visits import Visit, follow, intercepted, unit_paths
 #: Invented numbers are tried in these sizes: a model whose calls or shapes follow from them cannot be cut into stages.
 _SCALES = (1.0, -1.0, 30.0)
 
+#: What is returned is remembered for so many shapes of batches.
+_KEPT = 64
+
 #: Computes the loss, or what else is wanted, with a model on a batch.
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -114,6 +117,8 @@ class Ghost:
         key = forward, shape_key(batch), training
         self.model.train(training)
         if key not in self._known:
+            if len(self._known) == _KEPT:
+                del self._known[next(iter(self._known))]
             self._known[key] = (
                 self._invented(forward, batch, paths, visits) if self._invents else self._traced(forward, batch, paths)
             )
@@ -215,9 +220,10 @@ def _scaled(leaf: Any, by: float) -> Any:
 
 
 def shape_key(batch: Any) -> Any:
-    """Equal for batches that lead to tensors of the same shapes everywhere."""
+    """Equal for batches that lead to tensors of the same shapes everywhere. Texts and broken numbers change with each batch and say
+    nothing of shapes."""
     leaves, spec = tree_flatten(batch)
-    plain = (int, float, bool, str, type(None))
+    plain = (int, bool, type(None))
     return spec, tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, plain) else type(leaf)
         for leaf in leaves

@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def is_linear(module: nn.Module) -> bool:
     """A layer that multiplies the last dimension: torch's own, or transformers'."""
-    return type(module) is nn.Linear or is_flipped(module)
+    return (type(module) is nn.Linear or is_flipped(module)) and is_plain(module)
 
 
 def is_flipped(module: nn.Module) -> bool:
@@ -20,9 +21,17 @@ def is_flipped(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module computes as its class does, with a weight and a bias of its own. Not where somebody put another forward on it, or
+    a hook makes its weight of other parameters (`nn.utils.weight_norm`)."""
+    held = module._parameters
+    own = all(held.get(name) is getattr(module, name, None) for name in ("weight", "bias"))
+    return own and held.get("weight") is not None and "forward" not in vars(module)
+
+
 def is_product(module: nn.Module) -> bool:
-    """A linear layer, or a convolution in which every output sees every input."""
-    return is_linear(module) or (isinstance(module, _CONVOLUTIONS) and module.groups == 1)
+    """A linear layer, or a convolution in which every output sees every input. A class derived from one may compute something else."""
+    return is_linear(module) or (type(module) in CONVOLUTIONS and bool(module.groups == 1) and is_plain(module))
 
 
 def channelwise(module: Any) -> tuple[str, ...] | None:
@@ -31,7 +40,7 @@ def channelwise(module: Any) -> tuple[str, ...] | None:
         return ("num_features",)
     if type(module) is nn.GroupNorm:
         return "num_groups", "num_channels"
-    if type(module) in _CONVOLUTIONS and module.groups == module.in_channels == module.out_channels:
+    if type(module) in CONVOLUTIONS and module.groups == module.in_channels == module.out_channels:
         return "groups", "in_channels", "out_channels"
     return () if type(module) is nn.PReLU and module.num_parameters > 1 else None
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from echelon.profiler.layers import channelwise, is_product
 from echelon.profiler.trying import Candidate, Pair, tried, watched
@@ -28,7 +30,9 @@ class Found:
 
     pairs: tuple[Pair, ...]
     called: frozenset[str]  #: modules without children that forward calls
-    touched: frozenset[int]  #: parameters that are also used outside the module that holds them, by identity
+    touched: frozenset[
+        int
+    ]  #: parameters that are also used outside the call of the module that holds them, by identity
     sized: frozenset[int]  #: parameters whose sizes are read outside the module that holds them, by identity
     scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
 
@@ -47,7 +51,7 @@ def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iter
 def _found(
     model: nn.Module, step: Callable[[], Any], ways: int, leaves: list[str], hints: Iterable[Candidate]
 ) -> Found:
-    follower = _Scores()
+    follower = _Reads(model)
     with intercepted(model, leaves, follower.around), follower:
         step()  # with gradients: some forwards take them
     calls = Counter(visit.path for visit in follower.visits)
@@ -57,7 +61,9 @@ def _found(
         for each in (*hinted, *_candidates(model, follower.visits, calls))
         # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
         if not any(
-            id(value) in follower.sized for path in each.paths for value in model.get_submodule(path).parameters()
+            id(value) in follower.sized or id(value) in follower.touched
+            for path in each.paths
+            for value in model.get_submodule(path).parameters()
         )
     ]
     seen = watched(model, candidates, step)
@@ -72,18 +78,46 @@ def _found(
     )
 
 
-class _Scores(Follower):
-    """Notes as well which visits a cross entropy reads."""
+class _Reads(Follower):
+    """Notes as well which visits a cross entropy reads, and modules that compute with the parameters of others."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self._called)
         self.scored: set[int] = set()
+        self._model = model
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.cross_entropy:
             given = args[0] if args else (kwargs or {})["input"]
             self.scored |= {number for number, _ in self.origin([given])}
-        return super().__torch_function__(func, types, args, kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
+        if (
+            isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__"
+        ):  # `.T` and `.data` are the parameter itself
+            self._touch(args)
+        return out
+
+    def _called(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        own = {id(value) for value in self._model.get_submodule(path).parameters()}
+        with _Foreign(own, self._touch):
+            return forward(*args, **kwargs)
+
+    def _touch(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                self.touched.setdefault(id(value), set()).add(len(self.visits))
+
+
+class _Foreign(TorchFunctionMode):
+    """Notes parameters that are not a module's own, while it runs."""
+
+    def __init__(self, own: set[int], note: Callable[[Iterable[Any]], None]) -> None:
+        super().__init__()
+        self._own, self._note = own, note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note(leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._own)
+        return func(*args, **(kwargs or {}))
 
 
 def _holds(module: nn.Module) -> bool:

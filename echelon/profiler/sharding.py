@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
 from echelon.profiler.hints import hinted
-from echelon.profiler.layers import is_flipped, is_linear, outputs
+from echelon.profiler.layers import CONVOLUTIONS, TRANSPOSED, is_flipped, is_plain, outputs
 from echelon.profiler.pairs import Found, find_pairs
 from echelon.profiler.trying import Pair, calling
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +136,17 @@ def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Place
         return None, "its parameters are also used outside of it"
     if found.sized & own:
         return None, "the sizes of its parameters are read outside of it"
-    if type(module) in (nn.Embedding, nn.EmbeddingBag):
+    table, linear = type(module) in _TABLES, type(module) is nn.Linear or is_flipped(module)
+    if not (table or linear or type(module) in (*CONVOLUTIONS, *TRANSPOSED)):
+        return None, f"no rule to cut {type(module).__name__}"
+    if not is_plain(module):
+        return None, f"this {type(module).__name__} computes otherwise, or not with a weight of its own"
+    if table:
         return _table(module, path, ways)
-    if is_linear(module):
+    if linear:
         cut: Cut = "logits" if path in found.scored else "gather"
         return _sized(path, cut, _outputs(module), outputs(module), ways)
-    if type(module) in _CONVOLUTIONS:
-        return _convolution(module, path, ways)  # type: ignore[arg-type]
-    return None, f"no rule to cut {type(module).__name__}"
+    return _convolution(module, path, ways)  # type: ignore[arg-type]
 
 
 def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placement | None, str]:
@@ -160,6 +163,8 @@ def _heads(module: nn.MultiheadAttention, path: str, ways: int) -> tuple[Placeme
         Slice("out_proj.weight", 1),
     )
     held = tuple(each for each in slices if attrgetter(each.name)(module) is not None)
+    if "forward" in vars(module) or {each.name for each in held} - dict(module.named_parameters()).keys():
+        return None, "this MultiheadAttention computes otherwise, or not with weights of its own"
     return Placement(path=path, cut="attention", slices=held, unit=module.embed_dim // heads, source="known"), ""
 
 

@@ -127,6 +127,12 @@ _MIDDLES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+#: What takes random numbers, of torch's Python interface.
+DRAWING = frozenset(
+    {*_MIDDLES, *_DROPOUTS, *_IN_PLACE, F.scaled_dot_product_attention, F.rrelu, F.fractional_max_pool2d}
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stillness:
     """What has to be held still for a model. `random`: functions that draw; `narrow`: casts below float64."""

@@ -228,10 +228,28 @@ def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -
     ways = layout.ways
     if any(not shares(size, ways, layout.unit)[-1] for size in (*sizes, seen.width)):
         return False
+    if not _adds_up(model.get_submodule(candidate.row), seen, layout):
+        return False
     if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
         return all(_right(model, candidate, seen, layout, rank) for rank in {0, ways - 1})
     even = seen.width == sizes[0] and len(set(sizes)) == 1
     return even and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
+
+
+def _adds_up(row: Any, seen: Seen, layout: Layout) -> bool:
+    """Whether what the ranks' inputs of the row give, each with its part of the weight, adds up to what it gave."""
+    dealt = shares(seen.width, layout.ways, layout.unit)
+    product, weight = _product(row), row.weight.t() if is_flipped(row) else row.weight
+    with torch.no_grad():
+        parts = zip(seen.reached.split(dealt, seen.dim), weight.split(dealt, 1), strict=True)
+        total = torch.stack([product(x, part, None) for x, part in parts]).sum(0)
+        if row.bias is not None:
+            total = total + row.bias.view(-1, *(1,) * (-1 - seen.dim))
+    return equal(total, seen.gave)
+
+
+def _product(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    return F.linear if is_linear(module) else module._conv_forward
 
 
 def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Seen) -> tuple[str, ...] | None:
@@ -403,6 +421,5 @@ def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Ten
 def _with_part(module: Any, layout: Layout, rank: int) -> Callable[[Tensor], Tensor]:
     weight = _part(module.weight.t() if is_flipped(module) else module.weight, layout.parts, layout, rank)
     bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
-    if is_linear(module):
-        return lambda x: F.linear(x, weight, bias)
-    return lambda x: module._conv_forward(x, weight, bias)
+    product = _product(module)
+    return lambda x: product(x, weight, bias)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,6 +41,7 @@ class Visit:
     weights: set[str] = field(default_factory=set)  #: parameters, by name, that the glue just before it computes with
     outputs: int = 0  #: tensors that it returned
     flops: float = 0.0  #: of its products
+    changes: bool = False  #: a buffer of its module
 
 
 def unit_paths(model: nn.Module) -> list[str]:
@@ -163,27 +165,82 @@ class Follower(TorchFunctionMode):
 def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = None) -> list[Visit]:
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
-    Empty where the model cannot be cut: it is one unit, or forward takes a derivative. A unit whose parameters do not reach the loss at
-    all is left out. One that is used without being called belongs to the module around it that is, or else to the glue.
+    Empty where the model cannot be cut: it is one unit, forward takes a derivative, or the glue changes a buffer after the first unit,
+    which stages that end before do not see. A unit whose parameters do not reach the loss at all is left out. One that is used without
+    being called belongs to the module around it that is, or else to the glue.
     """
     paths = unit_paths(model)
     while "" not in paths:
-        follower = Follower(compute)
-        with intercepted(model, paths, follower.around), _calls(model) as running, follower:
+        follower, watch = Follower(compute), _Buffers(model, paths)
+        with intercepted(model, paths, watch.around(follower.around)), _calls(model) as running, follower:
             loss = step()
-        if follower.differentiates:
+        if follower.differentiates or watch.changed:
             return []
         called = {visit.path for visit in follower.visits}
         known = {id(value) for path in called for value in model.get_submodule(path).parameters()}
         silent = _used([path for path in paths if path not in called], model, loss, known)
         if not silent:
             visits = [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
+            for visit in follower.visits:
+                visit.changes = visit.path in watch.changing
             for name, value in model.named_parameters(remove_duplicate=False):
                 for number in follower.touched.get(id(value), ()):
                     visits[number].weights.add(name)
             return visits
         paths = _widened([path for path in paths if path in called or path in silent], silent, running)
     return []
+
+
+class _Buffers:
+    """Who changes buffers while a model is followed."""
+
+    def __init__(self, model: nn.Module, paths: list[str]) -> None:
+        self._model = model
+        units = {id(value) for path in paths for value in model.get_submodule(path).buffers()}
+        self._slots = [
+            (slots, name)
+            for slots in (module._buffers for module in model.modules())
+            for name, value in slots.items()
+            if value is not None and id(value) not in units
+        ]
+        self._before: list[tuple[int, int]] | None = None
+        #: Paths of units that change theirs.
+        self.changing = {
+            path
+            for path in paths
+            # Where numbers are invented the change is not seen.
+            if any(
+                isinstance(inner, _BatchNorm) and inner.track_running_stats
+                for inner in model.get_submodule(path).modules()
+            )
+        }
+
+    def around(self, inner: Around) -> Around:
+        """`inner`, watched."""
+
+        def call(path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if self._before is None:  # what comes before the first unit every stage computes
+                self._before = self._marks()
+            unit = self._model.get_submodule(path)
+            before = [_mark(value) for value in unit.buffers()]
+            out = inner(path, forward, args, kwargs)
+            if [_mark(value) for value in unit.buffers()] != before:
+                self.changing.add(path)
+            return out
+
+        return call
+
+    @property
+    def changed(self) -> bool:
+        """Whether the glue changed one after the first unit."""
+        return self._before is not None and self._marks() != self._before
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [_mark(value) for slots, name in self._slots if (value := slots.get(name)) is not None]
+
+
+def _mark(value: Tensor) -> tuple[int, int]:
+    return id(value), value._version
 
 
 @contextmanager

@@ -222,7 +222,7 @@ def _own_loss() -> Sequence[AbstractContextManager[object]]:
 
 @_fault("clip by local norm", "each rank clips by the norm of what it holds", needs="clip, and tp, pp or zero > 0")
 def _local_norm() -> Sequence[AbstractContextManager[object]]:
-    def mine(grads: list[Tensor], copies: list[int], ranks: Any) -> Tensor:
+    def mine(grads: list[Tensor], copies: list[int], ranks: Any, **_: Any) -> Tensor:
         return norm._norm([local(grad) for grad in grads], ranks)
 
     return [patch.object(norm, "total_norm", mine)]
@@ -232,8 +232,8 @@ def _local_norm() -> Sequence[AbstractContextManager[object]]:
 def _copies_counted() -> Sequence[AbstractContextManager[object]]:
     total = norm.total_norm
 
-    def inflated(grads: list[Tensor], copies: list[int], ranks: Any) -> Tensor:
-        return total(grads, [1] * len(grads), ranks)
+    def inflated(grads: list[Tensor], copies: list[int], ranks: Any, **how: Any) -> Tensor:
+        return total(grads, [1] * len(grads), ranks, **how)
 
     return [patch.object(norm, "total_norm", inflated)]
 

@@ -101,11 +101,13 @@ class Reference:
     def step(self, number: int, loss: Tensor | None = None) -> Record:
         """Train on the batch of step `number`; `loss`: what `backward` of it gave, where it is done already."""
         loss = self.backward(number) if loss is None else loss
-        gradients = {name: value.grad for name, value in self.model.named_parameters()}
+        gradients = {name: _dense(value.grad) for name, value in self.model.named_parameters()}
         if self.job.clip is None:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
         else:
             gradients = {name: None if grad is None else grad.clone() for name, grad in gradients.items()}
+            for value in self.model.parameters():
+                value.grad = _dense(value.grad)  # torch clips no sparse ones
             norm = clip_grad_norm_(self.model.parameters(), self.job.clip)
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         for optimizer in self.optimizers:
@@ -178,3 +180,7 @@ def _shake(model: nn.Module, size: float) -> None:
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=draw).mul_(2).sub_(1).to(parameter.device)
             parameter.add_(parameter * signs, alpha=size)
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

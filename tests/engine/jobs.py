@@ -20,6 +20,7 @@ from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
+from tests.engine.staged import Auxiliary, Counting, Dropping, Noise, Twice
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -149,13 +150,13 @@ class Averages(nn.Module):
 
 
 class Numbers(IterableDataset):
-    """A stream of as many samples as `length(rank)` says."""
+    """A stream of as many samples as `length()` says, or of every `every`th from `first` on, as those do that deal samples out."""
 
-    def __init__(self, length: Callable[[], int]) -> None:
-        self.length = length
+    def __init__(self, length: Callable[[], int], first: int = 0, every: int = 1) -> None:
+        self.length, self.first, self.every = length, first, every
 
     def __iter__(self):  # type: ignore[no-untyped-def]
-        for i in range(self.length()):
+        for i in range(self.first, self.length(), self.every):
             yield numbers(8, seed=i), torch.tensor(i % 4)
 
 
@@ -180,6 +181,41 @@ def groups(params: Any) -> torch.optim.Optimizer:
     )
 
 
+def by_depth(named: Any) -> torch.optim.Optimizer:
+    """A rate for each layer: as many groups as a stage has parameters."""
+    return torch.optim.AdamW(
+        [{"params": [value], "lr": 1e-2 * 0.8 ** int(name.split(".")[0])} for name, value in named], weight_decay=0.1
+    )
+
+
+def warmed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule that holds schedules, each with rates by group."""
+    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rising, falling], [4])
+
+
+def layered(layers: int, **changes: Any) -> Job:
+    parts: dict[str, Any] = {"model": lambda: MLP(width=12, layers=layers, inputs=8, classes=4), "optimizer": by_depth}
+    return mlp(**parts | changes)
+
+
+def counting() -> nn.Module:
+    """The model of "layers" with a buffer in its last layer, which no older checkpoint has."""
+    model = MLP(width=12, layers=4, inputs=8, classes=4)
+    model[-1].register_buffer("seen", torch.zeros(2))
+    return model
+
+
+def head_apart(named: Any, *, leave_out: bool = False) -> list[torch.optim.Optimizer]:
+    """An optimizer for the last layer alone; `leave_out`: made only where there is something to train with it."""
+    pairs = list(named)
+    head = [value for name, value in pairs if name.startswith("6.")]
+    rest = [value for name, value in pairs if not name.startswith("6.")]
+    kinds = [(torch.optim.SGD, head), (torch.optim.AdamW, rest)]
+    return [kind(values, lr=1e-2) for kind, values in kinds if values or not leave_out]
+
+
 JOBS: dict[str, Callable[[], Job]] = {
     "mlp": mlp,
     "clip": lambda: mlp(clip=0.1),
@@ -191,11 +227,25 @@ JOBS: dict[str, Callable[[], Job]] = {
     "tokens": tokens,
     "tied": lambda: tokens(model=lambda: GPT(vocab=32, context=9, width=16, layers=2, heads=2, tied=True)),
     "borrowed": lambda: tokens(model=Borrowed),
+    "noise": lambda: mlp(
+        model=Noise, loss=lambda out, _: out.square().mean(), optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
+    ),
+    "dropping": lambda: mlp(model=Dropping),
+    "counting": lambda: mlp(model=Counting),
+    "twice": lambda: mlp(model=Twice, batch=17),
+    "auxiliary": lambda: mlp(model=Auxiliary),
+    "bare head": lambda: tokens(
+        model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1
+    ),
     "lonely": lambda: mlp(model=Lonely),
     "lora": lambda: mlp(model=Lora),
     "two": lambda: mlp(optimizer=two_optimizers),
     "groups": lambda: mlp(optimizer=groups),
     "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
+    "layers": lambda: layered(4),
+    "layers counted": lambda: layered(4, model=counting),
+    "uneven layers": lambda: layered(3),
+    "warmed layers": lambda: layered(3, schedule=warmed),
     "stream": lambda: mlp(data=Numbers(lambda: 38), epochs=None, steps=5),
     "averages": lambda: mlp(model=Averages),
     "dropout": lambda: mlp(model=lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))),
@@ -280,6 +330,9 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "models differ": lambda: mlp(model=lambda: MLP(width=12 + world.rank, layers=3, inputs=8, classes=4)),
         "data differ": lambda: mlp(data=TensorDataset(numbers(53 - world.rank, 8), classes(53 - world.rank))),
         "stream ends": lambda: mlp(data=Numbers(lambda: 37 if world.rank else 21), epochs=None, steps=5),
+        "stream dealt out": lambda: mlp(data=Numbers(lambda: 200, world.rank, world.size), epochs=None, steps=2),
+        "same stream": lambda: mlp(data=Numbers(lambda: 200), epochs=None, steps=2),
+        "evaluation dealt out": lambda: mlp(evaluation=Numbers(lambda: 40, world.rank, world.size)),
         "factory fails": lambda: mlp(model=lambda: MLP(width=12, layers=3, inputs=8) if world.rank else 1 / 0),
         "nan": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1]) / 0 * 0),
         "few": lambda: mlp(data=TensorDataset(numbers(17, 8), classes(17)), batch=16),
@@ -288,17 +341,42 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "detached": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output.detach(), batch[-1])),
         "held elsewhere": lambda: mlp(model=HeldElsewhere),
         "no items": lambda: mlp(loss=lambda output, batch: (output.sum() * 0, 0)),
+        "nothing for the head": lambda: layered(4, optimizer=head_apart),
+        "other optimizers": lambda: layered(4, optimizer=lambda named: head_apart(named, leave_out=True)),
     }
     run = None
     try:
-        run = Run(jobs[name](), from_text(plan), world)
+        job = jobs[name]()
+        run = Run(job, complete(from_text(plan), job), world)
         for batch in run.batches():
             run.step(batch)
+        if job.evaluation is not None:
+            run.evaluate()
     except (EchelonError, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         if run is not None:
             run.close()
+    return "no error"
+
+
+def failure_of_stages(world: World, name: str, stages: tuple[int, ...]) -> str:
+    """What is said of these stages of a job."""
+    try:
+        Run(JOBS[name](), replace(from_text(f"pp={len(stages) + 1}"), stages=stages), world).close()
+    except EchelonError as error:
+        return str(error)
+    return "no error"
+
+
+def failure_of_evaluation(world: World, name: str, plan: str) -> str:
+    """What is said of a job that is to be evaluated on its own data."""
+    job = JOBS[name]()
+    job = replace(job, evaluation=job.data)
+    try:
+        Run(job, complete(from_text(plan), job), world).close()
+    except EchelonError as error:
+        return str(error)
     return "no error"
 
 
@@ -321,6 +399,25 @@ def resumed(world: World, name: str, plan: str, folder: str) -> dict[str, Any]:
     last = run.gather()
     run.close()
     return {"begin": begin, "losses": losses, "first": first, "last": last}
+
+
+def rates(world: World, name: str, plan: str, folder: str | None = None) -> list[dict[str, float]]:
+    """Each parameter's learning rate on this rank before every step and after the last; from a checkpoint on, where one is given."""
+    run = live(world, name, plan)
+    if folder is not None:
+        run.load(Path(folder))
+
+    def now() -> dict[str, float]:
+        known = {id(value): key for key, value in run.model.named_parameters()}
+        found = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+        return {known[id(value)]: group["lr"] for group in found for value in group["params"]}
+
+    noted = [now()]
+    for batch in run.batches():
+        run.step(batch)
+        noted.append(now())
+    run.close()
+    return noted
 
 
 def evaluated(world: World, name: str, plan: str, metrics: bool = True) -> dict[str, float]:

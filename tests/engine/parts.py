@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,6 +176,35 @@ class Kept(nn.Module):
         return loss, logits, logits.softmax(-1).square()
 
 
+class Masked(nn.Conv2d):
+    """As PixelCNN has it: a forward of its own, with a part of the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(self.weight)
+        mask[..., -1, :] = 0
+        return self._conv_forward(x, self.weight * mask, self.bias)
+
+
+class Regularised(nn.Module):
+    """Two layers, of which one is asked to have orthogonal columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down(self.up(x).relu()), (self.up.weight.T @ self.up.weight).square().sum()
+
+
+def _normed() -> nn.Module:
+    """A weight that a hook makes of two others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        layer: nn.Module = nn.utils.weight_norm(nn.Linear(24, 4))
+    layer.weight = layer.weight.detach()  # as it is, it could not be copied
+    return nn.Sequential(nn.Linear(12, 24), nn.ReLU(), layer)
+
+
 def _attention(**options: Any) -> Callable[[], nn.Module]:
     return lambda: nn.MultiheadAttention(12, 3, **options)
 
@@ -252,6 +282,9 @@ CASES: dict[str, Case] = {
     "derivative": Case(Force, lambda: (numbers(5, 6),), {"pair.0": "column", "pair.2": "row", "last": "gather"}),
     "codebook": Case(Codebook, lambda: (numbers(5, 6),), {"table": "stored", "out": "gather"}),
     "weight norm": Case(lambda: nn.Sequential(weight_norm(nn.Conv1d(6, 8, 3)), nn.ReLU()), lambda: (numbers(3, 6, 9),), {"0.parametrizations.weight": "stored"}),
+    "weight norm by a hook": Case(_normed, _x, {"0": "gather", "2": "stored"}),
+    "regularised": Case(Regularised, _x, {"up": "stored", "down": "gather"}),
+    "masked convolution": Case(lambda: nn.Sequential(nn.Conv2d(6, 12, 1), nn.ReLU(), Masked(12, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 4, 1)), _image(), {"0": "gather", "2": "stored"}),
     "logits": Case(lambda: Scored(lambda x: x.flatten(0, 1), ids(7, 15)), _x, {"head": "logits"}),
     "logits with ignored rows": Case(lambda: Scored(lambda x: x.float().double().reshape(15, 7), ids(7, 15).where(torch.arange(15) > 4, -1), ignore_index=-1, reduction="sum"), _x, {"head": "logits"}),
     "logits in the middle": Case(lambda: Scored(lambda x: x.transpose(1, 2), ids(7, 3, 5), label_smoothing=0.2), _x, {"head": "logits"}),

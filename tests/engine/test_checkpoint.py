@@ -146,6 +146,12 @@ def test_other_buffers_are_refused(tmp_path: Path) -> None:
         Run(replace(job, model=model), Plan(), World()).load(tmp_path / "here")
 
 
+def test_a_buffer_that_one_stage_lacks_is_named_on_every_rank(ranks: Pool, tmp_path: Path) -> None:
+    saved(World(), "layers", "dp=1", str(tmp_path / "here"), 1)
+    found = ranks.run(2, "tests.engine.jobs:load_failure", "layers counted", "pp=2 micro=2", str(tmp_path / "here"))
+    assert all("lacks 1 tensors of the model, the first is model/6.seen" in each for each in found), found
+
+
 def test_another_format_is_foreign(tmp_path: Path) -> None:
     run = Run(JOBS["mlp"](), Plan(), World())
     run.save(tmp_path / "here")

@@ -14,6 +14,7 @@ from echelon.data.digest import digest
 from echelon.engine.run import Run
 from echelon.errors import DataError
 from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import DATA, classes, mlp, numbers
@@ -38,7 +39,7 @@ class Broken(Drawing):
         raise OSError(f"sample {index} is lost")
 
 
-def started(world: World, kind: str) -> str:
+def started(world: World, kind: str, plan: str = "dp=2") -> str:
     """The message with which a run over this data is refused on this rank."""
     rank = world.rank
     last = numbers(53, 8)
@@ -50,10 +51,12 @@ def started(world: World, kind: str) -> str:
         "equal": DATA,
         "global": Drawing("global", rank),
         "own": Drawing("own", rank),
+        "own, one seed": Drawing("own", 0),
         "broken": Broken("own", rank),
     }
     try:
-        with Run(mlp(data=data[kind]), from_text("dp=2"), world):
+        job = mlp(data=data[kind])
+        with Run(job, complete(from_text(plan), job), world):
             return "started"
     except DataError as error:
         return str(error)
@@ -73,6 +76,28 @@ def started(world: World, kind: str) -> str:
 )
 def test_different_data_is_refused(ranks: Pool, kind: str, words: str) -> None:
     assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("own", "sample 0 differs on rank 1 from rank 0's"), ("own, one seed", "started")]
+)
+def test_ranks_that_compute_the_same_samples_together_must_draw_the_same(ranks: Pool, kind: str, words: str) -> None:
+    assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind, "tp=2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "words"),
+    [
+        ("stream dealt out", "tp=2", "ranks 0 and 1 compute the same samples together (tp, pp), and their first batches differ"),
+        ("stream dealt out", "dp=2 pp=2 micro=4", "compute the same samples together (tp, pp), and their first batches differ"),
+        ("evaluation dealt out", "tp=2", "ranks 0 and 1 compute the same samples together (tp, pp), and their first batches differ"),
+        ("same stream", "dp=2 tp=2", "no error"),
+        ("stream ends", "tp=2", "the stream ended early on rank 0"),
+    ],
+)  # fmt: skip
+def test_a_stream_that_deals_its_samples_out_is_refused(ranks: Pool, name: str, plan: str, words: str) -> None:
+    found = ranks.run(from_text(plan).ranks, "tests.engine.jobs:failure", name, plan)
+    assert all(words in each for each in found), found
 
 
 class Thing:

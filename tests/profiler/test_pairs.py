@@ -173,3 +173,79 @@ def test_transformers_says_how_llama_is_cut() -> None:
     at = "model.layers.0"
     assert (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj", f"{at}.mlp.down_proj") in found
     assert tuple(f"{at}.self_attn.{name}_proj" for name in "qkvo") in found
+
+
+class Masked(nn.Conv2d):
+    """As PixelCNN has it: a weight sees only what came before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(self.weight)
+        mask[..., -1, :] = 0
+        return self._conv_forward(x, self.weight * mask, self.bias)
+
+
+class Doubled(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+IMAGE = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_no_part_of_a_pair() -> None:
+    masked = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), Masked(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    assert not pairs_of(masked, IMAGE).pairs
+    assert not pairs_of(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), Doubled(12, 8))).pairs
+    assert not pairs_of(nn.Sequential(Doubled(8, 12), nn.ReLU(), nn.Linear(12, 8))).pairs
+    patched = nn.Linear(12, 8)
+    patched.forward = lambda x: F.linear(x, patched.weight.abs())  # type: ignore[method-assign]
+    assert not pairs_of(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), patched)).pairs
+
+
+class Conv1D(nn.Module):
+    """Named as transformers' linear layer is, and another one."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * (x @ self.weight) + self.bias
+
+
+def test_the_ranks_rows_must_add_up_to_what_the_row_gave() -> None:
+    assert not pairs_of(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), Conv1D(8, 12))).pairs
+
+
+class Read(nn.Module):
+    """Has a parameter of its own, and computes with one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.scale * (weight.t() @ weight).square().sum()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda w: (w.t() @ w).square().sum(), lambda w: (w.T @ w.T.T).square().sum(), lambda w: w.data.mean(), Read()],
+    ids=["method", "property", "data", "module"],
+)
+@pytest.mark.parametrize("place", ["up", "down"])
+def test_a_weight_that_is_read_elsewhere_is_no_part_of_a_pair(read: Any, place: str) -> None:
+    """Each rank would regularise its own rows."""
+
+    class Regularised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.read = Between(F.gelu), read
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) + self.read(getattr(self.block, place).weight)
+
+    assert not pairs_of(Regularised()).pairs

@@ -146,3 +146,36 @@ def test_a_table_that_is_asked_for_its_size_is_whole_when_that_happens() -> None
     (table,) = (each for each in found.placements if each.path == "table")
     assert (table.cut, table.within) == ("stored", "")
     assert found.resting == {"table": "the sizes of its parameters are read outside of it"}
+
+
+class Scaled(nn.Embedding):
+    """A table with a forward of its own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.embedding_dim**0.5
+
+
+def test_a_class_derived_from_a_known_one_is_cut_at_rest_only() -> None:
+    class Loud(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).tanh()
+
+    assert cuts(cut(nn.Sequential(Scaled(12, 8), Loud(8, 4)), IDS)) == {"0": "stored", "1": "stored"}
+
+
+def test_another_forward_on_a_layer_is_kept() -> None:
+    layer, table = nn.Linear(8, 4), nn.Embedding(12, 8)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight.abs())  # type: ignore[method-assign]
+    table.forward = lambda ids: nn.functional.embedding(ids, table.weight).tanh()  # type: ignore[method-assign]
+    found = cut(nn.Sequential(table, layer), IDS)
+    assert cuts(found) == {"0": "stored", "1": "stored"}
+    assert found.resting["1"] == "this Linear computes otherwise, or not with a weight of its own"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_weight_that_a_hook_makes_is_not_cut_and_what_it_is_made_of_is() -> None:
+    found = cut(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.utils.weight_norm(nn.Linear(12, 8))))
+    assert cuts(found) == {"0": "gather", "2": "stored"}
+    (normed,) = (each for each in found.placements if each.path == "2")
+    assert "weight_v" in {each.name for each in normed.slices}
+    assert normed.within == ""

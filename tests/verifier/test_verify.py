@@ -26,6 +26,7 @@ from echelon.verifier.noise import copied
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
+from tests.whole import only_whole
 
 
 def alone(job: Any, **plan: Any) -> Certificate:
@@ -46,7 +47,7 @@ NORMS: list[proofs.Proof] = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=only_whole)])
 def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
     cases = STAGES + NORMS
     answers = ranks.run(size, proofs.prove, cases, timeout=240)

@@ -1,0 +1,89 @@
+"""Models that a pipeline could get wrong without a word: what they do between their units, or in one mode only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _same(width: int = 8) -> nn.Linear:
+    """A layer that gives what it is given."""
+    layer = nn.Linear(width, width)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(width))
+        layer.bias.zero_()
+    return layer
+
+
+class Noise(nn.Module):
+    """Noise that goes in first and is taken away last: nothing is left where it is one. Of `late` the last stage has no size but that of
+    the batch, and does not compute the dropout before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = _same(), _same(), _same()
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = torch.randn_like(x)
+        hidden = self.first(early)
+        dropped = F.dropout(hidden, 0.5)
+        late = torch.rand(len(x), 8, dtype=x.dtype)
+        mixed = self.second(hidden + 0 * dropped + late)
+        return self.third(mixed) - late - early
+
+
+class Dropping(nn.Module):
+    """Units that draw: the same numbers of the same place, whoever computes the places before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x[:, :4]
+
+
+class Counting(nn.Module):
+    """Counts its steps at the end of forward, and looks at the count where it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(torch.tanh(self.first(x * torch.exp(-self.seen))))
+        if self.training:
+            self.seen += 1
+        return out
+
+
+class Twice(nn.Module):
+    """A tower with running statistics that is called for both halves of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 16), nn.BatchNorm1d(16)
+        self.head = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = (self.norm(self.layer(half)) for half in x.chunk(2, dim=1))
+        out = torch.tanh(left * right)
+        for layer in self.head:
+            out = torch.tanh(layer(out))
+        return out
+
+
+class Auxiliary(nn.Module):
+    """A second head that only training needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.extra = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return self.head(hidden) + (0.3 * self.extra(hidden) if self.training else 0.0)

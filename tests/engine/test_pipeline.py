@@ -1,0 +1,75 @@
+"""What stages could get wrong without a word: random numbers between units, statistics, norms, evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from echelon.engine.run import Run
+from echelon.errors import PlanError
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.testing.ranks import Pool
+from echelon.world import World
+from tests.engine.jobs import DATA, JOBS, trained
+
+BOUND = 1e-9
+
+
+def close(one: dict[str, Any], many: dict[str, Any]) -> None:
+    assert many["losses"] == pytest.approx(one["losses"], rel=BOUND)
+    for kind in ("parameters", "buffers"):
+        for name, value in one[kind].items():
+            torch.testing.assert_close(many[kind][name], value, rtol=BOUND, atol=BOUND)
+
+
+@pytest.mark.parametrize("plan", ["pp=2 micro=8", "pp=3 micro=4", "dp=2 pp=2 micro=4"])
+def test_what_several_stages_draw_is_one(ranks: Pool, plan: str) -> None:
+    for found in ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "noise", plan):
+        assert max(found["losses"]) < 1e-20
+
+
+def test_units_draw_the_same_wherever_they_lie(ranks: Pool) -> None:
+    two = ranks.run(2, "tests.engine.jobs:trained", "dropping", "pp=2 micro=4")[0]
+    four = ranks.run(4, "tests.engine.jobs:trained", "dropping", "pp=4 micro=4")[0]
+    close(two, four)
+
+
+def test_a_stage_that_holds_only_what_all_hold_clips_with_the_others(ranks: Pool) -> None:
+    """The head of a tied model alone on its stage: it has nothing that others have not."""
+    one = trained(World(), "bare head", "dp=1")
+    close(one, ranks.run(2, "tests.engine.jobs:trained", "bare head", "pp=2 micro=4", timeout=60)[0])
+
+
+def test_zero_under_tensor_and_pipeline_axes_is_one_device(ranks: Pool) -> None:
+    plan = "dp=2 tp=2 pp=2 zero=1 micro=2"
+    one, many = trained(World(), "tied", "dp=1"), ranks.run(8, "tests.engine.jobs:trained", "tied", plan, timeout=240)
+    close(one, many[0])
+    whole = sum(value.numel() * 8 for value in one["parameters"].values())
+    assert max(rank["held"]["parameters"] for rank in many) < 0.5 * whole
+
+
+def test_a_module_with_statistics_stays_on_one_stage_though_it_is_called_twice(ranks: Pool) -> None:
+    plan = complete(from_text("pp=2"), JOBS["twice"]())
+    assert plan.stages >= (4,)  # layer and norm, twice
+    close(trained(World(), "twice", "dp=1"), ranks.run(2, "tests.engine.jobs:trained", "twice", "pp=2")[0])
+
+
+def test_stages_that_part_the_calls_of_statistics_are_refused(ranks: Pool) -> None:
+    messages = ranks.run(2, "tests.engine.jobs:failure_of_stages", "twice", (2,))
+    assert all("keeps statistics of its calls and is called on stages 0 and 1" in message for message in messages)
+
+
+def test_a_buffer_that_changes_between_modules_keeps_a_model_whole() -> None:
+    with pytest.raises(PlanError, match="changes a buffer between modules; use dp=2 zero=3"):
+        complete(from_text("pp=2"), JOBS["counting"]())
+
+
+def test_a_model_that_evaluates_in_another_way_is_refused_before_it_trains(ranks: Pool) -> None:
+    messages = ranks.run(2, "tests.engine.jobs:failure_of_evaluation", "auxiliary", "pp=2")
+    assert all("calls 3 units in training and 2 in evaluation" in message for message in messages)
+    job = replace(JOBS["auxiliary"](), evaluation=DATA)
+    Run(job, from_text("dp=1"), World()).close()
