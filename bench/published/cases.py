@@ -141,12 +141,14 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
     model = row.model
     dp, tp, pp, cp = (given[axis] or 1 for axis in ("dp", "tp", "pp", "cp"))
     precision, recompute = given["precision"], given["recompute"]
+    # cuDNN's attention comes with stacks whose norms, positions and activations are fused kernels too (Transformer Engine).
+    kernels = given["attention"] == "cudnn"
     half = precision in ("fp16", "bf16", "fp8", "nvfp4")
     work = worker(
         model,
         core=_CORES[given["attention"]],
         half=half,
-        fused_norm=given["fused_norm"] is True,
+        fused_norm=given["fused_norm"] is True or kernels,
         layers=model.get("layers") or 0,
     )
     micro = given["micro_batch"] or 1
@@ -158,7 +160,7 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         micro=min(micro, max(batch // dp, 1)),
         precision="tf32" if precision == "tf32" else "bf16" if half else "fp32",
         recompute="block" if recompute == "full" else "none",
-        compile=given["compile"] is True,
+        compile=given["compile"] is True or kernels,
         sequence=given["sequence_parallel"] is True,
         schedule="interleaved" if chunks > 1 else "1f1b",
     )

@@ -184,8 +184,8 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
         send = wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp)
     computing = ([count * compute[0] for count in layout.stages], [count * compute[1] for count in layout.stages])
     for ops, stage in ((work.before, 0), (work.after, last)):
-        for side, phase in zip(computing, ("forward", "backward"), strict=True):
-            side[stage] += _pass(layout, ops, phase, fitted).all + tensor / _PAIRS
+        for side, way in zip(computing, ("forward", "backward"), strict=True):
+            side[stage] += _pass(layout, ops, way, fitted).all + tensor / _PAIRS
     talking = (
         [count * talk[0] + send * (stage < last) for stage, count in enumerate(layout.stages)],
         [count * talk[1] + send * (stage > 0) for stage, count in enumerate(layout.stages)],
