@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from echelon.engine.axis import Axis
+from echelon.engine.bounds import require_inside
 
 
 class Logits(Tensor):
@@ -163,6 +164,7 @@ def _cross_entropy(
     total = top + axis.summed((local - top.unsqueeze(-1)).exp().sum(-1)).log()
     mine = target - sum(x._sizes[: axis.rank])
     counted = target != ignore_index
+    require_inside(target.where(counted, 0), sum(x._sizes), "target of a cross entropy")
     inside = counted & (mine >= 0) & (mine < local.shape[-1])
     picked = local.gather(-1, mine.where(inside, 0).unsqueeze(-1)).squeeze(-1)
     loss = total - axis.summed(picked.where(inside, 0.0))

@@ -24,10 +24,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from echelon.engine.attention import attention
 from echelon.engine.axis import Axis
+from echelon.engine.bounds import require_inside
 from echelon.engine.layout import Piece
 from echelon.engine.logits import Logits
 from echelon.engine.sequence import divide, holds, part_sequence
 from echelon.errors import PlanError
+from echelon.nn.recurrent import relist
 from echelon.nn.views import Fitted
 from echelon.plan.placement import Placement, portion, shares
 from echelon.plan.segment import Segment
@@ -67,13 +69,7 @@ def cut(model: nn.Module, found: Mapping[str, Piece]) -> None:
                         whole = isinstance(value, nn.Parameter)
                         done[id(value)] = nn.Parameter(part, value.requires_grad) if whole else part
                     slots[name] = done[id(value)]  # type: ignore[assignment]
-        _flatten(module)
-
-
-def _flatten(module: nn.Module) -> None:
-    """Recurrent layers keep a second list of their weights."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        relist(module)
 
 
 # What is computed
@@ -103,7 +99,7 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             }
             own = {f"{path}.{name}" for name in sizes}
             stored.setdefault(placement.within, []).append(
-                (module, sizes, axis.collected if own & partial else axis.gathered)
+                (path, module, sizes, axis.collected if own & partial else axis.gathered)
             )
         elif placement.cut in _FORWARDS:
             module.forward = _FORWARDS[placement.cut](module, inside)
@@ -242,6 +238,7 @@ def _vocabulary(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
     def here(ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this rank's part, and which of them are its own."""
+        require_inside(ids, sum(sizes), type(module).__name__)
         mine = ids - start
         inside = (mine >= 0) & (mine < length)
         return mine.where(inside, 0), inside
@@ -275,8 +272,8 @@ _FORWARDS: dict[str, Callable[[Any, Axis], Callable[..., Any]]] = {
 }
 
 
-#: A module, its parameters that are cut at rest with their dims and sizes, and what puts them together.
-_Stored = tuple[nn.Module, dict[str, tuple[int, list[int]]], Callable[[Tensor, int, Sequence[int]], Tensor]]
+#: A module and its path, its parameters that are cut at rest with their dims and sizes, and what puts them together.
+_Stored = tuple[str, nn.Module, dict[str, tuple[int, list[int]]], Callable[[Tensor, int, Sequence[int]], Tensor]]
 
 
 def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> None:
@@ -287,24 +284,24 @@ def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> N
     def whole() -> Iterator[None]:
         kept: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
-            for module, sizes, together in modules:
+            for where, module, sizes, together in modules:
                 for name, (dim, dealt) in sizes.items():
                     value = module._parameters[name]
                     if not isinstance(value, nn.Parameter) or value.is_meta:
                         continue  # whole already, within an outer call; or another stage's
                     if isinstance(value, DTensor):
                         raise PlanError(
-                            f"{name} of {type(module).__name__} is used all over {path or 'the model'} and zero shards a part of that by "
+                            f"{where}.{name} is cut at rest and used all over {path or 'the model'}, and zero shards a part of that by "
                             "itself; use zero=0 with tp"
                         )
                     kept.append((module, name, value))
                     module._parameters[name] = together(value, dim, dealt)  # type: ignore[assignment]
-                _flatten(module)
+                relist(module)
             yield
         finally:
             for module, name, value in kept:
                 module._parameters[name] = value
-                _flatten(module)
+                relist(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with whole():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -10,8 +10,9 @@ from typing import Any, Literal
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.cuts import cut_bytes
+from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
-from echelon.plan.profile import Profile
+from echelon.plan.profile import Profile, Rule
 from echelon.plan.split import rounds
 from echelon.plan.stages import INTERLEAVING, UNCUT, stage_count
 
@@ -49,7 +50,11 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
 
 def require(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> tuple[Problem, ...]:
     """Raise if the plan cannot be executed; returns the warnings."""
-    problems = check(plan, profile, cluster)
+    return refuse(plan, check(plan, profile, cluster))
+
+
+def refuse(plan: Plan, problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Raise if one of the problems is an error; returns the others."""
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise PlanError(
@@ -113,6 +118,53 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
             path="segments", value=len(plan.segments), rule="they say where the sequence is cut, and `sequence` is not asked for",
             remedy="add `sequence`, or leave segments out",
         )  # fmt: skip
+
+
+def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem]:
+    """Whether they can work on the pieces of parameters that tp leaves to each rank."""
+    whole = next((each for each in optimizers if each.whole), None)
+    if plan.mesh.tp > 1 and whole is not None:
+        why = (
+            f"could not be tried on pieces of parameters ({whole.untried})"
+            if whole.untried
+            else "computes with norms or factors of whole parameters"
+        )
+        yield Problem(
+            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank",
+            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
+        )  # fmt: skip
+
+
+def check_stored(plan: Plan, units: Sequence[str], visits: Sequence[str] = ()) -> Iterator[Problem]:
+    """Whether weights that are cut at rest are whole wherever they are used. They are while the module `within` runs, and a block runs
+    without it where ZeRO gathers it by itself or backward computes it again. `units`: the blocks; `visits`: what a pipeline calls."""
+    instead = f"dp={plan.ranks} zero=3, which cuts no module"
+    if plan.sharded and (plan.mesh.pp > 1 or not plan.whole):
+        for each, unit in _torn(plan, visits if plan.mesh.pp > 1 else units):
+            yield Problem(
+                path="zero", value=plan.zero, rule=f"{each.path} is used all over {each.within or 'the model'}, and zero={plan.zero} shards {unit} by itself",
+                remedy=f"{'use' if plan.mesh.pp > 1 else 'add `whole`, or use'} zero=0, or {instead}; or have its weight read by calling it",
+            )  # fmt: skip
+    if plan.recompute != "none":
+        for each, unit in _torn(plan, units):
+            yield Problem(
+                path="recompute", value=plan.recompute,
+                rule=f"{each.path} is used all over {each.within or 'the model'}, and {unit} would be computed again after that, with a piece of its weight",
+                remedy=f"leave `recompute` out, or use {instead}; or have its weight read by calling it",
+            )  # fmt: skip
+
+
+def _torn(plan: Plan, units: Sequence[str]) -> Iterator[tuple[Placement, str]]:
+    """The first weight that is cut at rest, in one of `units`, and put together around that unit."""
+    for each in plan.placements:
+        for unit in units if each.cut == "stored" else ():
+            if _inside(each.path, unit) and not _inside(each.within, unit):
+                yield each, unit
+                return
+
+
+def _inside(path: str, unit: str) -> bool:
+    return path == unit or path.startswith(f"{unit}.")
 
 
 def _pipeline(plan: Plan) -> Iterator[Problem]:
@@ -229,12 +281,8 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="tp", value=tp, rule=f"only {cut_bytes(plan, profile):.0%} of the parameters' bytes are cut, the rest is whole on every rank",
             remedy=f"use {instead}", severity="warning",
         )  # fmt: skip
-    whole = next((each.name for each in profile.optimizers if each.whole), None)
-    if tp > 1 and whole is not None:
-        yield Problem(
-            path="tp", value=tp, rule=f"{whole} computes with norms or factors of whole parameters, and tp leaves pieces of them to each rank",
-            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
-        )  # fmt: skip
+    yield from check_optimizers(plan, profile.optimizers)
+    yield from check_stored(plan, profile.units, [visit.path for visit in profile.visits])
     if pp > 1 and not units:
         yield Problem(
             path="pp", value=pp, remedy=f"use {instead}",

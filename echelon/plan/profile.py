@@ -146,6 +146,8 @@ class Rule:
     fused_sharded: bool = False  #: and one that takes sharded parameters
     #: Whether it computes with a parameter as a whole (its norm, factors of it), and not with each number by itself.
     whole: bool = False
+    #: Why it could not be tried; it is taken as `whole` then.
+    untried: str = ""
 
     def fuses(self, *, sharded: bool) -> bool:
         """Whether a plan that asks for fused kernels gets one."""
@@ -157,7 +159,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     model: str  #: fingerprint: see `fingerprint`
     name: str

@@ -14,18 +14,20 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import EchelonError, PlanError
 from echelon.job import Job, call_loss, call_model, lift
-from echelon.plan.check import require
+from echelon.plan.check import check_optimizers, check_stored, refuse, require
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, fingerprint
+from echelon.plan.profile import Profile, Rule, fingerprint, units
 from echelon.plan.stages import UNCUT, find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
+from echelon.profiler.optimizer import rules
 from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Sharding, shard
+from echelon.profiler.tree import module_tree
 
 Found = TypeVar("Found")
 
@@ -35,6 +37,10 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
 
     A plan that cannot be completed is refused with what to use instead.
     """
+    known = profile or (_outline(job) if plan.mesh.tp > 1 else None)
+    if known is not None:
+        # Before the cuts are looked for, which takes longer.
+        refuse(plan, tuple(check_optimizers(plan, known.optimizers)))
     if not plan.open:
         return plan
     if plan.mesh.tp > 1 and not plan.placements:
@@ -47,7 +53,9 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     if plan.mesh.pp > 1 and not plan.stages:
         plan = _staged(plan, job, profile)
     require(plan)
-    return dataclasses.replace(plan, model=plan.model or (profile.model if profile else _fingerprint(job)))
+    if known is not None:
+        refuse(plan, tuple(check_stored(plan, known.units)))
+    return dataclasses.replace(plan, model=plan.model or (known.model if known else _fingerprint(_built(job))))
 
 
 def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
@@ -70,9 +78,34 @@ def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
         return shared, str(error)
 
 
-def _fingerprint(job: Job) -> str:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Outline:
+    """What is known of a job without running it, in the names that its profile has for it."""
+
+    model: str
+    optimizers: tuple[Rule, ...]
+    units: tuple[str, ...]
+
+
+def _outline(job: Job) -> _Outline:
+    model = _built(job)
+    try:
+        optimizers, _ = rules(job, {name: value for name, value in model.named_parameters() if value.requires_grad})
+    except EchelonError:
+        raise
+    except Exception as error:  # a user's own, which wants parameters with numbers
+        why = f"{type(error).__name__}: {first_line(error)}"
+        optimizers = (Rule(name="the optimizer", state=0, temporary=0, elements=0, whole=True, untried=why),)
+    return _Outline(model=_fingerprint(model), optimizers=optimizers, units=units(module_tree(model)))
+
+
+def _built(job: Job) -> nn.Module:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        named = list(built(job).named_parameters())
+        return built(job)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    named = model.named_parameters()
     return fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
 
 
@@ -96,7 +129,7 @@ def _cut(plan: Plan, job: Job) -> Plan:
 
 def _parted(plan: Plan, job: Job) -> Plan:
     """With where each rank has a part of the sequence."""
-    found = _tried(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
+    found = _looked_at(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
     if not found.segments:
         raise PlanError(
             f"sequence: no blocks of the model work on a part of the sequence ({found.why}); put what mixes positions into "
@@ -107,10 +140,10 @@ def _parted(plan: Plan, job: Job) -> Plan:
 
 def cuts(job: Job, ways: int) -> Sharding:
     """How the job's model is cut over so many ranks, and what stays whole."""
-    return _tried(job, lambda model, step: shard(model, step, ways))
+    return _looked_at(job, lambda model, step: shard(model, step, ways))
 
 
-def _tried(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
+def _looked_at(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> Found:
     """What `find(model, step)` finds by running the job's model on real numbers, in float64 where it runs so."""
     with random_states():
         try:
@@ -124,7 +157,7 @@ def _tried(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) -> F
 def _found(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None) -> Found:
     torch.manual_seed(job.seed)
     own = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
-    model, batch = own.eval(), Example(job).batch(2)
+    model, batch = own, Example(job).batch(2)
     if dtype is not None:
         model, batch = lift(model, dtype), _lifted(batch)
     return find(model, lambda: call_loss(job, call_model(job, model, batch), batch, model))

@@ -46,7 +46,7 @@ def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tu
         return False, [_unknown("the model is too large to try it on a CPU")]
     try:
         with random_states():
-            return _tried(job, example, samples)
+            return _compared(job, example, samples)
     except Exception as error:  # whatever a user's model needs that is not here
         return False, [_unknown(f"a small step on the CPU failed with {type(error).__name__}: {first_line(error)}")]
 
@@ -56,21 +56,21 @@ def _cost(samples: int, flops: float) -> float:
     return 2 * samples * flops
 
 
-def _tried(job: Job, example: Example, samples: int) -> tuple[bool, list[str]]:
-    trial, half = _Trial(job, example), samples // 2
+def _compared(job: Job, example: Example, samples: int) -> tuple[bool, list[str]]:
+    both, half = _Comparison(job, example), samples // 2
     whole, halves = _Part(0, samples), [_Part(0, half), _Part(half, half)]
-    apart = trial.apart(whole, halves)
+    apart = both.apart(whole, halves)
     if math.isnan(apart):
         return False, [_unknown("the gradients of a small step are not numbers")]
-    if apart <= trial.bound:
+    if apart <= both.bound:
         return False, []
     # In float32 rounding may flip a ReLU, and then the difference is no longer small; float64 is slow, so that only a suspect pays.
     with contextlib.suppress(Exception):  # a model that keeps float32 tensors to itself does not run in it
-        wide = _Trial(job, example, torch.float64)
-        apart, trial = wide.apart(whole, halves), wide
-    if apart <= trial.bound:
+        wide = _Comparison(job, example, torch.float64)
+        apart, both = wide.apart(whole, halves), wide
+    if apart <= both.bound:
         return False, []
-    if trial.apart(whole, [_Part(0, samples, seed=1)]) > trial.bound:
+    if both.apart(whole, [_Part(0, samples, seed=1)]) > both.bound:
         return False, [_unknown("the model, the loss or the collation draws random numbers that cannot be held still")]
     return True, []
 
@@ -90,7 +90,7 @@ class _Part(NamedTuple):
     seed: int = 0
 
 
-class _Trial:
+class _Comparison:
     """The model in one type, and how far two ways of computing the same samples are apart."""
 
     def __init__(self, job: Job, example: Example, dtype: torch.dtype = torch.float32) -> None:
@@ -122,7 +122,7 @@ class _Trial:
         with torch.no_grad():
             for name, value in self._model.named_buffers():
                 value.copy_(self._buffers[name])
-        _seed(part.seed)
+        seed_all(part.seed)
         batch = tree_map(self._cast, self._example.batch(part.size, first=part.first))
         with self._still():
             loss = call_loss(self._job, call_model(self._job, self._model, batch), batch, self._model)
@@ -142,7 +142,7 @@ class _Trial:
 
 def _still_model(job: Job) -> nn.Module:
     """A model of its own, with the values that training starts from, dropout off and batch norms that look at no batch."""
-    _seed(job.seed)
+    seed_all(job.seed)
     model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
     model = model.to("cpu").train()
     silence(model)
@@ -157,7 +157,8 @@ def _still_model(job: Job) -> nn.Module:
     return model
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Every generator that a model may draw from."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from echelon.profiler.layers import is_product
-from echelon.profiler.trying import Candidate
+from echelon.profiler.layouts import Candidate
 
 
 def hinted(model: nn.Module) -> Iterator[Candidate]:

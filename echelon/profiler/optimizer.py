@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.plan.profile import Rule
+from echelon.profiler.coupling import first_line
 from echelon.profiler.trace import Recorder
 
 #: Those that the engine switches to fused kernels, and of these the ones whose kernels know sharded tensors.
@@ -28,9 +29,9 @@ def rules(job: Job, parameters: dict[str, Tensor]) -> tuple[tuple[Rule, ...], li
     """One rule per optimizer, and notes on what had to be guessed. `parameters`: the trainable ones, of any device."""
     standins = {name: nn.Parameter(torch.empty_like(value, device="meta")) for name, value in parameters.items()}
     notes: list[str] = []
-    whole = _whole(job, {name: tuple(value.shape) for name, value in parameters.items()})
     made = _made(job, standins)
-    return tuple(_rule(each, notes, place in whole) for place, each in enumerate(made)), notes
+    whole = _whole(job, {name: tuple(value.shape) for name, value in parameters.items()}, len(made))
+    return tuple(_rule(each, notes, whole.get(place)) for place, each in enumerate(made)), notes
 
 
 def _made(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
@@ -45,10 +46,10 @@ def _made(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
     return optimizers
 
 
-def _whole(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> set[int]:
-    """Which of the optimizers do not treat each number by itself, found by trying: small parameters, and halves of them, are trained
-    side by side. What cannot be tried is taken for one that does."""
-    found: set[int] = set()
+def _whole(job: Job, shapes: Mapping[str, tuple[int, ...]], count: int) -> dict[int, str]:
+    """Which of the job's `count` optimizers, by place, do not treat each number by itself: small parameters, and halves of them, are
+    trained side by side. One that cannot be tried may be such a one: with why it cannot."""
+    found: dict[int, str] = {}
     for last in (False, True):
         numbers = torch.Generator().manual_seed(0)
         whole: dict[str, nn.Parameter] = {}
@@ -61,27 +62,46 @@ def _whole(job: Job, shapes: Mapping[str, tuple[int, ...]]) -> set[int]:
         half = {name: nn.Parameter(_half(value.detach(), *cuts[name])) for name, value in whole.items()}
         try:
             both = [_made(job, each) for each in (whole, half)]
-            for _ in range(2):
-                for name, value in whole.items():
-                    value.grad = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
-                    half[name].grad = _half(value.grad, *cuts[name])
-                for optimizer in (*both[0], *both[1]):
-                    optimizer.step()
-        except Exception:  # a user's own, which wants other shapes or more than gradients
-            return found
+        except Exception as error:  # a user's own, which wants other shapes
+            return dict.fromkeys(range(count), _said(error))
+        if any(len(made) != count for made in both):
+            return dict.fromkeys(range(count), "the job makes another number of optimizers for small parameters")
+        for _ in range(2):
+            for name, value in whole.items():
+                value.grad = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
+                half[name].grad = _half(value.grad, *cuts[name])
+            for place, pair in enumerate(zip(*both, strict=True)):
+                try:
+                    for optimizer in pair:
+                        _plainly(optimizer)
+                        optimizer.step()
+                except Exception as error:  # it needs more than gradients, or another device
+                    found[place] = _said(error)
         for place, optimizer in enumerate(both[0]):
             held = {id(value) for group in optimizer.param_groups for value in group["params"]}
             mine = [name for name, value in whole.items() if id(value) in held]
             if not all(torch.allclose(_half(whole[n].detach(), *cuts[n]), half[n], 1e-9, 1e-12) for n in mine):
-                found.add(place)
+                found.setdefault(place, "")
     return found
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _plainly(optimizer: Optimizer) -> None:
+    """Without the kernels of a device that is not here: they compute the same."""
+    for group in optimizer.param_groups:
+        for switch in ("fused", "capturable"):
+            if group.get(switch):
+                group[switch] = False
 
 
 def _half(value: Tensor, dim: int, length: int) -> Tensor:
     return value.narrow(dim, 0, min(length, value.shape[dim])).clone() if value.dim() else value.clone()
 
 
-def _rule(optimizer: Optimizer, notes: list[str], whole: bool) -> Rule:
+def _rule(optimizer: Optimizer, notes: list[str], whole: str | None) -> Rule:
     held = [value for group in optimizer.param_groups for value in group["params"]]
     size = sum(value.numel() * value.element_size() for value in held)
     temporary = 0.0
@@ -101,15 +121,14 @@ def _rule(optimizer: Optimizer, notes: list[str], whole: bool) -> Rule:
         elements=sum(value.numel() for value in held),
         fused=type(optimizer) in FUSED,
         fused_sharded=type(optimizer) in FUSED_SHARDED,
-        whole=whole,
+        whole=whole is not None,
+        untried=whole or "",
     )
 
 
 def _step(optimizer: Optimizer, held: list[Tensor]) -> float:
     """Step twice; bytes that the second one had alive at most besides what it started with."""
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            group["fused"] = False  # there is no fused kernel on the meta device; the state is the same
+    _plainly(optimizer)
     for value in held:
         value.grad = torch.empty_like(value)
     with warnings.catch_warnings():

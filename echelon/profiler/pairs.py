@@ -2,25 +2,27 @@
 
     up ──> activation ──> down          q, k, v ──> heads ──> out          convolution ──> batch norm ──> convolution
 
-Candidates follow from who reads whom; whether one works is tried (trying.py). Modules in between that learn something channel by channel
+Candidates follow from who reads whom; whether one works is tried (columns.py). Modules in between that learn something channel by channel
 (batch norm, a depthwise convolution) are cut along.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from echelon.profiler.columns import Pair, find_layout, watched
 from echelon.profiler.layers import channelwise, is_product
-from echelon.profiler.trying import Candidate, Pair, tried, watched
+from echelon.profiler.layouts import Candidate
+from echelon.profiler.rehearsal import alike, drawing, mode, rehearsing
 from echelon.profiler.visits import Follower, Visit, intercepted
 
 
@@ -29,53 +31,67 @@ class Found:
     """What a model's modules can be cut into."""
 
     pairs: tuple[Pair, ...]
-    called: frozenset[str]  #: modules without children that forward calls
-    touched: frozenset[
-        int
-    ]  #: parameters that are also used outside the call of the module that holds them, by identity
+    called: frozenset[str]  #: modules without children, and attention, that forward calls
+    touched: frozenset[int]  #: parameters that are also used outside the calls of what holds them, by identity
     sized: frozenset[int]  #: parameters whose sizes are read outside the module that holds them, by identity
     scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
 
 
 def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate] = ()) -> Found:
     """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
-    leaves = [path for path, module in model.named_modules() if not list(module.children()) and _holds(module)]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
-    try:
-        return _found(model, step, ways, leaves, hints)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    draws = drawing(model, step)
+    with rehearsing(model):
+        return _found(model, alike(model, step), ways, hints, draws)
 
 
 def _found(
-    model: nn.Module, step: Callable[[], Any], ways: int, leaves: list[str], hints: Iterable[Candidate]
+    model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate], draws: Container[str]
 ) -> Found:
-    follower = _Reads(model)
-    with intercepted(model, leaves, follower.around), follower:
-        step()  # with gradients: some forwards take them
-    calls = Counter(visit.path for visit in follower.visits)
+    trains = _followed(model, step)
+    followed = [trains]
+    with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
+        followed.append(_followed(model, step))
+    touched = frozenset(key for each in followed for key in each.touched)
+    sized = frozenset(key for each in followed for key in each.sized)
+    bound = touched | sized
+    calls = Counter(visit.path for visit in trains.visits)
     hinted = [each for each in hints if all(calls[path] == 1 for path in each.paths)]
     candidates = [
         each
-        for each in (*hinted, *_candidates(model, follower.visits, calls))
+        for each in (*hinted, *_candidates(model, trains.visits, calls))
         # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
-        if not any(
-            id(value) in follower.sized or id(value) in follower.touched
-            for path in each.paths
-            for value in model.get_submodule(path).parameters()
-        )
+        if not any(id(value) in bound for path in each.paths for value in model.get_submodule(path).parameters())
+        and not any(run.escapes(each) for run in followed)
     ]
-    seen = watched(model, candidates, step)
+    seen = [watched(model, candidates, step)]
+    if len(followed) > 1:
+        with mode(model, training=False):
+            seen.append(watched(model, candidates, step))
     pairs: dict[str, Pair] = {}
     for each in candidates:
-        if each.row not in pairs and each in seen and (pair := tried(model, step, each, seen[each], ways)) is not None:
-            pairs[each.row] = pair
-    read = {source for visit in follower.visits for source, _ in visit.reads}
-    scored = frozenset(follower.visits[each].path for each in follower.scored - read)
+        if each.row not in pairs and each in seen[0]:
+            found = find_layout(model, step, each, [run[each] for run in seen if each in run], ways)
+            if found is not None:
+                pairs[each.row] = Pair(each, *found, seen[0][each].holder in draws)
+    read = {source for visit in trains.visits for source, _ in visit.reads}
     return Found(
-        tuple(pairs.values()), frozenset(calls), frozenset(follower.touched), frozenset(follower.sized), scored
+        pairs=tuple(pairs.values()),
+        called=frozenset(visit.path for run in followed for visit in run.visits),
+        touched=touched,
+        sized=sized,
+        scored=frozenset(trains.visits[each].path for each in trains.scored - read),
     )
+
+
+def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:
+    leaves = [path for path, module in model.named_modules() if _holds(module)]
+    follower = _Reads(model)
+    with intercepted(model, leaves, follower.around), follower:
+        loss = step()  # with gradients: some forwards take them
+    follower.told = {
+        number for number, _ in follower.origin([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
+    }
+    return follower
 
 
 class _Reads(Follower):
@@ -84,16 +100,26 @@ class _Reads(Follower):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._called)
         self.scored: set[int] = set()
+        #: Visits that the loss reads.
+        self.told: set[int] = set()
         self._model = model
+
+    def escapes(self, candidate: Candidate) -> bool:
+        """Whether what the columns gave reaches the loss by another way than the row: a penalty, say. A rank would take it of its part."""
+        inner = {*candidate.columns, *candidate.between}
+        reached: set[int] = set()
+        for number, visit in enumerate(self.visits):
+            if visit.path in inner or (visit.path != candidate.row and any(each in reached for each, _ in visit.reads)):
+                reached.add(number)
+        return bool(self.told & reached)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.cross_entropy:
             given = args[0] if args else (kwargs or {})["input"]
             self.scored |= {number for number, _ in self.origin([given])}
         out = super().__torch_function__(func, types, args, kwargs)
-        if (
-            isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__"
-        ):  # `.T` and `.data` are the parameter itself
+        # `.T` and `.data` are the parameter itself.
+        if isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__":
             self._touch(args)
         return out
 
@@ -121,6 +147,9 @@ class _Foreign(TorchFunctionMode):
 
 
 def _holds(module: nn.Module) -> bool:
+    """Whether a module's parameters are its own business: one without children, or attention, which does not call its child."""
+    if list(module.children()) and type(module) is not nn.MultiheadAttention:
+        return False
     return next(module.parameters(), None) is not None or channelwise(module) is not None
 
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from echelon.profiler.blocks import Chain, tensors_of
-from echelon.profiler.trying import calling, equal
+from echelon.profiler.coupling import random_states
+from echelon.profiler.rehearsal import alike, calling, equal, mode
 
 
 class WrongError(Exception):
@@ -115,23 +116,16 @@ class Record:
         here, before = (x.index_select(dim, even) for x in (found[0], self.outs[unit]))
         return not equal(here, before)
 
-    def draws(self, length: int) -> bool:
-        """Whether the blocks draw random numbers in training, for sequences of `length`. Those of a sample as a whole (stochastic depth) would fall apart."""
-        watched = [self.model.get_submodule(unit) for unit in self.chain.units]
-        draws = _Sizes()
-        try:
-            for module in watched:
-                module.train()
-            with ExitStack() as stack:
-                for module in watched:
-                    stack.enter_context(calling(module, draws.within(module.forward)))
-                self.step()
-        finally:
-            for module in watched:
-                module.eval()
-        if any(size % length for size in draws.found):
-            raise WrongError("it draws random numbers for samples as a whole, of which each part would draw its own")
-        return bool(draws.found)
+
+def draws(model: nn.Module, step: Callable[[], Any], units: Sequence[str]) -> dict[str, list[int]]:
+    """How many random numbers the blocks draw at a time in training. Not while it is rehearsed: then nobody does."""
+    found = {unit: _Sizes() for unit in units}
+    with random_states(), mode(model, training=True), ExitStack() as stack:
+        for unit, sizes in found.items():
+            module = model.get_submodule(unit)
+            stack.enter_context(calling(module, sizes.within(module.forward)))
+        alike(model, step)()
+    return {unit: sizes.found for unit, sizes in found.items()}
 
 
 class _Sizes(TorchDispatchMode):

@@ -11,7 +11,7 @@ Gradients of parameters tell where they are used: they are the whole on each ran
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.plan.placement import Placement, shares
+from echelon.plan.profile import units
 from echelon.plan.segment import Gather, Segment
 from echelon.profiler.blocks import JOINING, Chain, chains, tensors_of
 from echelon.profiler.coupling import first_line
-from echelon.profiler.recorded import Record, WrongError, changed, first, first_of, total_of
-from echelon.profiler.trying import calling, equal
+from echelon.profiler.recorded import Record, WrongError, changed, draws, first, first_of, total_of
+from echelon.profiler.rehearsal import alike, calling, equal, mode, rehearsing
+from echelon.profiler.tree import module_tree
 
 _OPENING = ("column", "attention")  #: cuts that need the whole of their input
 
@@ -39,27 +41,55 @@ class Segments:
 
 
 def find_segments(model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement]) -> Segments:
-    """The segments of `model` (real numbers, in eval mode), cut by `placements` over `ways` ranks; `step()` computes its loss."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it calls no modules
-    try:
-        runs = list(chains(model, step, placements))
-        why = "" if runs else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
-        found: list[Segment] = []
-        for chain in runs:
-            try:
-                segment, placements = _Trials(model, step, ways, placements, chain).segment()
-                found.append(segment)
-            except WrongError as error:
-                why = f"{chain.units[0]}: {error}"
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    """The segments of `model` (real numbers), cut by `placements` over `ways` ranks; `step()` computes its loss."""
+    drawn = draws(model, step, units(module_tree(model)))
+    with rehearsing(model):
+        return _found(model, alike(model, step), ways, placements, drawn)
+
+
+def _found(
+    model: nn.Module,
+    step: Callable[[], Any],
+    ways: int,
+    placements: Sequence[Placement],
+    drawn: Mapping[str, list[int]],
+) -> Segments:
+    runs = list(chains(model, step, placements))
+    why = "" if runs else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
+    found: list[Segment] = []
+    for chain in runs:
+        try:
+            segment, parted = _Rehearsal(model, step, ways, placements, chain, drawn).segment()
+            with mode(model, training=False):
+                again = _Rehearsal(model, step, ways, placements, chain, drawn) if _evaluates(step) else None
+                if again is not None and again.segment() != (segment, parted):
+                    raise WrongError(
+                        "it works on a part of the sequence in training, and otherwise when it is evaluated"
+                    )
+            found.append(segment)
+            placements = parted
+        except WrongError as error:
+            why = f"{chain.units[0]}: {error}"
     return Segments(tuple(found), tuple(placements), "" if found else why)
 
 
-class _Trials:
+def _evaluates(step: Callable[[], Any]) -> bool:
+    """Whether the model has a loss when it does not train."""
+    try:
+        return total_of(step()).requires_grad
+    except Exception:
+        return False
+
+
+class _Rehearsal:
     def __init__(
-        self, model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement], chain: Chain
+        self,
+        model: nn.Module,
+        step: Callable[[], Any],
+        ways: int,
+        placements: Sequence[Placement],
+        chain: Chain,
+        drawn: Mapping[str, list[int]],
     ) -> None:
         self.model, self.step, self.ways, self.placements, self.chain = model, step, ways, placements, chain
         inside = [each for each in placements if any(each.path.startswith(unit + ".") for unit in chain.units)]
@@ -78,7 +108,10 @@ class _Trials:
         self.length = self.record.hidden(chain.units[0]).shape[self.dim]
         if self.length < 2 * ways:
             raise WrongError(f"samples of {self.length} positions are too short to try it with {ways} ranks")
-        self.draws = self.record.draws(self.length)
+        sizes = [size for unit in chain.units for size in drawn[unit]]
+        if any(size % self.length for size in sizes):
+            raise WrongError("it draws random numbers for samples as a whole, of which each part would draw its own")
+        self.draws = bool(sizes)
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
         self.choices = self._choices()
         self.level = dict.fromkeys(map(_kind, self.rows), 0)
@@ -88,7 +121,7 @@ class _Trials:
     def segment(self) -> tuple[Segment, Sequence[Placement]]:
         """The segment, and how modules are cut for it."""
         gathers = self._gathers()
-        grads = [self._tried(rank, slopes=True).grads for rank in range(self.ways)]
+        grads = [self._run(rank, slopes=True).grads for rank in range(self.ways)]
         placements = {each.path: each for each in self.placements}
         names = {f"{each.path}.{part.name}": each for each in self.placements for part in each.slices}
         partial: list[str] = []
@@ -151,7 +184,7 @@ class _Trials:
             try:
                 gathers: dict[str, set[str]] = {}
                 for rank in {0, self.ways - 1}:
-                    for path, names in self._tried(rank).gathers.items():
+                    for path, names in self._run(rank).gathers.items():
                         gathers.setdefault(path, set()).update(names)
                 return gathers
             except WrongError as error:
@@ -164,7 +197,7 @@ class _Trials:
                     raise
                 self.level[kind] += 1
 
-    def _tried(self, rank: int, *, slopes: bool = False) -> _Rank:
+    def _run(self, rank: int, *, slopes: bool = False) -> _Rank:
         trial = _Rank(self, rank)
         with ExitStack() as stack, torch.set_grad_enabled(True):
             for module, forward in trial.forwards():
@@ -193,9 +226,9 @@ class _Trials:
 class _Rank:
     """The model as one rank would run it."""
 
-    def __init__(self, trials: _Trials, rank: int) -> None:
-        self.trials, self.rank = trials, rank
-        sizes = shares(trials.length, trials.ways)
+    def __init__(self, rehearsal: _Rehearsal, rank: int) -> None:
+        self.rehearsal, self.rank = rehearsal, rank
+        sizes = shares(rehearsal.length, rehearsal.ways)
         self.start, self.size = sum(sizes[:rank]), sizes[rank]
         self.open = ""  #: the row that is on its way
         self.gathers: dict[str, set[str]] = {}
@@ -204,36 +237,36 @@ class _Rank:
 
     def forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
         """Modules and what they compute meanwhile, each once."""
-        trials, model = self.trials, self.trials.model
+        rehearsal, model = self.rehearsal, self.rehearsal.model
         needs = {
             path: row
-            for row, ways in trials.choices.items()
-            for path in ways[min(trials.level[_kind(row)], len(ways) - 1)]
+            for row, ways in rehearsal.choices.items()
+            for path in ways[min(rehearsal.level[_kind(row)], len(ways) - 1)]
         }
-        others = [path for path in trials.others if path in trials.record.outs]
-        for path in dict.fromkeys((*needs, *trials.rows, *others, *trials.chain.units)):
+        others = [path for path in rehearsal.others if path in rehearsal.record.outs]
+        for path in dict.fromkeys((*needs, *rehearsal.rows, *others, *rehearsal.chain.units)):
             module = model.get_submodule(path)
             forward: Callable[..., Any] = module.forward
             if path in others and path not in needs:
                 forward = self._other(path, forward)
-            if path in trials.rows:
+            if path in rehearsal.rows:
                 forward = self._row(path, forward)
             if path in needs:
                 forward = self._whole(path, needs[path], forward)
-            if path in trials.chain.units:
+            if path in rehearsal.chain.units:
                 forward = self._block(path, forward)
             yield module, forward
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of `x`; empty where it is no sequence."""
-        long = x.dim() == 3 and x.shape[self.trials.dim] == self.trials.length
-        return x.narrow(self.trials.dim, self.start, self.size) if long else x.new_empty(0)
+        long = x.dim() == 3 and x.shape[self.rehearsal.dim] == self.rehearsal.length
+        return x.narrow(self.rehearsal.dim, self.start, self.size) if long else x.new_empty(0)
 
     def _parted(self, x: Tensor, path: str) -> Tensor:
         return _Parted.apply(x, self, path)
 
     def _whole(self, path: str, row: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        recorded = self.trials.record.args[path]
+        recorded = self.rehearsal.record.args[path]
 
         def change(name: str, x: Any) -> Any:
             true = recorded.get(name)
@@ -253,8 +286,8 @@ class _Rank:
 
     def _other(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         """A module that works position by position gives its part of what it gave; one that does not needs the whole."""
-        given, gave = self.trials.record.args[path], self.trials.record.outs[path]
-        again = _kind(path) in self.trials.again
+        given, gave = self.rehearsal.record.args[path], self.rehearsal.record.outs[path]
+        again = _kind(path) in self.rehearsal.again
         whole = self._whole(path, "", inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -278,7 +311,7 @@ class _Rank:
         return forward
 
     def _row(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        true = self.trials.record.args[path]
+        true = self.rehearsal.record.args[path]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = dict(tensors_of(args, kwargs))
@@ -295,7 +328,7 @@ class _Rank:
         return forward
 
     def _block(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        chain, true = self.trials.chain, self.trials.record.outs[path]
+        chain, true = self.rehearsal.chain, self.rehearsal.record.outs[path]
 
         def leave(x: Tensor) -> Tensor:
             if not equal(x, self.part(true)):
@@ -320,7 +353,7 @@ class _Parted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        slope = ctx.rank.trials.record.slopes.get(ctx.path)
+        slope = ctx.rank.rehearsal.record.slopes.get(ctx.path)
         if slope is None:
             return grads[0].new_zeros(ctx.shape), None, None
         if not equal(grads[0], ctx.rank.part(slope), float(slope.abs().max())):

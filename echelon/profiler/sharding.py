@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from echelon.nn.recurrent import relist
 from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
+from echelon.profiler.columns import Pair
 from echelon.profiler.hints import hinted
 from echelon.profiler.layers import CONVOLUTIONS, TRANSPOSED, is_flipped, is_plain, outputs
 from echelon.profiler.pairs import Found, find_pairs
-from echelon.profiler.trying import Pair, calling
+from echelon.profiler.rehearsal import alike, calling, mode, rehearsing
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -36,7 +38,7 @@ class Sharding:
 
 
 def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
-    """The cuts of `model` (real numbers, in eval mode) over `ways` ranks; `step()` computes its loss."""
+    """The cuts of `model` (real numbers) over `ways` ranks; `step()` computes its loss."""
     found = find_pairs(model, step, ways, hinted(model))
     pairs = list(_fitting(found.pairs))
     placements = {placement.path: placement for pair in pairs for placement in _placed(model, pair)}
@@ -52,7 +54,8 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
         else:
             whole[path] = why
     _keep_tied(model, placements, whole, pairs, found)
-    resting = _store(model, step, ways, placements, whole, inside)
+    with rehearsing(model):
+        resting = _store(model, alike(model, step), ways, placements, whole, inside)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def share(*cuts: str) -> float:
@@ -126,16 +129,16 @@ def _resting(module: nn.Module, ways: int) -> tuple[Slice, ...]:
 
 def _alone(module: nn.Module, path: str, found: Found, ways: int) -> tuple[Placement | None, str]:
     """The cut that needs no partner, or why there is none."""
-    if type(module) is nn.MultiheadAttention:
-        return _heads(module, path, ways)
     if path not in found.called:
         how = "computes with parameters of its own" if list(module.children()) else "is not called as a module"
         return None, f"{type(module).__name__} {how}"
-    own = {id(value) for value in module.parameters(recurse=False)}
+    own = {id(value) for value in module.parameters()}
     if found.touched & own:
         return None, "its parameters are also used outside of it"
     if found.sized & own:
         return None, "the sizes of its parameters are read outside of it"
+    if type(module) is nn.MultiheadAttention:
+        return _heads(module, path, ways)
     table, linear = type(module) in _TABLES, type(module) is nn.Linear or is_flipped(module)
     if not (table or linear or type(module) in (*CONVOLUTIONS, *TRANSPOSED)):
         return None, f"no rule to cut {type(module).__name__}"
@@ -245,7 +248,9 @@ def _store(
             whole.setdefault(path, "it shares a parameter")
         elif _resting(module, ways):
             lone.append(path)
-    expected = _total(step)
+    expected = {True: _total(step)}
+    with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
+        expected[False] = _total(step)
     if lone and _hidden(model, step, {path: path for path in lone}, ways, expected):
         where: dict[str, str | None] = {path: path for path in lone}
     else:
@@ -281,13 +286,17 @@ def _shared(model: nn.Module) -> set[int]:
 
 
 def _total(step: Callable[[], Any]) -> float:
-    torch.manual_seed(0)
     (value, *_) = (leaf for leaf in tree_leaves(step()) if isinstance(leaf, Tensor))
     return float(value.detach().double())
 
 
-def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: float) -> bool:
-    """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs."""
+def _hidden(
+    model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: Mapping[bool, float]
+) -> bool:
+    """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs.
+
+    `expected`: the loss in training, and in evaluation where it has one.
+    """
     called: set[str] = set()
 
     def around(path: str, within: str) -> Callable[..., Any]:
@@ -320,8 +329,11 @@ def _hidden(model: nn.Module, step: Callable[[], Any], places: Mapping[str, str]
             for own in values.values():
                 for value in own.values():
                     value.fill_(math.nan)
-            with torch.enable_grad():
-                return math.isclose(_total(step), expected, rel_tol=1e-9) and called == set(places)
+            for training, total in expected.items():
+                with torch.enable_grad(), mode(model, training=training):
+                    if not math.isclose(_total(step), total, rel_tol=1e-9):
+                        return False
+            return called == set(places)
         except Exception:  # code that looks at values may refuse those
             return False
         finally:
@@ -345,17 +357,11 @@ def _replaced(module: nn.Module, values: dict[str, nn.Parameter]) -> Iterator[No
     before = dict(module._parameters)
     try:
         module._parameters.update(values)
-        _flatten(module)
+        relist(module)
         yield
     finally:
         module._parameters.update(before)
-        _flatten(module)
-
-
-def _flatten(module: nn.Module) -> None:
-    """Recurrent layers keep a second list of their weights."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        relist(module)
 
 
 def _bytes(model: nn.Module, placements: Iterable[Placement]) -> float:

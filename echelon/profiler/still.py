@@ -144,7 +144,7 @@ class Stillness:
     def __call__(self) -> Iterator[None]:
         """Hold it still."""
         before = torch.get_default_dtype()
-        with _Hold(self) if self.random or self.narrow else contextlib.nullcontext():
+        with Hold(self) if self.random or self.narrow else contextlib.nullcontext():
             if self.narrow:
                 torch.set_default_dtype(torch.float64)
             try:
@@ -153,7 +153,7 @@ class Stillness:
                 torch.set_default_dtype(before)
 
 
-class _Hold(TorchFunctionMode):
+class Hold(TorchFunctionMode):
     """Rewrites calls of torch's Python interface as they are made."""
 
     def __init__(self, what: Stillness) -> None:
@@ -196,14 +196,28 @@ def silence(model: nn.Module) -> list[str]:
     """Turn off the dropout of torch's own modules, in place; gives their paths."""
     silenced = []
     for path, module in model.named_modules():
-        name = (
-            "p"
-            if isinstance(module, _DropoutNd)
-            else "dropout"
-            if isinstance(module, nn.RNNBase | nn.MultiheadAttention)
-            else None
-        )
+        name = _rate(module)
         if name is not None and getattr(module, name) > 0:
             setattr(module, name, 0.0)
             silenced.append(path)
     return silenced
+
+
+@contextlib.contextmanager
+def silenced(model: nn.Module) -> Iterator[None]:
+    """The same for a while."""
+    named = [(module, _rate(module)) for module in model.modules()]
+    rates = [(module, name, getattr(module, name)) for module, name in named if name is not None]
+    silence(model)
+    try:
+        yield
+    finally:
+        for module, name, rate in rates:
+            setattr(module, name, rate)
+
+
+def _rate(module: nn.Module) -> str | None:
+    """The attribute that says how much a module drops."""
+    if isinstance(module, _DropoutNd):
+        return "p"
+    return "dropout" if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else None

@@ -196,6 +196,22 @@ class Regularised(nn.Module):
         return self.down(self.up(x).relu()), (self.up.weight.T @ self.up.weight).square().sum()
 
 
+class Penalised(nn.Module):
+    """Hidden states that are penalised in training, by way of an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12))
+        self.block[1].register_forward_hook(self._note)
+
+    def _note(self, _: nn.Module, __: Any, hidden: Tensor) -> None:
+        self.penalty = hidden.abs().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.block(x)
+        return out + self.penalty if self.training else out
+
+
 def _normed() -> nn.Module:
     """A weight that a hook makes of two others."""
     with warnings.catch_warnings():
@@ -284,6 +300,7 @@ CASES: dict[str, Case] = {
     "weight norm": Case(lambda: nn.Sequential(weight_norm(nn.Conv1d(6, 8, 3)), nn.ReLU()), lambda: (numbers(3, 6, 9),), {"0.parametrizations.weight": "stored"}),
     "weight norm by a hook": Case(_normed, _x, {"0": "gather", "2": "stored"}),
     "regularised": Case(Regularised, _x, {"up": "stored", "down": "gather"}),
+    "penalised": Case(Penalised, _x, {"block.0": "gather", "block.2": "gather"}),
     "masked convolution": Case(lambda: nn.Sequential(nn.Conv2d(6, 12, 1), nn.ReLU(), Masked(12, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 4, 1)), _image(), {"0": "gather", "2": "stored"}),
     "logits": Case(lambda: Scored(lambda x: x.flatten(0, 1), ids(7, 15)), _x, {"head": "logits"}),
     "logits with ignored rows": Case(lambda: Scored(lambda x: x.float().double().reshape(15, 7), ids(7, 15).where(torch.arange(15) > 4, -1), ignore_index=-1, reduction="sum"), _x, {"head": "logits"}),
@@ -299,6 +316,25 @@ CASES: dict[str, Case] = {
     "learnt scale": Case(Scaled, _x, {"up": "column", "down": "row"}),
     "changed input": Case(Shared, lambda: (numbers(5, 6),), {"first": "gather", "third": "gather"}),
 }  # fmt: skip
+
+
+class Targets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 7)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), target)
+
+
+#: Models, inputs that are right, and such as one device refuses.
+STRANGE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], tuple[Any, ...]]] = {
+    "id": (lambda: nn.Embedding(11, 6), (ids(11, 4),), (torch.tensor([3, 11]),)),
+    "negative id": (lambda: nn.Embedding(11, 6), (ids(11, 4),), (torch.tensor([3, -1]),)),
+    "bag": (lambda: nn.EmbeddingBag(11, 6, mode="sum"), (ids(11, 2, 4),), (torch.tensor([[3, 11]]),)),
+    "target": (Targets, (numbers(3, 12), torch.tensor([0, 6, -100])), (numbers(3, 12), torch.tensor([0, 7, 1]))),
+    "negative target": (Targets, (numbers(3, 12), ids(7, 3)), (numbers(3, 12), torch.tensor([0, -1, 1]))),
+}
 
 
 @dataclass(frozen=True)
@@ -339,7 +375,7 @@ def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
             if value.is_floating_point():
                 value.copy_(1 + torch.rand_like(value))
     parted = copy.deepcopy(whole)
-    probe = copy.deepcopy(whole).eval()
+    probe = copy.deepcopy(whole)
     found = shard(probe, lambda: _loss(probe(*case.inputs())), axis.size)
     kept = pieces(parted, found.placements, axis)
     install(parted, found.placements, axis)
@@ -366,6 +402,28 @@ def _compare(axis: Counting, ranks: Ranks, case: Case) -> Compared:
         worst[group] = max((_parts_apart(*pair, kept.get(n)) for n, pair in values.items()), default=0.0)
     share = sum(p.numel() for p in mine.values()) / sum(p.numel() for p in whole.parameters())
     return Compared({each.path: each.cut for each in found.placements}, worst, share, gathers)
+
+
+def strange(world: World) -> dict[str, str]:
+    """What is said of ids and targets that are out of range, by a model cut over all ranks; "": nothing."""
+    ranks, told = Ranks(world, torch.device("cpu")), dict[str, str]()
+    try:
+        axis = Axis(ranks.axes(Mesh(tp=world.size))["tp"])
+        for name, (make, good, bad) in STRANGE.items():
+            model = make().double()
+            found = shard(model, lambda model=model, good=good: _loss(model(*good)), axis.size)
+            kept = pieces(model, found.placements, axis)
+            install(model, found.placements, axis)
+            cut(model, kept)
+            told[name] = ""
+            model(*good)
+            try:
+                model(*bad)
+            except IndexError as error:
+                told[name] = str(error)
+    finally:
+        ranks.close()
+    return told
 
 
 def _leaf(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from echelon.testing.ranks import Pool
-from tests.engine.parts import CASES, Compared, compare, load, save
+from tests.engine.parts import CASES, Compared, compare, load, save, strange
 from tests.zoo.prove import completed
 
 
@@ -45,3 +45,14 @@ def test_what_was_saved_in_parts_is_loaded_whole_and_back(ranks: Pool, name: str
     alone = ranks.run(1, save, name, whole, str(tmp_path / "whole"))[0]
     again = ranks.run(2, load, name, parted, str(tmp_path / "whole"))[0]
     assert all(torch.equal(value, again[key]) for key, value in alone.items())
+
+
+def test_ids_and_targets_out_of_range_are_refused_as_on_one_device(ranks: Pool) -> None:
+    for told in ranks.run(2, strange):
+        assert told == {
+            "id": "Embedding: index 11 is out of range of 0 to 10",
+            "negative id": "Embedding: index -1 is out of range of 0 to 10",
+            "bag": "EmbeddingBag: index 11 is out of range of 0 to 10",
+            "target": "target of a cross entropy: index 7 is out of range of 0 to 6",
+            "negative target": "target of a cross entropy: index -1 is out of range of 0 to 6",
+        }

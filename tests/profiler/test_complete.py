@@ -108,3 +108,39 @@ def test_a_model_that_looks_at_its_numbers_has_no_stages_and_another_plan_is_tak
     # The other layer is not called by these samples: it is cut at rest.
     assert sorted(each.cut for each in plan.placements) == ["gather", "stored"]
     assert not why
+
+
+class Peeking(nn.Module):
+    """Reads a weight of a block that the block does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(5, 5), "proj": nn.Linear(5, 5)}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            x = x + block["up"](x) @ self.blocks[0]["proj"].weight  # type: ignore[index,operator]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("tp=2 recompute=block", r"recompute=block: blocks\.0\.proj is used all over the model, and blocks\.0 would be computed again"),
+        ("tp=2 recompute=selective", r"recompute=selective: blocks\.0\.proj is used all over the model"),
+        ("dp=2 tp=2 zero=3", r"zero=3: blocks\.0\.proj is used all over the model, and zero=3 shards blocks\.0 by itself; add `whole`"),
+    ],
+)  # fmt: skip
+def test_a_weight_that_would_be_a_piece_where_it_is_used_is_refused_with_the_remedy(plan: str, words: str) -> None:
+    job = small(Peeking)
+    with pytest.raises(PlanError, match=words):
+        complete(from_text(plan), job)
+    with pytest.raises(PlanError, match=words):
+        complete(from_text(plan), job, profile(job))
+    good = complete(from_text("tp=2"), job)
+    assert {each.path: each.within for each in good.placements if each.cut == "stored"}["blocks.0.proj"] == ""
+    refused = replace(good, **{name: getattr(from_text(plan), name) for name in ("mesh", "zero", "recompute")})
+    assert [each for each in check(refused, profile(job)) if each.severity == "error"]
+    assert not [each for each in check(good, profile(job)) if each.severity == "error"]
+    assert complete(from_text("dp=2 tp=2 zero=3 whole"), job).placements

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from echelon.errors import PlanError
+from echelon.flow.prepare import Subject, prepare
+from echelon.job import Job
 from echelon.plan.check import check
 from echelon.plan.text import from_text
 from echelon.profiler import profile
+from echelon.profiler.complete import complete
 from tests.zoo.data import train
 
 
@@ -35,6 +40,38 @@ def _muon(named: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
 
 
+class Stubborn(torch.optim.SGD):
+    """Cannot be tried: it steps only where it knows the parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise KeyError("who is this?")
+
+
+def _knowing(named: Any) -> torch.optim.Optimizer:
+    params = [value for _, value in named]
+    if all(max(value.shape) < 8 for value in params):
+        raise RuntimeError("these are not the parameters that I know")
+    return torch.optim.SGD(params, lr=1e-3)
+
+
+def _looking(params: Any) -> torch.optim.Optimizer:
+    values = list(params)
+    return torch.optim.SGD(values, lr=float(values[0].sum()))
+
+
+def _pieces(optimizer: Callable[[Any], Any]) -> Job:
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        return output.square().mean()
+
+    return train(
+        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
+        data=TensorDataset(torch.randn(16, 8)),
+        inputs=lambda batch: (batch, {}),
+        loss=loss,
+        optimizer=optimizer,
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "whole"),
     [
@@ -45,24 +82,46 @@ def _muon(named: Any) -> list[torch.optim.Optimizer]:
         (lambda p: torch.optim.Adafactor(p, lr=1e-3), [True]),
         (lambda p: Trust(p, lr=1e-3), [True]),
         (_muon, [True, False]),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3, capturable=True), [False]),
     ],
 )
 def test_an_optimizer_that_needs_whole_parameters_is_refused_under_tp(
     make: Callable[[Any], Any], whole: list[bool]
 ) -> None:
-    def loss(output: Tensor, batch: Tensor) -> Tensor:
-        return output.square().mean()
-
-    job = train(
-        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
-        data=TensorDataset(torch.randn(16, 8)),
-        inputs=lambda batch: (batch, {}),
-        loss=loss,
-        optimizer=make,
-    )
+    job = _pieces(make)
     found = profile(job)
     assert [rule.whole for rule in found.optimizers] == whole
     errors = [str(each) for each in check(from_text("tp=2"), found) if each.severity == "error"]
     assert len(errors) == any(whole)
     assert all("norms or factors of whole parameters" in each and "use dp=2 or pp" in each for each in errors)
     assert not [each for each in check(from_text("dp=2"), found) if each.severity == "error"]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1", "tp=2 pp=2"])
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adafactor(p, lr=1e-3), lambda p: Trust(p, lr=1e-3), _muon])
+def test_it_is_refused_on_first_use_too_when_nothing_is_known_of_the_job(make: Callable[[Any], Any], plan: str) -> None:
+    job = _pieces(make)
+    with pytest.raises(PlanError, match="norms or factors of whole parameters, and tp leaves pieces") as caught:
+        complete(from_text(plan), job)
+    with pytest.raises(PlanError, match="norms or factors of whole parameters"):
+        prepare(Subject(job), plan)
+    (told,) = caught.value.problems
+    assert str(told) in map(str, check(from_text(plan), profile(job)))
+    # A document that says how the model is cut was made for another optimizer.
+    cut = complete(from_text("tp=2"), replace(job, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)))
+    with pytest.raises(PlanError, match="norms or factors of whole parameters"):
+        complete(cut, job)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: Stubborn([v for _, v in p], lr=1e-3), r"Stubborn could not be tried .*KeyError: 'who is this\?'"),
+        (_looking, r"the optimizer could not be tried on pieces"),
+        (_knowing, r"SGD could not be tried on pieces of parameters \(RuntimeError: these are not"),
+    ],
+)
+def test_one_that_cannot_be_tried_is_taken_for_one_that_needs_whole_parameters(make: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        complete(from_text("tp=2"), _pieces(make))
+    assert complete(from_text("dp=2"), _pieces(make))

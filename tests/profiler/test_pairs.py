@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.profiler.hints import hinted
+from echelon.profiler.layouts import Candidate
 from echelon.profiler.pairs import Found, find_pairs
 
 
@@ -249,3 +250,84 @@ def test_a_weight_that_is_read_elsewhere_is_no_part_of_a_pair(read: Any, place: 
             return self.block(x) + self.read(getattr(self.block, place).weight)
 
     assert not pairs_of(Regularised()).pairs
+
+
+class Penalised(Between):
+    """Its hidden states are penalised, always or in training only."""
+
+    def __init__(self, *, always: bool, beside: bool = False) -> None:
+        super().__init__(None)
+        self.always, self.penalty = always, torch.zeros((), dtype=torch.float64)
+        self.norm = nn.LayerNorm(12) if beside else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).relu()
+        if self.training or self.always:
+            self.penalty = (hidden if self.norm is None else self.norm(hidden)).abs().mean()
+        return self.down(hidden)
+
+
+def penalised(model: Penalised, hints: Any = ()) -> Found:
+    model, x = model.double(), torch.randn(3, 8, dtype=torch.float64)
+    return find_pairs(model, lambda: model(x).square().sum() + model.penalty, 2, hints)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_hidden_states_that_the_loss_reads_stay_whole(always: bool) -> None:
+    assert not penalised(Penalised(always=always)).pairs
+    model = Penalised(always=always, beside=True)
+    assert not penalised(model, [Candidate(("up",), "down", hinted=True)]).pairs
+    # Where the loss does not read it there is nothing to penalise.
+    assert rows(pairs_of(Penalised(always=always))) == ["down"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_done_in_one_mode_only_is_tried_in_that(training: bool) -> None:
+    class Moody(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x).relu()
+            return self.down(hidden.softmax(-1) if self.training is training else hidden)
+
+    assert not pairs_of(Moody(None)).pairs
+
+
+def test_a_model_without_a_loss_in_evaluation_is_tried_in_training() -> None:
+    class Trains(Between):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) if self.training else {}
+
+    assert rows(pairs_of(Trains(F.gelu))) == ["down"]
+
+
+def test_draws_and_moving_buffers_do_not_hide_a_pair() -> None:
+    class Moving(Between):
+        def __init__(self) -> None:
+            super().__init__(nn.Dropout(0.5))
+            self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 0.1 * torch.randn_like(x) - self.mean
+            if self.training:
+                self.mean.lerp_(x.detach().mean(0), 0.5)
+            return super().forward(x)
+
+    model = Moving()
+    (pair,) = pairs_of(model).pairs
+    assert pair.draws
+    assert not model.mean.any()
+    assert model.work.p == 0.5
+
+
+def test_columns_that_are_all_alike_tell_nothing() -> None:
+    """A norm over nothing but zeros would pass for one that works on a part."""
+
+    class Zeros(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 12, bias=False), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = self.up(torch.randn_like(x))
+            return self.down(F.layer_norm(noise, noise.shape[-1:])) + x
+
+    assert not pairs_of(Zeros()).pairs

@@ -171,3 +171,22 @@ def test_a_model_without_a_segment_is_refused_with_the_remedy() -> None:
         match=r"no blocks of the model work on a part .* a module of its own, leave `sequence` out, or use recompute",
     ):
         complete(from_text("tp=2 sequence"), job)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_block_does_in_one_mode_only_is_tried_in_that(training: bool) -> None:
+    class Moody(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out - out.mean(1, keepdim=True) if self.training is training else out
+
+    assert not segments(Stack(kind=Moody)).segments
+
+
+def test_random_numbers_in_the_blocks_are_held_still() -> None:
+    class Dropped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5, self.training))
+
+    (found,) = segments(Stack(kind=Dropped)).segments
+    assert found.draws

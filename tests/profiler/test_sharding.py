@@ -179,3 +179,25 @@ def test_a_weight_that_a_hook_makes_is_not_cut_and_what_it_is_made_of_is() -> No
     (normed,) = (each for each in found.placements if each.path == "2")
     assert "weight_v" in {each.name for each in normed.slices}
     assert normed.within == ""
+
+
+class Attended(nn.Module):
+    """Attention of which a weight is penalised, or which is computed without calling it."""
+
+    def __init__(self, *, called: bool) -> None:
+        super().__init__()
+        self.inner, self.called = nn.MultiheadAttention(8, 2, batch_first=True), called
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.called:
+            return self.inner(x, x, x)[0] + self.inner.in_proj_weight.square().mean()
+        values = nn.functional.linear(x, self.inner.in_proj_weight[16:], self.inner.in_proj_bias[16:])
+        return self.inner.out_proj(values)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_attention_whose_weights_are_read_elsewhere_is_not_cut_by_heads(called: bool) -> None:
+    found = cut(Attended(called=called), torch.randn(2, 5, 8).double())
+    assert "attention" not in cuts(found).values()
+    (inner,) = (each for each in found.placements if each.path == "inner")
+    assert (inner.cut, inner.within) == ("stored", "")

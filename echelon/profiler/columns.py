@@ -1,13 +1,12 @@
 """Whether layers can be cut in pairs: the module that holds a pair is run on one rank's columns.
 
 Whether the code between them works on a part of the columns is not guessed from operators. What reaches the row must be exactly that
-rank's part of what reached it before. Counts of heads that the code holds in attributes are divided for that, and views by a width that the code took
-from elsewhere are fitted (nn/views.py); the plan notes which.
+rank's part of what reached it before, in training and in evaluation. Layouts (layouts.py) are tried until one works; views by a width
+that the code took from elsewhere are fitted (nn/views.py), and the plan notes it.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,35 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.nn.views import Fitted
 from echelon.plan.placement import portion, shares
-from echelon.profiler.layers import channelwise, is_flipped, is_linear, outputs
-
-_EQUAL = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What may be a pair: the row reads the columns alone, through the modules between, and nothing else reads those."""
-
-    columns: tuple[str, ...]
-    row: str
-    between: tuple[str, ...] = ()
-    hinted: bool = False  #: the model's authors say so
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """All of its modules."""
-        return (*self.columns, *self.between, self.row)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the columns of a pair are dealt out."""
-
-    parts: tuple[int, ...]  #: of the columns' outputs, where there is one column and it is fused
-    divide: tuple[tuple[str, str], ...]  #: (module path, attribute)
-    unit: int  #: columns that stay together
-    ways: int
-    fits: str | None = None  #: the module in which views ask for all columns
+from echelon.profiler.layers import is_flipped, is_linear, outputs
+from echelon.profiler.layouts import Candidate, Layout, layouts
+from echelon.profiler.rehearsal import calling, copied, equal, mode, on_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +30,16 @@ class Pair:
 
     candidate: Candidate
     layout: Layout
-    draws: bool  #: whether the module that holds it draws random numbers in training
     #: Parameters that stay whole and act on the columns (a learnt scale, a norm of each head): each rank has a share of their gradients.
-    partial: tuple[str, ...] = ()
+    partial: tuple[str, ...]
+    draws: bool  #: whether the module that holds it draws random numbers in training
 
 
 @dataclass(slots=True)
 class Seen:
     """The call of the module that holds a pair, what came out of it, and what the row in it was given and gave."""
 
+    training: bool
     holder: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -81,7 +55,7 @@ class Seen:
 
 
 def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[], Any]) -> dict[Candidate, Seen]:
-    """The model as it is."""
+    """What the candidates do in the model as it is."""
     above = {each: list(_above(each.paths)) for each in candidates}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     outs: dict[str, Any] = {}
@@ -114,22 +88,8 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
         if holder is not None and candidate.row in rows:
             module: Any = model.get_submodule(candidate.row)
             dim = -1 if is_linear(module) else -1 - len(module.kernel_size)
-            found[candidate] = Seen(holder, *calls[holder], outs[holder], *rows[candidate.row], dim)
+            found[candidate] = Seen(model.training, holder, *calls[holder], outs[holder], *rows[candidate.row], dim)
     return found
-
-
-def copied(tree: Any) -> Any:
-    """Tensors copied, so that what happens later does not change them; anything else copied if it can be."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        try:
-            return copy.copy(leaf)
-        except Exception:  # not ours: kept as it is
-            return leaf
-
-    return tree_map(one, tree)
 
 
 def _plain(tree: Any) -> Any:
@@ -149,77 +109,15 @@ def _above(paths: Sequence[str]) -> Iterator[str]:
         yield ".".join(shared[:length])
 
 
-def tried(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Seen, ways: int) -> Pair | None:
-    """The candidate as a pair, in the first way that works."""
-    for layout in _layouts(model, candidate, seen, ways):
-        if _works(model, candidate, seen, layout):
-            partial = _partial(model, step, candidate, seen)
-            return None if partial is None else Pair(candidate, layout, _draws(model, seen), partial)
+def find_layout(
+    model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Sequence[Seen], ways: int
+) -> tuple[Layout, tuple[str, ...]] | None:
+    """The first layout that works in every run that was `seen`, the first of which was in training, and what is partial then."""
+    for layout in layouts(model, candidate, seen[0].holder, seen[0].width, ways):
+        if all(_works(model, candidate, each, layout) for each in seen):
+            partial = _partial(model, step, candidate, seen[0])
+            return None if partial is None else (layout, partial)
     return None
-
-
-def _layouts(model: nn.Module, candidate: Candidate, seen: Seen, ways: int) -> Iterator[Layout]:
-    for fits in (None, seen.holder):
-        for parts in _parts(model, candidate.columns, seen.width):
-            for divide in _attributes(model, candidate, seen):
-                for unit in _units(model, divide, seen.width, ways):
-                    yield Layout(parts, divide, unit, ways, fits)
-
-
-def _parts(model: nn.Module, columns: tuple[str, ...], width: int) -> Iterator[tuple[int, ...]]:
-    """Ways in which a fused projection may be laid out."""
-    yield ()
-    if len(columns) > 1:
-        return
-    total = outputs(model.get_submodule(columns[0]))
-    if total > width and (total - width) % 2 == 0:
-        yield width, (total - width) // 2, (total - width) // 2
-    if total == 2 * width:
-        yield width, width
-
-
-def _attributes(model: nn.Module, candidate: Candidate, seen: Seen) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Sets of attributes to divide: none but those of the modules between, counts of heads, those and widths, widths alone."""
-    own = tuple((path, name) for path in candidate.between for name in channelwise(model.get_submodule(path)) or ())
-    yield own
-    holder = seen.holder
-    places = {holder}
-    for path in candidate.paths:
-        parent = path.rpartition(".")[0]
-        while len(parent) >= len(holder) and parent not in places:
-            places.add(parent)
-            parent = parent.rpartition(".")[0]
-    numbers = [(place, *each) for place in sorted(places) for each in _numbers(model.get_submodule(place))]
-    heads = [(place, name) for place, name, _ in numbers if _counts_heads(name)]
-    widths = {outputs(model.get_submodule(path)) for path in candidate.columns} | {seen.width}
-    wide = [(place, name) for place, name, value in numbers if value in widths or 3 * value in widths]
-    if heads:
-        yield (*own, *heads)
-    if wide:
-        yield (*own, *dict.fromkeys((*heads, *wide)))
-    alone = [each for each in wide if each not in heads]
-    if heads and alone:
-        yield (*own, *alone)
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Attributes that may count something."""
-    for name, value in vars(module).items():
-        if type(value) is int and value > 1 and not name.startswith("_"):
-            yield name, value
-
-
-def _counts_heads(name: str) -> bool:
-    return "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
-
-
-def _units(model: nn.Module, divide: Sequence[tuple[str, str]], width: int, ways: int) -> list[int]:
-    """How many columns may have to stay together: one, or a head's where the heads cannot be dealt out evenly."""
-    counts = {getattr(model.get_submodule(path), name) for path, name in divide}
-    counts |= {
-        value for path, _ in divide for name, value in _numbers(model.get_submodule(path)) if _counts_heads(name)
-    }
-    return [1, *sorted(width // count for count in counts if count % ways and count < width and width % count == 0)]
 
 
 def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -> bool:
@@ -228,6 +126,8 @@ def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -
     ways = layout.ways
     if any(not shares(size, ways, layout.unit)[-1] for size in (*sizes, seen.width)):
         return False
+    if torch.equal(seen.reached, seen.reached.roll(1, seen.dim)):
+        return False  # columns that are all alike tell nothing
     if not _adds_up(model.get_submodule(candidate.row), seen, layout):
         return False
     if all(size % (ways * layout.unit) == 0 for size in (*sizes, seen.width)):
@@ -269,7 +169,7 @@ def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, se
 
     args, kwargs = tree_map(given, copied((seen.args, seen.kwargs)))
     own = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    with ExitStack() as stack, torch.enable_grad():
+    with on_copies(model.get_submodule(seen.holder)), ExitStack() as stack, torch.enable_grad():
         for path in (*candidate.columns, *candidate.between):
             module = model.get_submodule(path)
             stack.enter_context(calling(module, _detached(module.forward)))
@@ -298,26 +198,6 @@ def _only_there(model: nn.Module, step: Callable[[], Any], row: str, parameters:
     return all(grad is None for grad in grads)
 
 
-def _draws(model: nn.Module, seen: Seen) -> bool:
-    holder = model.get_submodule(seen.holder)
-    args, kwargs = _plain((seen.args, seen.kwargs))
-    buffers = [(value, value.clone()) for value in holder.buffers()]
-    before = torch.random.get_rng_state()
-    try:
-        holder.train()
-        with torch.no_grad():
-            holder(*args, **kwargs)
-        return not torch.equal(before, torch.random.get_rng_state())
-    except Exception:  # it does not run so: to be on the safe side
-        return True
-    finally:
-        holder.eval()
-        torch.random.set_rng_state(before)
-        with torch.no_grad():
-            for value, old in buffers:  # of batch norms
-                value.copy_(old)
-
-
 def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> bool:
     dealt = shares(seen.width, layout.ways, layout.unit)
     wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
@@ -332,7 +212,11 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
 
     row = model.get_submodule(candidate.row)
     fitted = nullcontext() if layout.fits is None else Fitted(seen.width, dealt[rank])
-    with _divided(model, layout, seen.width, rank), _cut(model, candidate, layout, rank), calling(row, answer), fitted:
+    with mode(holder, training=seen.training), on_copies(holder), ExitStack() as stack:
+        stack.enter_context(_divided(model, layout, seen.width, rank))
+        stack.enter_context(_cut(model, candidate, layout, rank))
+        stack.enter_context(calling(row, answer))
+        stack.enter_context(fitted)
         try:
             out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
@@ -348,17 +232,6 @@ def _alike(out: Any, before: Any) -> bool:
     )
 
 
-def equal(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:
-    """Whether two tensors are the same but for rounding, by the size of the second or `scale`."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):  # masks hold infinities
-        return torch.equal(a, b)
-    size = b.abs().max().clamp(min=max(scale, 1e-30))
-    bound = _EQUAL if b.dtype is torch.float64 else 1e-5
-    return bool((a - b).abs().max() <= bound * size)
-
-
 @contextmanager
 def _divided(model: nn.Module, layout: Layout, width: int, rank: int) -> Iterator[None]:
     places = [(model.get_submodule(path), name) for path, name in layout.divide]
@@ -370,20 +243,6 @@ def _divided(model: nn.Module, layout: Layout, width: int, rank: int) -> Iterato
     finally:
         for (module, name), value in zip(places, values, strict=True):
             setattr(module, name, value)
-
-
-@contextmanager
-def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """`module` computes something else for a while."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = before
 
 
 @contextmanager
