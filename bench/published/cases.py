@@ -28,6 +28,8 @@ _CORES = {
 }  # fmt: skip
 #: A version that is not said is taken as the first: who says nothing of it ran what their stack had for longest.
 _KERNELS = {"flash1": "flash1", "flash": "flash1", "cudnn": "cudnn"}
+#: Tokens of a bin of samples alike in length, and the longest samples that are not binned.
+_BIN, _UNBINNED = 64, 128
 #: Plausible values of facts that a row lacks. Rates of a network in GB/s per node; batches in samples per device.
 _RANGES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "attention", "full"),
@@ -47,10 +49,12 @@ class Case:
 
     layout: Layout
     cluster: Cluster
+    #: With samples of the usual length, where that is not the longest: decides the time, as the longest decides the memory.
+    usual: Layout | None = None
 
     def seconds(self, constants: Fitted) -> float:
         """Of one step."""
-        return time(self.layout, self.cluster, constants).step
+        return time(self.usual or self.layout, self.cluster, constants).step
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +148,17 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
     # cuDNN's attention comes with stacks whose norms, positions and activations are fused kernels too (Transformer Engine).
     kernels = given["attention"] == "cudnn"
     half = precision in ("fp16", "bf16", "fp8", "nvfp4")
-    work = worker(
-        model,
-        core=_CORES[given["attention"]],
-        half=half,
-        fused_norm=given["fused_norm"] is True or kernels,
-        layers=model.get("layers") or 0,
-    )
+    lengths = dict.fromkeys((model["seq_len"], usual_length(model))) if model["arch"] in TRANSFORMERS else {None: None}
+    works = [
+        worker(
+            model | ({"seq_len": length} if length else {}),
+            core=_CORES[given["attention"]],
+            half=half,
+            fused_norm=given["fused_norm"] is True or kernels,
+            layers=model.get("layers") or 0,
+        )
+        for length in lengths
+    ]
     micro = given["micro_batch"] or 1
     batch = given["global_batch"] or dp * (given.get("local_batch") or micro)
     chunks = (given["vp"] or 1) if pp > 1 else 1
@@ -179,7 +187,15 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         overlap_tensor=given["async_tp"] is True,
     )
     machine = cluster(row, hardware)
-    return Case(lay_out(work, max(batch, dp), machine, plan, stack), machine)
+    layout, *usual = (lay_out(work, max(batch, dp), machine, plan, stack) for work in works)
+    return Case(layout, machine, *usual)
+
+
+def usual_length(model: dict[str, Any]) -> int:
+    """Tokens that are computed of a sample. BERT's are documents, not a stream: of 512 tokens half are padding (Kosec et al. 2021), and
+    samples alike in length by bins of 64 are batched together (NVIDIA's LDDL); up to 128 tokens nothing is binned."""
+    length: int = model["seq_len"]
+    return length // 2 + _BIN // 2 if model["arch"] == "bert" and length > _UNBINNED else length
 
 
 def gradient_bytes(given: dict[str, Any], *, half: bool) -> int:
@@ -210,5 +226,5 @@ def cluster(row: Row, hardware: dict[str, Any]) -> Cluster:
         per_node,
         nodes,
         inside=Wire(kind=inside["kind"] or "", rate=inside["gb_s"] * _GIGA, domain=inside["domain"] or 0) if inside["gb_s"] else catalogue.inside(hardware["gpu"]),
-        between=Wire(kind=between["kind"] or "", rate=between["gb_s"] * _GIGA) if between["gb_s"] else catalogue.between(hardware["gpu"]),
+        between=Wire(kind=between["kind"] or "", rate=between["gb_s"] * _GIGA, share=catalogue.SHARES.get(between["kind"])) if between["gb_s"] else catalogue.between(hardware["gpu"]),
     )  # fmt: skip

@@ -101,6 +101,10 @@ _BETWEEN: dict[str, tuple[str, float, str]] = {
     "RTX5090-32GB": ("ethernet", 3.125, "25 Gb/s"),
 }  # fmt: skip
 
+#: Share of the rate that collectives reach on networks whose messages the hosts' processors carry: Omni-Path gave 135 of 400 Gb/s
+#: between two nodes (bigscience-workshop/bigscience, experiments/README.md, 2021). Others reach what `between` of fitted.json says.
+SHARES = {"omnipath": 0.34}
+
 #: Rated power in watts, from the same data sheets.
 _WATTS = {
     "P100-16GB": 300, "V100-16GB": 300, "V100-32GB": 300, "A100-40GB": 400, "A100-80GB": 400, "A800-80GB": 400, "H100-80GB": 700,
@@ -199,7 +203,7 @@ def build(name: str, device: Device, count: int, nodes: int, *, inside: Wire | N
 
 
 _DEVICE_KEYS = ("name", "count", "memory_gb", "bandwidth_gb_s", "units", "vector_tflops", "tflops", "power", "source")
-_WIRE_KEYS = ("kind", "gb_s", "domain", "source")
+_WIRE_KEYS = ("kind", "gb_s", "domain", "share", "source")
 
 
 def from_toml(path: str | Path) -> Cluster:
@@ -277,6 +281,7 @@ def _wire(path: str | Path, plain: dict[str, Any], name: str) -> Wire | None:
             kind=str(given["kind"]),
             rate=float(given["gb_s"]) * _GIGA,
             domain=int(given.get("domain", 0)),
+            share=float(given["share"]) if "share" in given else SHARES.get(given["kind"]),
             source=str(given.get("source", path)),
         )
     except (TypeError, ValueError) as error:

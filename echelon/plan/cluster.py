@@ -187,11 +187,15 @@ class Wire:
     rate: float
     #: Devices that share it: more than a node has where several nodes form one domain; 0: those of a node.
     domain: int = 0
+    #: Share of the rate that large collectives reach, where it was measured.
+    share: float | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
         if self.rate <= 0 or self.domain < 0:
             raise ValueError(f"{self.kind}: rate={self.rate} bytes/s is above 0 and domain={self.domain} not below it")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError(f"{self.kind}: share={self.share} of the rate is above 0 and at most 1")
 
 
 #: Small blocks share a stretch of memory: one grain is lost per this many bytes (mimalloc's 32 MiB segments hold 24 to 30).

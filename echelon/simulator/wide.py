@@ -181,7 +181,11 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
     last = len(layout.stages) - 1
     send = 0.0
     if mesh.pp > 1:
-        send = wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp)
+        # Ranks of tp hold the same between blocks, unless each has its part of the sequence.
+        alike = 1 if plan.sequence else mesh.tp
+        send = wires.send(
+            work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp, parts=alike
+        )
     computing = ([count * compute[0] for count in layout.stages], [count * compute[1] for count in layout.stages])
     for ops, stage in ((work.before, 0), (work.after, last)):
         for side, way in zip(computing, ("forward", "backward"), strict=True):

@@ -28,7 +28,7 @@ class Wires:
     """The links of a cluster as its ranks see them."""
 
     inside: float  #: bytes/s per device
-    between: float  #: bytes/s per domain
+    between: float  #: bytes/s per domain that collectives reach
     domain: int  #: devices that share the fast link
     fitted: Fitted
 
@@ -45,7 +45,7 @@ class Wires:
         seconds = self.fitted.latency_inside + inside
         if group.spans > 1:
             # Groups side by side share the network of a node: this one has as much of it as it has ranks there.
-            rate = self.between * self.fitted.between * group.near / self.domain
+            rate = self.between * group.near / self.domain
             crossing = size * (group.spans - 1) / group.spans / rate
             seconds = max(inside, crossing) + self.fitted.latency_inside
             seconds += self.fitted.latency_between * math.log2(group.spans)
@@ -55,15 +55,18 @@ class Wires:
         """Every rank gets the sum: a scatter of sums, then a gather."""
         return 2 * self.gather(size, group)
 
-    def send(self, size: float, stride: int, ranks: int) -> float:
-        """From one rank to one `stride` ranks further, while all others do the same."""
+    def send(self, size: float, stride: int, ranks: int, parts: int = 1) -> float:
+        """From one rank to one `stride` ranks further, while all others do the same. `parts`: ranks side by side that have the same
+        to send: each sends its part, and those that receive put them together."""
         if not size:
             return 0.0
+        if parts > 1:
+            return self.send(size / parts, stride, ranks) + self.gather(size, self.group(parts, 1))
         if stride * ranks <= self.domain:
             return self.fitted.latency_inside + size / (self.inside * self.fitted.inside)
         # Of the ranks in a domain, those whose neighbour is in another send through the network.
         crossing = min(stride, self.domain)
-        rate = self.between * self.fitted.between / crossing
+        rate = self.between / crossing
         return self.fitted.latency_inside + self.fitted.latency_between + size / rate
 
 
@@ -81,5 +84,8 @@ def wires_of(cluster: Cluster, ranks: int, fitted: Fitted) -> Wires:
             f"{cluster.name}: {ranks} ranks reach over nodes and no link between nodes is described; a cluster file gives it under [between]"
         )
     # A domain of several nodes has the network of all of them.
-    between = cluster.network.rate * (domain / count) if cluster.network else math.inf
+    between = math.inf
+    if cluster.network:
+        share = fitted.between if cluster.network.share is None else cluster.network.share
+        between = cluster.network.rate * share * (domain / count)
     return Wires(node.wire.rate if node.wire else math.inf, between, domain, fitted)
