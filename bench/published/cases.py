@@ -14,7 +14,7 @@ from echelon.plan.cluster import Cluster, Wire
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.simulator.fitted import Fitted
-from echelon.simulator.held import memory
+from echelon.simulator.held import memory, reserved
 from echelon.simulator.stack import Stack
 from echelon.simulator.wide import Layout, lay_out, time
 from echelon.simulator.work import Work
@@ -75,7 +75,8 @@ def outcome(row: Row, cases: list[Case], constants: Fitted) -> Outcome:
     for case in cases:
         held, _ = memory(case.layout, constants)
         on_card = row.measured.get("mem_kind") != "reserved"
-        size = (held.peak + held.framework * on_card) / 2**30
+        shown = reserved(held, case.layout.capacity, constants)
+        size = (shown + held.framework * on_card) / 2**30
         fits = held.high + held.framework <= case.layout.capacity
         found.append((case.seconds(constants), size, fits, case.layout.batch))
     rows = [each for each in found if each[2]] or found

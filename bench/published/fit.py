@@ -9,15 +9,15 @@ from dataclasses import fields, replace
 from statistics import median
 
 import numpy
-from scipy.optimize import least_squares, minimize
+from scipy.optimize import differential_evolution, least_squares
 
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
 from echelon.simulator.fitted import Fitted, bounds, fitted
-from echelon.simulator.held import memory
+from echelon.simulator.held import UNSURE, parts
 
 #: Constants of memory; all others are of time.
-MEMORY = ("slack", "context", "buffers", "spread")
+MEMORY = ("slack", "cached", "context", "buffers", "spread")
 TIME = tuple(field.name for field in fields(Fitted) if field.name not in MEMORY)
 #: Errors beyond this count less and less: rows that ran other physics than they print must not bend everything.
 _ROBUST = 0.1
@@ -26,6 +26,11 @@ _HOLD = 0.003
 
 #: Rows of one source that a fit looks at.
 _MOST = 30
+
+#: How near to a device's capacity a forecast of memory is neither right nor wrong, in parts of it.
+_EDGE = 0.01
+#: Share of runs out of memory that may be said to fit, and how much more each above that counts.
+_WANTED, _FALSE = 0.045, 4.0
 
 Cases = Mapping[str, Sequence[Case]]
 
@@ -68,39 +73,44 @@ def _soft(error: float) -> float:
 def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -> Fitted:
     """Constants that bring the peaks nearest and tell best what fits. `fits` is a step: found by trying, not by slopes."""
     first = start or fitted()
-    measured = [row for row in rows if "memory" in row.counts]
-    judged = [row for row in rows if "fit" in row.counts]
-    ranges = [bounds()[name] for name in MEMORY]
+    scored = [row for row in rows if {"memory", "fit"} & set(row.counts)]
+    held = [parts(cases[row.id][0].layout) for row in scored]
+    begins = numpy.cumsum([0, *map(len, held)])[:-1]
+    made, counted, uneven, axes = (
+        numpy.array([of(each) for ranks in held for each in ranks])
+        for of in (
+            lambda each: each.activations + each.temporary,
+            lambda each: each.parameters + each.gradients + each.optimizer,
+            lambda each: each.uneven,
+            lambda each: each.axes,
+        )
+    )
+    capacity = numpy.array([cases[row.id][0].layout.capacity for row in scored])
+    on_card = numpy.array([row.measured.get("mem_kind") != "reserved" for row in scored])
+    printed = numpy.array([row.measured["peak_mem_gib"] or numpy.nan if "memory" in row.counts else numpy.nan for row in scored])
+    failed, judged = (
+        numpy.array([bool(row.measured["oom"]) for row in scored]),
+        numpy.array(["fit" in row.counts for row in scored]),
+    )
+    names = [row.source if "memory" in row.counts else "" for row in scored]
+    printing = [[place for place, name in enumerate(names) if name == source] for source in sorted({*names} - {""})]
+    low, high = (numpy.array([bounds()[name][side] for name in MEMORY]) for side in (0, 1))
 
-    def loss(point: Sequence[float]) -> float:
-        values = [low + min(max(x, 0.0), 1.0) * (high - low) for x, (low, high) in zip(point, ranges, strict=True)]
-        constants = replace(first, **dict(zip(MEMORY, values, strict=True)))
-        errors = []
-        for row in measured:
-            held, _ = memory(cases[row.id][0].layout, constants)
-            size = held.peak + held.framework * (row.measured["mem_kind"] != "reserved")
-            errors.append(abs(math.log(size / 2**30 / row.measured["peak_mem_gib"])))
-        wrong = {True: [0.0, 0], False: [0.0, 0]}
-        for row in judged:
-            case = cases[row.id][0]
-            held, _ = memory(case.layout, constants)
-            margin = math.log((held.high + held.framework) / case.layout.capacity)
-            oom = bool(row.measured["oom"])
-            # Smooth near the edge, so that the search has a slope.
-            wrong[oom][0] += 1 / (1 + math.exp((margin if oom else -margin) / 0.02))
-            wrong[oom][1] += 1
-        rates = {key: total / count if count else 0.0 for key, (total, count) in wrong.items()}
-        error = sum(errors) / len(errors) if errors else 0.0
-        return error + rates[True] + rates[False] + max(rates[True] - 0.05, 0.0)
+    def loss(point: numpy.ndarray) -> float:
+        slack, cached, context, buffers, spread = point
+        coming = made + slack * uneven
+        framework = numpy.maximum.reduceat(context + buffers * axes, begins)
+        peak = numpy.maximum.reduceat(counted + coming, begins)
+        upper = numpy.maximum.reduceat(counted + coming + UNSURE * made + spread * uneven, begins) + framework
+        shown = numpy.maximum(numpy.minimum(peak * (1 + cached), capacity - framework), peak) + framework * on_card
+        errors = numpy.abs(numpy.log(shown / 2**30 / printed))
+        # Smooth near the edge, so that a rare row does not decide.
+        margin = numpy.clip(numpy.log(upper / capacity) / _EDGE, -50, 50)
+        fits = 1 / (1 + numpy.exp(margin))
+        wrong = [numpy.mean(each) if each.size else 0.0 for each in (fits[judged & failed], 1 - fits[judged & ~failed])]
+        # Every source weighs the same.
+        error = sum(float(numpy.mean(errors[each])) for each in printing) / max(len(printing), 1)
+        return float(error + sum(wrong) + _FALSE * max(wrong[0] - _WANTED, 0.0))
 
-    begin = [(getattr(first, name) - low) / (high - low) for name, (low, high) in zip(MEMORY, ranges, strict=True)]
-    answer = minimize(loss, begin, method="Nelder-Mead", options={"maxiter": 120, "initial_simplex": _simplex(begin)})
-    values = [low + min(max(x, 0.0), 1.0) * (high - low) for x, (low, high) in zip(answer.x, ranges, strict=True)]
-    return replace(first, **dict(zip(MEMORY, map(float, values), strict=True)))
-
-
-def _simplex(begin: Sequence[float]) -> list[list[float]]:
-    return [
-        list(begin),
-        *([x + 0.15 * (place == moved) for place, x in enumerate(begin)] for moved in range(len(begin))),
-    ]
+    answer = differential_evolution(loss, list(zip(low, high, strict=True)), rng=0, maxiter=60, popsize=12, tol=1e-6)
+    return replace(first, **dict(zip(MEMORY, map(float, answer.x), strict=True)))

@@ -33,6 +33,7 @@ class Fitted:
     micro: float
     step: float
     slack: float
+    cached: float
     context: float
     buffers: float
     spread: float

@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from echelon.plan.forecast import Memory
 from echelon.simulator.fitted import Fitted
 from echelon.simulator.wide import Layout
 
 #: Blocks whose parameters are gathered at once under zero=3: the one at work and the one fetched ahead.
 _GATHERED = 2
+#: How far what a step makes may lie from its forecast, of itself; what comes of gaps is less sure, by the constant `spread`.
+UNSURE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Bytes that a rank of pp holds, before anything that was fitted."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    #: Of activations and what is temporary, what comes and goes in blocks of unequal size: the allocator holds gaps between them.
+    uneven: float
+    axes: int  #: that are in use: each has a communicator
+    where: str  #: of the peak
 
 
 def memory(layout: Layout, fitted: Fitted) -> tuple[Memory, str]:
     """(memory of the rank of pp that holds most, where it peaks)."""
-    found = [_rank(layout, rank, fitted) for rank in range(layout.plan.mesh.pp)]
+    found = [(put_together(each, fitted), each.where) for each in parts(layout)]
     return max(found, key=lambda each: each[0].peak)
+
+
+def parts(layout: Layout) -> list[Parts]:
+    """What each rank of pp holds."""
+    return [_rank(layout, rank) for rank in range(layout.plan.mesh.pp)]
+
+
+def put_together(held: Parts, fitted: Fitted) -> Memory:
+    """With gaps, buffers and the driver. Parameters and states are counted; what a step makes is reckoned, and may lie off."""
+    temporary = held.temporary + fitted.slack * held.uneven
+    peak = held.parameters + held.gradients + held.optimizer + held.activations + temporary
+    unsure = UNSURE * (held.activations + held.temporary) + fitted.spread * held.uneven
+    return Memory(
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        activations=held.activations,
+        temporary=temporary,
+        buckets=0.0,
+        framework=fitted.context + fitted.buffers * held.axes,
+        low=peak - unsure,
+        high=peak + unsure,
+    )
+
+
+def reserved(held: Memory, capacity: float, fitted: Fitted) -> float:
+    """Bytes that the allocator shows as its own: it keeps what was freed as long as there is room, so that this never decides what fits."""
+    return max(min(held.peak * (1 + fitted.cached), capacity - held.framework), held.peak)
 
 
 def in_flight(layout: Layout, rank: int) -> float:
@@ -29,7 +76,7 @@ def in_flight(layout: Layout, rank: int) -> float:
     return min(count * chunks, 2 * (pp - rank - 1) + (chunks - 1) * pp + 1) / chunks
 
 
-def _rank(layout: Layout, rank: int, fitted: Fitted) -> tuple[Memory, str]:
+def _rank(layout: Layout, rank: int) -> Parts:
     plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
     size, shards, width = layout.elements(rank), layout.shards, work.width
     master = stack.master and width < 4
@@ -64,24 +111,22 @@ def _rank(layout: Layout, rank: int, fitted: Fitted) -> tuple[Memory, str]:
     sent = flying * samples * work.given / layout.along if mesh.pp > 1 else 0.0
     temporary = max(at_loss, at_block) + sent + passing + samples * work.inputs
     where = "loss" if at_loss > at_block else "backward of a block"
-    # One micro-batch gives back in reverse what it took; several under way leave gaps.
-    temporary += fitted.slack * (temporary + activations) * (flying > 1)
-    axes = sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp"))
-    framework = fitted.context + fitted.buffers * axes
-    peak = parameters + gradients + state + activations + temporary
-    # Parameters and states are counted; what a step makes is reckoned.
-    unsure = fitted.spread * (activations + temporary)
-    return Memory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=state,
-        activations=activations,
-        temporary=temporary,
-        buckets=0.0,
-        framework=framework,
-        low=peak - unsure,
-        high=peak + unsure,
-    ), where
+    scores = work.scores * samples / mesh.tp
+    if plan.recompute == "none" and stack.recompute == "plan":
+        scores *= flying * blocks
+    # One micro-batch gives back in reverse what it took; several under way leave gaps, but where all that waits is alike: inputs of blocks.
+    alike = plan.recompute == "block" and stack.recompute == "plan"
+    many = temporary + (0.0 if alike else activations) if flying > 1 else 0.0
+    return Parts(
+        parameters,
+        gradients,
+        state,
+        activations,
+        temporary,
+        max(many, scores),
+        sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp")),
+        where,
+    )
 
 
 def _kept(layout: Layout, full: float) -> tuple[float, float]:
@@ -89,8 +134,7 @@ def _kept(layout: Layout, full: float) -> tuple[float, float]:
     plan, stack, work, tp = layout.plan, layout.stack, layout.work, layout.plan.mesh.tp
     given = work.given / layout.along
     if stack.recompute == "attention":
-        # Attention keeps what its projections gave it: about three times what it gives.
-        core = max(work.kept.core - 3 * work.given, 0.0) / tp
+        core = work.scores / tp
         return full - core, core
     if stack.recompute == "ops":
         return given + work.kept.products / 2 / tp, full
