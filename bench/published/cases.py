@@ -185,7 +185,8 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         gradients=gradient_bytes(given, half=half),
         message=4 if not half or given["grad_reduce"] == "fp32" else 2,
         overlap=given["overlap"] is not False,
-        overlap_tensor=given["async_tp"] is True,
+        # Transformer Engine's products run beside the collectives of tp.
+        overlap_tensor=given["async_tp"] is True or (kernels and given["async_tp"] is None),
     )
     machine = cluster(row, hardware)
     layout, *usual = (lay_out(work, max(batch, dp), machine, plan, stack) for work in works)

@@ -99,6 +99,9 @@ def _rank(layout: Layout, rank: int) -> Parts:
     blocks = sum(layout.stages[rank :: mesh.pp])
     flying, samples = in_flight(layout, rank), layout.samples
     full = work.kept.cut / mesh.tp + work.kept.whole / layout.along
+    if plan.compile:
+        # Fused kernels compute element-wise results again in backward: from products' outputs and from what the two norms read.
+        full = min(full, work.kept.products / mesh.tp + 2 * work.given / layout.along)
     kept, making = _kept(layout, full)
     activations = flying * blocks * kept * samples
     first, last = rank == 0, rank == (len(layout.stages) - 1) % mesh.pp

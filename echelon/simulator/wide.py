@@ -186,6 +186,9 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
         send = wires.send(
             work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp, parts=alike
         )
+        if len(layout.stages) > mesh.pp:
+            # Between two chunks of its own a rank has others to compute: what it sends is under way meanwhile.
+            send = max(send - fitted.overlap * min(layout.stages) * compute[0], 0.0)
     computing = ([count * compute[0] for count in layout.stages], [count * compute[1] for count in layout.stages])
     for ops, stage in ((work.before, 0), (work.after, last)):
         for side, way in zip(computing, ("forward", "backward"), strict=True):
