@@ -1,13 +1,14 @@
-"""The best plans of a job on a cluster: every dp, thread count, ZeRO stage and micro-batch, forecast and sorted.
+"""The best plans of a job on a cluster, forecast and sorted.
 
-Where none of these fits, or none can be executed, blocks are computed again and the model is cut over tp and pp: that costs time and
-saves memory.
+On a machine that was measured: every dp, thread count, ZeRO stage and micro-batch; where none of these fits, or none can be executed,
+blocks are computed again and the model is cut over tp and pp, which costs time and saves memory. On a cluster that is known by its data
+sheets: all axes at once (`wide`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -16,11 +17,14 @@ from echelon.plan.check import Problem, check
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import Plan, Recompute
+from echelon.plan.plan import Plan, Precision, Recompute
 from echelon.plan.profile import Profile
 from echelon.plan.stages import find_stages
+from echelon.plan.units import seconds
+from echelon.planner.goal import Goal
+from echelon.planner.wide import Space, best, devices_needed
 from echelon.simulator.load import require_one_kind
-from echelon.simulator.step import price
+from echelon.simulator.step import by_sheet, price
 
 #: So many reasons are told when all plans are refused.
 _REASONS = 8
@@ -43,28 +47,125 @@ class Candidate:
 
 
 def search(
-    profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | None = None, complete: Complete | None = None
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    top: int = 5,
+    ranks: int | None = None,
+    complete: Complete | None = None,
+    goal: Goal | None = None,
+    exhaustive: bool = False,
+    beyond: bool = False,
+    precisions: tuple[Precision | None, ...] = (None,),
 ) -> tuple[Candidate, ...]:
     """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks.
 
-    `complete`: without it no plan has a tensor axis, whose cuts only a look into the model tells.
+    `complete`: without it no plan of a measured machine has a tensor axis, whose cuts only a look into the model tells.
+    `goal`: what the best is; the fastest where it is not given. `exhaustive`: forecast every plan, also those that cannot be the best.
+    `beyond`: axes too that are forecast and not executed yet. `precisions`: other than the job's, None.
     """
+    wanted = goal or Goal()
+    if by_sheet(cluster):
+        space = Space(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
+        return _wide(space, wanted, top, complete, exhaustive=exhaustive)
     everything = candidates(profile, cluster, ranks=ranks)
-    fitting = [candidate for candidate in everything if candidate.forecast.fits]
-    if not fitting:
+    fitting = _good(everything, wanted)
+    if not fitting or exhaustive:
         everything += _priced(_cut_plans(profile, cluster, ranks, complete), profile, cluster)
-        fitting = [candidate for candidate in everything if candidate.forecast.fits]
+        fitting = _good(everything, wanted)
     if not everything:
         raise _no_plan(profile, cluster, ranks)
     if not fitting:
+        if any(candidate.forecast.fits for candidate in everything):
+            raise _too_slow(everything, wanted)
         raise _too_large(everything, cluster.kind)
-    fitting.sort(key=_order)
-    # Among plans of nearly the same speed the simplest one is the best.
-    limit = fitting[0].forecast.time.step * (1 + _WORTH)
-    close = [candidate for candidate in fitting if candidate.forecast.time.step <= limit]
-    best = min(close, key=_simplicity)
-    fitting.remove(best)
-    return (best, *fitting[: top - 1])
+    fitting.sort(key=lambda each: (_cost(wanted, each), each.forecast.time.step, each.forecast.memory.peak))
+    return _simplest_first(fitting, wanted, top)
+
+
+def _wide(space: Space, goal: Goal, top: int, complete: Complete | None, *, exhaustive: bool) -> tuple[Candidate, ...]:
+    """On a cluster by its data sheets."""
+    wanted = top
+    while True:
+        found = best(space, goal, top=wanted, near=_WORTH if goal.kind != "devices" else 0.0, exhaustive=exhaustive)
+        done, refused = _completed(found, complete)
+        if len(done) >= min(top, 1) or not refused or len(found) < wanted:
+            break
+        wanted *= 4  # those that were found cannot cut the model: look further
+    if not done:
+        raise _nothing(space, goal, refused)
+    return _simplest_first(done, goal, top)
+
+
+def _completed(found: Sequence[Forecast], complete: Complete | None) -> tuple[list[Candidate], list[PlanError]]:
+    """What was found, with its cuts; and why others have none."""
+    done: list[Candidate] = []
+    refused: dict[int, PlanError] = {}
+    for forecast in found:
+        plan = forecast.plan
+        if complete is not None and plan.open:
+            if plan.mesh.tp in refused:
+                continue
+            try:
+                plan = complete(plan)
+            except PlanError as error:
+                refused[plan.mesh.tp] = error
+                continue
+        done.append(Candidate(plan=plan, forecast=replace(forecast, plan=plan)))
+    return done, list(refused.values())
+
+
+def _nothing(space: Space, goal: Goal, refused: Sequence[PlanError]) -> PlanError:
+    if refused:
+        return refused[0]
+    if goal.limit < math.inf:
+        fastest = best(space, Goal(), top=1, near=0.0, exhaustive=False)
+        if fastest:
+            return _late(fastest[0], goal)
+    profile, cluster = space.profile, space.cluster
+    asked = f" of {space.ranks} devices" if space.ranks is not None else f" of {cluster.name} ({space.devices} devices)"
+    needed = devices_needed(profile, cluster)
+    error = PlanError(
+        f"{profile.name}: {profile.elements:,} parameters fit no plan{asked}; "
+        + (
+            f"{max(needed, space.devices + 1)} devices of this kind would hold it"
+            if needed is not None
+            else "one sample alone fills a device: a smaller model or shorter samples are needed"
+        )
+    )
+    error.exit_code = 1
+    return error
+
+
+def _late(fastest: Forecast, goal: Goal) -> PlanError:
+    error = PlanError(
+        f'no plan is done in time: the fastest, "{fastest.plan}", takes {seconds(fastest.time.step * goal.steps)} for {goal.steps:,} '
+        f"step{'s' * (goal.steps > 1)} and there are {seconds(goal.within or 0)}; give more time, more devices or fewer steps"
+    )
+    error.exit_code = 1
+    return error
+
+
+def _too_slow(everything: Sequence[Candidate], goal: Goal) -> PlanError:
+    return _late(min((c.forecast for c in everything if c.forecast.fits), key=lambda each: each.time.step), goal)
+
+
+def _good(everything: Sequence[Candidate], goal: Goal) -> list[Candidate]:
+    return [each for each in everything if each.forecast.fits and each.forecast.time.step <= goal.limit]
+
+
+def _cost(goal: Goal, candidate: Candidate) -> float:
+    forecast = candidate.forecast
+    return goal.cost(forecast.time.step, candidate.plan.ranks, _needed(forecast))
+
+
+def _simplest_first(fitting: list[Candidate], goal: Goal, top: int) -> tuple[Candidate, ...]:
+    """Among plans that cost nearly the same the simplest one is the best."""
+    if goal.kind == "devices":
+        return tuple(fitting[:top])
+    limit = _cost(goal, fitting[0]) * (1 + _WORTH)
+    chosen = min((candidate for candidate in fitting if _cost(goal, candidate) <= limit), key=_simplicity)
+    return (chosen, *[candidate for candidate in fitting if candidate is not chosen][: top - 1])
 
 
 def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:
@@ -171,10 +272,6 @@ def _micros(share: int) -> list[int | None]:
         size = -(-size // 2)
         micros.append(size)
     return micros
-
-
-def _order(candidate: Candidate) -> tuple[float, float]:
-    return candidate.forecast.time.step, candidate.forecast.memory.peak
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int, float, float]:

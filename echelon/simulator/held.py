@@ -35,9 +35,9 @@ def memory(layout: Layout, fitted: Fitted) -> tuple[Memory, str]:
     return max(found, key=lambda each: each[0].peak)
 
 
-def parts(layout: Layout) -> list[Parts]:
-    """What each rank of pp holds."""
-    return [_rank(layout, rank) for rank in range(layout.plan.mesh.pp)]
+def parts(layout: Layout, rank: int | None = None) -> list[Parts]:
+    """What each rank of pp holds, or one of them."""
+    return [_rank(layout, each) for each in (range(layout.plan.mesh.pp) if rank is None else (rank,))]
 
 
 def put_together(held: Parts, fitted: Fitted) -> Memory:
@@ -78,10 +78,11 @@ def in_flight(layout: Layout, rank: int) -> float:
 
 def _rank(layout: Layout, rank: int) -> Parts:
     plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
-    size, shards, width = layout.elements(rank), layout.shards, work.width
+    size, shards, width = layout.elements(rank, divided=plan.zero < 3), layout.shards, work.width
     master = stack.master and width < 4
-    state = size * (12.0 if master else 8.0)
-    block = work.elements[1] / mesh.tp
+    # ZeRO's shards of experts are as small as of all else, whether ep parts them before or not.
+    state = layout.elements(rank, divided=not plan.zero) * (12.0 if master else 8.0)
+    block = (work.elements[1] - work.experts * (1 - 1 / mesh.ep)) / mesh.tp
     passing = 0.0
     if plan.zero == 3:
         # At rest the master copy is all there is of a parameter.

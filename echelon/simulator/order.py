@@ -10,6 +10,8 @@ from functools import lru_cache
 
 #: Kinds of work: forward, backward (all of it, or of what was read only), backward of the weights.
 F, B, W = 0, 1, 2
+#: (rank, kind, stage, micro-batch, begin, end).
+Step = tuple[int, int, int, int, float, float]
 #: Micro-batches per rank from which on a step is reckoned and not walked.
 _LONG = 10
 
@@ -81,7 +83,27 @@ def length(
         _walk(schedule, forward, backward, ranks, chunks, turns * ranks + extra, weights)
         for turns in (_LONG - 2, _LONG)
     )
-    return many + (count - _LONG * ranks - extra) / (2 * ranks) * (many - few)
+    reckoned = many + (count - _LONG * ranks - extra) / (2 * ranks) * (many - few)
+    return max(reckoned, least(schedule, forward, backward, ranks=ranks, count=count))
+
+
+def walk(
+    schedule: str, forward: Sequence[float], backward: Sequence[float], *, ranks: int, count: int, weights: float = 0.5
+) -> list[Step]:
+    """Every step of every rank, with when it begins and ends."""
+    events: list[Step] = []
+    _walk(schedule, forward, backward, ranks, len(forward) // ranks, count, weights, events)
+    return events
+
+
+def least(schedule: str, forward: Sequence[float], backward: Sequence[float], *, ranks: int, count: int) -> float:
+    """What `length` never falls below: a rank does all its work, after the first micro-batch came to it and before the last went back.
+    Where the weights' part of backward is done last, nothing waits for it."""
+    most = filled = 0.0
+    for rank in range(ranks):
+        most = max(most, count * (sum(forward[rank::ranks]) + sum(backward[rank::ranks])) + filled)
+        filled += forward[rank] + (0.0 if schedule == "zero-bubble" else backward[rank])
+    return most
 
 
 def _walk(
@@ -92,6 +114,7 @@ def _walk(
     chunks: int,
     count: int,
     weights: float,
+    events: list[Step] | None = None,
 ) -> float:
     steps = order(schedule, ranks, chunks, count)
     last = ranks * chunks - 1
@@ -118,7 +141,10 @@ def _walk(
                     ready = 0.0
                 if ready is None:
                     break
-                now = max(now, ready) + took[kind][stage]
+                begin = max(now, ready)
+                now = begin + took[kind][stage]
+                if events is not None:
+                    events.append((rank, kind, stage, micro, begin, now))
                 if kind != W:
                     done[kind][stage, micro] = now
                 at += 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echelon.errors import PlanError
-from echelon.plan.cluster import Cluster
+from echelon.plan.cluster import Cluster, Sheet
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Operator, Phase, Profile
@@ -20,9 +21,9 @@ from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
 from echelon.simulator.shares import Shares
 from echelon.simulator.stack import Stack
-from echelon.simulator.wide import lay_out
+from echelon.simulator.wide import Layout, lay_out
 from echelon.simulator.wide import time as sheet_time
-from echelon.simulator.work import Work, distil
+from echelon.simulator.work import distil
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -36,8 +37,8 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
     A device that was measured is priced by its curves, one that was not by its data sheet.
     """
     if by_sheet(cluster):
-        require_alike(cluster)
-        return forecast(distil(profile), profile.batch, cluster, plan, stack or Stack(), fitted())
+        alike = slowest(cluster)
+        return forecast_of(lay_out(distil(profile), profile.batch, alike, plan, stack or Stack()), alike, fitted())
     require_one_kind(cluster)
     return price(profile, cluster, plan)
 
@@ -48,38 +49,56 @@ def by_sheet(cluster: Cluster) -> bool:
     return device.sheet is not None and not device.curves
 
 
-def require_alike(cluster: Cluster) -> None:
-    """Unequal devices wait for the slowest: priced by the first they would be flattered."""
-    first = cluster.nodes[0].devices[0]
-    for node in {id(node): node for node in cluster.nodes}.values():
-        for device in {id(device): device for device in node.devices}.values():
-            if device != first:
-                raise PlanError(
-                    f"{cluster.name}: {device.name} in {node.name} is not like {first.name}, and a step over unequal devices cannot be "
-                    "forecast; give a cluster of one kind"
-                )
+def slowest(cluster: Cluster) -> Cluster:
+    """A cluster whose devices are all as slow, and as small, as the worst of this one: ranks with the same work wait for it."""
+    devices = {id(device): device for node in cluster.nodes for device in node.devices}
+    first = next(iter(devices.values()))
+    if all(device == first for device in devices.values()):
+        return cluster
+    sheets = [device.sheet for device in devices.values() if device.sheet is not None]
+    if len(sheets) < len(devices):
+        bare = next(device.name for device in devices.values() if device.sheet is None)
+        raise PlanError(f"{cluster.name}: {bare} has no data sheet and others have; describe it in the cluster's file too")
+    names = {name for sheet in sheets for name in sheet.peaks}
+    sheet = Sheet(
+        peaks={name: min(each.peak(name) for each in sheets) for name in sorted(names)},
+        vector=min(each.vector for each in sheets),
+        bandwidth=min(each.bandwidth for each in sheets),
+        units=min(each.units for each in sheets),
+        power=min(each.power for each in sheets),
+        legacy=min(each.legacy for each in sheets),
+    )
+    kinds = sorted({device.name for device in devices.values()})
+    worst = replace(first, name=" and ".join(kinds), memory=min(each.memory for each in devices.values()), sheet=sheet)
+    wires = [node.wire for node in cluster.nodes if node.wire is not None]
+    wire = min(wires, key=lambda each: each.rate) if wires else None
+    fewest = min(len(node.devices) for node in cluster.nodes)
+    whole = [replace(node, devices=(worst,) * fewest, wire=wire) for node in cluster.nodes]
+    note = f"{' and '.join(kinds)}: every rank has the same work, so that all wait for the slowest and hold what the smallest can"
+    left = sum(len(node.devices) for node in cluster.nodes) - fewest * len(whole)
+    return replace(
+        cluster,
+        nodes=tuple(whole),
+        notes=(*cluster.notes, note, *([f"{left} devices of larger nodes are not used"] if left else [])),
+    )
 
 
-def forecast(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack, constants: Fitted) -> Forecast:
-    """`simulate` by data sheets, with what does not change between plans and constants made before."""
-    layout = lay_out(work, batch, cluster, plan, stack)
+def forecast_of(layout: Layout, cluster: Cluster, constants: Fitted) -> Forecast:
+    """The forecast of a plan that was laid out on a cluster by its data sheets."""
     held, where = held_memory(layout, constants)
     return Forecast(
-        plan=plan,
-        batch=batch,
+        plan=layout.plan,
+        batch=layout.batch,
         time=sheet_time(layout, cluster, constants),
         memory=held,
         capacity=layout.capacity,
         peak_at=where,
-        notes=(*cluster.notes, *_sheet_notes(cluster, plan)),
+        notes=(*cluster.notes, *_sheet_notes(cluster)),
     )
 
 
-def _sheet_notes(cluster: Cluster, plan: Plan) -> list[str]:
-    notes = [f"priced by the data sheet of {cluster.nodes[0].devices[0].name}: nothing was measured there"]
-    if plan.mesh.ep > 1:
-        notes.append(f"ep={plan.mesh.ep}: experts are priced as if every rank held all of them")
-    return notes
+def _sheet_notes(cluster: Cluster) -> list[str]:
+    return [f"priced by the data sheet of {cluster.nodes[0].devices[0].name}: nothing was measured there"]
 
 
 def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
@@ -103,15 +122,19 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     return Forecast(
         plan=plan,
         batch=profile.batch,
-        time=max(
-            (_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)),
-            key=lambda each: each.step,
-        ),
+        time=max(rank_times(profile, cluster, plan), key=lambda each: each.step),
         memory=held,
         capacity=load.capacity,
         peak_at=where,
         notes=_notes(profile, cluster, plan, load),
     )
+
+
+def rank_times(profile: Profile, cluster: Cluster, plan: Plan) -> list[Time]:
+    """The step as each rank of pp spends it, by measured curves."""
+    load = load_of(profile, cluster, plan)
+    ranks = parts(profile, plan, load.micros)
+    return [_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)]
 
 
 def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -> Time:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster, Sheet
@@ -12,7 +12,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.split import rounds
 from echelon.plan.stages import INTERLEAVING, VIRTUAL, stage_ranges
 from echelon.simulator.fitted import Fitted
-from echelon.simulator.order import length
+from echelon.simulator.order import least, length
 from echelon.simulator.sheet import attention_seconds, precision_of, product_seconds, stream_seconds
 from echelon.simulator.stack import Stack
 from echelon.simulator.wires import Wires, wires_of
@@ -20,6 +20,8 @@ from echelon.simulator.work import Op, Work
 
 #: Bytes that an optimizer step reads and writes per parameter: master copy and two states both ways, gradient, parameter.
 _OPTIMIZER = 30
+#: Bytes/s at which samples come from the host while the device computes: PCIe 3.0 x16, the slowest of the catalogue's machines.
+_HOST = 12e9
 #: Collectives of tp per block and pass: one behind attention, one behind the feed-forward part.
 _PAIRS = 2
 #: How far a step may lie from the forecast.
@@ -40,6 +42,8 @@ class Layout:
     stages: tuple[int, ...]  #: blocks of each stage; stage `n` is on rank `n % pp`
     capacity: float
     nodes: int
+    #: What was priced before, for those who price many plans of one model with the same constants; None: nothing is kept.
+    known: dict[tuple[object, ...], _Pass] | None = field(default=None, compare=False, repr=False)
 
     @property
     def samples(self) -> float:
@@ -56,16 +60,25 @@ class Layout:
         """Parts into which what tp does not cut is divided."""
         return self.plan.mesh.tp if self.plan.sequence else 1
 
-    def elements(self, rank: int) -> float:
-        """Parameters on a rank of pp (of tp: one of its ranks)."""
+    def elements(self, rank: int, *, divided: bool = True) -> float:
+        """Parameters on a rank of pp (of tp: one of its ranks). `divided`: experts are parted over ep."""
         pp = self.plan.mesh.pp
         before, block, after = self.work.elements
+        if divided:
+            block -= self.work.experts * (1 - 1 / self.plan.mesh.ep)
         held = block * sum(self.stages[rank::pp])
         held += before * (rank == 0) + (after + self.work.tied * (pp > 1)) * (rank == (len(self.stages) - 1) % pp)
         return held / self.plan.mesh.tp
 
 
-def lay_out(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack) -> Layout:
+def lay_out(
+    work: Work,
+    batch: int,
+    cluster: Cluster,
+    plan: Plan,
+    stack: Stack,
+    known: dict[tuple[object, ...], _Pass] | None = None,
+) -> Layout:
     """`plan` on `cluster`; refuses what cannot be."""
     device = cluster.nodes[0].devices[0]
     assert device.sheet is not None
@@ -75,12 +88,15 @@ def lay_out(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack) 
     have = sum(len(node.devices) for node in cluster.nodes)
     if device.kind == "cuda" and plan.ranks > have:
         raise PlanError(f'"{plan}" needs {plan.ranks} devices, {cluster.name} has {have}')
+    if mesh.ep > 1 and not work.experts:
+        raise PlanError(f"ep={mesh.ep}: no block of the model has experts side by side in a list; use ep=1")
     chunks = stack.chunks or (VIRTUAL if plan.schedule in INTERLEAVING else 1)
     if plan.schedule == "zero-bubble":
         chunks = 1
-    stages = _dealt(work.layers, mesh.pp * chunks)
     if plan.stages and work.visits:
         stages = tuple(sum(work.visits[at] for at in places) for places in stage_ranges(plan, len(work.visits)))
+    else:
+        stages = _dealt(work.layers, mesh.pp * chunks)
     count = rounds(batch, mesh.dp, plan.micro)
     # A batch that does not divide: the largest share decides.
     micro = -(-batch // (mesh.dp * count))
@@ -95,6 +111,7 @@ def lay_out(work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack) 
         stages,
         float(device.memory),
         -(-plan.ranks // len(cluster.nodes[0].devices)),
+        known,
     )
 
 
@@ -133,28 +150,27 @@ class _Stages:
         return [sum(side[rank::ranks]) for side in (*self.compute, *self.talk)]
 
 
-def time(layout: Layout, cluster: Cluster, fitted: Fitted) -> Time:
-    """Seconds of a step, by cause."""
+def time(layout: Layout, cluster: Cluster, fitted: Fitted, *, walked: bool = True) -> Time:
+    """Seconds of a step, by cause. `walked`: the pipeline event by event; otherwise what no schedule can be faster than."""
     plan, mesh, count = layout.plan, layout.plan.mesh, layout.count
     wires = wires_of(cluster, plan.ranks, fitted)
     stages = _stages(layout, wires, fitted)
+    sides = _sides(layout, stages, fitted)
     chunks = len(layout.stages) // mesh.pp
-    host = fitted.micro / 2 / chunks
-    sides = [
-        [c + t + host for c, t in zip(*pair, strict=True)] for pair in zip(stages.compute, stages.talk, strict=True)
-    ]
-    schedule = "interleaved" if chunks > 1 and plan.schedule != "gpipe" else plan.schedule
-    path = length(schedule, sides[0], sides[1], ranks=mesh.pp, count=count)
+    schedule = "interleaved" if chunks > 1 and plan.schedule == "1f1b" else plan.schedule
+    pace = length if walked else least
+    path = pace(schedule, sides[0], sides[1], ranks=mesh.pp, count=count)
     mine = [count * each for each in max((stages.rank(rank, mesh.pp) for rank in range(mesh.pp)), key=sum)]
     exchange, behind = _exchange(layout, wires, fitted, sides[1][-1])
-    updated = max(layout.elements(rank) for rank in range(mesh.pp)) / (layout.shards if plan.zero else 1)
+    whole = [layout.elements(rank, divided=not plan.zero) for rank in range(mesh.pp)]
+    updated = max(whole) / (layout.shards if plan.zero else 1)
     causes = {
         "forward": mine[0],
         "backward": mine[1],
         "bubble": max(path - sum(mine) - count * fitted.micro, 0.0),
         "exchange": mine[2] + mine[3] + exchange,
         "optimizer": stream_seconds(layout.sheet, fitted, _OPTIMIZER * updated),
-        "input": 0.0,
+        "input": max(layout.micro * count * layout.work.inputs / _HOST - mine[0] - mine[1], 0.0),
         "overhead": fitted.step + count * fitted.micro,
     }
     # The slowest of many nodes holds up all.
@@ -162,6 +178,32 @@ def time(layout: Layout, cluster: Cluster, fitted: Fitted) -> Time:
     step = sum(causes.values())
     hidden = stages.hidden * count * max(layout.stages) + behind
     return Time(**causes, hidden=hidden, low=step * (1 - SPREAD), high=step * (1 + SPREAD))
+
+
+def stage_seconds(layout: Layout, cluster: Cluster, fitted: Fitted) -> tuple[list[float], list[float], float]:
+    """Seconds of each stage for one micro-batch, forward and backward with all that it says; and of what is exchanged once a step."""
+    wires = wires_of(cluster, layout.plan.ranks, fitted)
+    forward, backward = _sides(layout, _stages(layout, wires, fitted), fitted)
+    return forward, backward, _exchange(layout, wires, fitted, backward[-1])[0]
+
+
+def _sides(layout: Layout, stages: _Stages, fitted: Fitted) -> list[list[float]]:
+    """Forward and backward of each stage: what it computes, says, and what the host does between micro-batches."""
+    host = fitted.micro / 2 / (len(layout.stages) // layout.plan.mesh.pp)
+    return [
+        [c + t + host for c, t in zip(*pair, strict=True)] for pair in zip(stages.compute, stages.talk, strict=True)
+    ]
+
+
+def passes(layout: Layout, fitted: Fitted) -> tuple[float, float, float]:
+    """Seconds that a micro-batch computes before the blocks, in one block and after them, there and back."""
+    work = layout.work
+    found: list[float] = []
+    for ops in (work.before, work.block, work.after):
+        forward, backward = (_pass(layout, ops, phase, fitted) for phase in ("forward", "backward"))
+        again = _again(layout.plan, layout.stack, forward) if ops is work.block else 0.0
+        found.append(forward.all + backward.all + again)
+    return found[0], found[1], found[2]
 
 
 def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
@@ -172,7 +214,9 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
     tensor = _tensor(layout, wires, fitted, forward.products)
     context = _context(layout, wires, fitted, forward.core)
     full = plan.recompute == "block" and stack.recompute == "plan"
-    talk = [tensor + context, tensor * (2 if full else 1) + 2 * context]
+    # Tokens go to their experts and come back, in each pass.
+    routed = 2 * wires.swap(work.routed * layout.samples / layout.along, wires.group(mesh.ep, mesh.tp))
+    talk = [tensor + context + routed, (tensor + routed) * (2 if full else 1) + 2 * context]
     hidden = 0.0
     for phase, said in enumerate(_sharded(layout, wires)):
         behind = min(said, compute[phase] * fitted.overlap) if stack.overlap else 0.0
@@ -202,6 +246,16 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
 
 def _pass(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _Pass:
     """One micro-batch through these operators on one rank."""
+    if layout.known is None:
+        return _priced(layout, ops, phase, fitted)
+    plan = layout.plan
+    key = (id(ops), phase, layout.samples, plan.mesh.tp, layout.along, plan.compile, plan.precision)
+    if key not in layout.known:
+        layout.known[key] = _priced(layout, ops, phase, fitted)
+    return layout.known[key]
+
+
+def _priced(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _Pass:
     sheet, stack, tp = layout.sheet, layout.stack, layout.plan.mesh.tp
     samples, tf32 = layout.samples, layout.plan.precision == "tf32"
     fused = fitted.compiled if layout.plan.compile else 1.0

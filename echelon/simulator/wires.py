@@ -55,6 +55,17 @@ class Wires:
         """Every rank gets the sum: a scatter of sums, then a gather."""
         return 2 * self.gather(size, group)
 
+    def swap(self, size: float, group: Group) -> float:
+        """Every rank has `size` bytes, of which each other rank gets an equal part."""
+        if group.ranks < 2 or not size:
+            return 0.0
+        near, far = (group.near - 1) / group.ranks, (group.ranks - group.near) / group.ranks
+        seconds = self.fitted.latency_inside + size * near / (self.inside * self.fitted.inside)
+        if group.spans > 1:
+            # All devices of a domain send at once.
+            seconds += size * far * self.domain / self.between + self.fitted.latency_between * math.log2(group.spans)
+        return seconds
+
     def send(self, size: float, stride: int, ranks: int, parts: int = 1) -> float:
         """From one rank to one `stride` ranks further, while all others do the same. `parts`: ranks side by side that have the same
         to send: each sends its part, and those that receive put them together."""

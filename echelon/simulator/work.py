@@ -63,6 +63,8 @@ class Work:
     logits: float  #: bytes per sample of the largest output behind the blocks
     working: float  #: bytes per sample that the largest operator of a block reads and writes: alive while it runs
     inputs: float  #: bytes per sample that come from the data
+    experts: float = 0.0  #: of one block's parameters, those of experts: ep divides them
+    routed: float = 0.0  #: bytes per sample that go to one block's experts, and come back
     #: Of each place where a stage may begin, whether it is a block; empty: not known.
     visits: tuple[bool, ...] = ()
 
@@ -107,6 +109,7 @@ def distil(profile: Profile) -> Work:
         elements[where] += parameter.elements
         if where == "before" and any(_where(fold_path(name), units, late) == "after" for name in parameter.aliases):
             tied += parameter.elements
+    expert = _experts(profile, units)
     own = {path: size / _MANY for path, size in own_kept(profile, _MANY).items()}
     blocks = sum(size for path, size in own.items() if _where(path, units, late) == "block")
     kept = Kept(
@@ -142,8 +145,40 @@ def distil(profile: Profile) -> Work:
         ),
         working=max((op.moved[1] for op in parts["block"]), default=0.0),
         inputs=float(profile.input_bytes),
+        experts=sum(each.elements for each in profile.parameters if _within(fold_path(each.name), expert)) / layers,
+        routed=given * _choices(profile, units, expert) if expert else 0.0,
         visits=tuple(fold_path(visit.path) in units for visit in profile.visits),
     )
+
+
+def _experts(profile: Profile, units: tuple[str, ...]) -> frozenset[str]:
+    """Modules within blocks that stand side by side in a list and have parameters of the same shapes: experts."""
+    shapes: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {}
+    for parameter in profile.parameters:
+        folded = fold_path(parameter.name)
+        unit = next((each for each in units if inside(folded, each)), None)
+        steps, names = folded.split("."), parameter.name.split(".")
+        places = [at for at, step in enumerate(steps[:-1]) if step == "*" and unit and at >= len(unit.split("."))]
+        if places:
+            at = places[0] + 1
+            member = shapes.setdefault(".".join(names[: at - 1]), {}).setdefault(names[at - 1], [])
+            member.append((".".join(names[at:]), tuple(parameter.shape)))
+    found = set()
+    for path, members in shapes.items():
+        if len(members) > 1 and len({tuple(sorted(each)) for each in members.values()}) == 1:
+            found.add(fold_path(f"{path}.0"))
+    return frozenset(found)
+
+
+def _choices(profile: Profile, units: tuple[str, ...], experts: frozenset[str]) -> float:
+    """To how many experts a token goes: rows that all experts of a block compute over those that others compute; 1 where that is not told."""
+    rows: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for each in profile.operators:
+        if each.phase == "forward" and _kind(each) == "product" and any(inside(each.module, unit) for unit in units):
+            of = rows[_within(each.module, experts)]
+            of[each.module] = of.get(each.module, 0.0) + each.count * each.dims[1].per_sample / max(len(profile.units), 1)
+    theirs, others = (max(of.values(), default=0.0) for of in (rows[True], rows[False]))
+    return theirs / others if theirs and others else 1.0
 
 
 def merged(ops: Sequence[Op]) -> tuple[Op, ...]:

@@ -1,0 +1,238 @@
+"""Search over plans for clusters that are known by their data sheets: up to tens of thousands of devices.
+
+Plans are looked at in the order of a bound that their forecast cannot be below: first of whole families (a mesh with a micro-batch and
+what is computed again), then of single plans. Once the bound is above what is in hand nothing better is left: that is the proof, and
+`exhaustive=True` looks at everything all the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count, product
+
+from echelon.errors import PlanError
+from echelon.plan.check import check
+from echelon.plan.cluster import Cluster, Wire
+from echelon.plan.forecast import Forecast
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan, Precision, Recompute, Schedule
+from echelon.plan.profile import Profile
+from echelon.plan.split import rounds
+from echelon.plan.stages import INTERLEAVING, VIRTUAL, divide
+from echelon.planner.goal import Goal
+from echelon.simulator.quotes import Quotes
+
+#: The tensor axis talks in every block: beyond the devices that share a fast link it is not searched.
+_TENSOR = 16
+#: Sequences are not cut finer than this.
+_CONTEXT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Plans that compute the same on a rank: they differ in ZeRO's stage, the schedule and how the sequence is cut."""
+
+    mesh: Mesh
+    micro: int
+    recompute: Recompute
+    precision: Precision | None
+
+
+class Space:
+    """Every plan that is worth a look, by families."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, *, ranks: int | None, beyond: bool, precisions: tuple[Precision | None, ...] = (None,)
+    ) -> None:  # fmt: skip
+        self.profile, self.cluster, self.ranks, self.beyond = profile, cluster, ranks, beyond
+        self.precisions = precisions
+        self.quotes = Quotes(profile, cluster)
+        self.devices = sum(len(node.devices) for node in self.quotes.cluster.nodes)
+        self._splits: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        node = self.quotes.cluster.nodes[0]
+        self._near = max(node.wire.domain if node.wire else 1, len(node.devices))
+
+    def families(self) -> Iterator[Family]:
+        """Meshes over 1, 2, 4 ... and all devices."""
+        profile, work = self.profile, self.quotes.work
+        again: list[Recompute] = ["none", "selective", "block"] if profile.units else ["none"]
+        for size in self.sizes():
+            for tp, pp, cp in product(powers(min(size, _TENSOR, self._near)), divisors(size), powers(min(size, _CONTEXT))):
+                dp, left = divmod(size, tp * pp * cp)
+                if left or dp > profile.batch or pp > max(len(profile.visits), 1) or (cp > 1 and not self.beyond):
+                    continue
+                share = -(-profile.batch // dp)
+                for ep in powers(dp * cp) if self.beyond and work.experts else [1]:
+                    if (dp * cp) % ep:
+                        continue
+                    mesh = Mesh(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+                    for micro, recompute, precision in product(micros(share), again, self.precisions):
+                        yield Family(mesh, micro, recompute, precision)
+
+    def sizes(self) -> list[int]:
+        """Numbers of devices."""
+        if self.ranks is not None:
+            if not 1 <= self.ranks <= self.devices:
+                raise PlanError(f"ranks={self.ranks}: {self.cluster.name} has {self.devices} devices; use 1 to {self.devices}")
+            return [self.ranks]
+        return sorted({*powers(self.devices), self.devices})
+
+    def least(self, family: Family) -> float:
+        """Seconds that no plan of the family is faster than: the blocks of the fullest rank, one micro-batch after another."""
+        plan = self.plan(family)
+        _, block, _ = self.quotes.seconds_of_parts(plan)
+        turns = rounds(self.profile.batch, family.mesh.dp, family.micro)
+        return turns * -(-self.quotes.work.layers // family.mesh.pp) * block
+
+    def plan(self, family: Family) -> Plan:
+        """A plan of the family, without stages."""
+        share = -(-self.profile.batch // family.mesh.dp)
+        return Plan(
+            mesh=family.mesh,
+            micro=family.micro if family.micro < share else None,
+            recompute=family.recompute,
+            precision=family.precision,
+            model=self.profile.model,
+            sequence=False,
+        )
+
+    def plans(self, family: Family) -> Iterator[Plan]:
+        """The plans of a family."""
+        mesh = family.mesh
+        base = self.plan(family)
+        schedules: list[Schedule] = ["1f1b"] if mesh.pp == 1 else ["1f1b", "interleaved", "zero-bubble"]
+        for zero, schedule, sequence in product((0, 1, 2, 3) if mesh.dp > 1 else (0,), schedules, (False, True) if mesh.tp > 1 else (False,)):
+            if sequence and mesh.pp > 1 and not self.beyond:
+                continue
+            if schedule == "zero-bubble" and (zero or family.recompute != "none"):
+                continue
+            whole = zero > 0 and self.profile.traced == "real"
+            plan = replace(base, zero=zero, schedule=schedule, sequence=sequence, whole=whole)
+            if mesh.pp > 1:
+                stages = self._split(plan)
+                if stages is None:
+                    continue
+                plan = replace(plan, stages=stages)
+            yield plan
+
+    def _split(self, plan: Plan) -> tuple[int, ...] | None:
+        """Where the stages begin such that the slowest is as fast as can be."""
+        before, block, after = self.quotes.seconds_of_parts(plan)
+        stages = plan.mesh.pp * (VIRTUAL if plan.schedule in INTERLEAVING else 1)
+        # To a tenth of a block: finer differences would only make the same cuts be looked for again.
+        early, late = round(10 * before / block) / 10, round(10 * after / block) / 10
+        key = (stages, early, late)
+        if key not in self._splits:
+            self._splits[key] = divide(self._weights(early, late), stages, self._bound())
+        return self._splits[key]
+
+    def _weights(self, early: float, late: float) -> list[float]:
+        """What each visit costs, in blocks: what is before the blocks and after them is shared by the visits there."""
+        blocks = self.quotes.work.visits
+        first = blocks.index(True) if True in blocks else 0
+        last = len(blocks) - 1 - blocks[::-1].index(True) if True in blocks else len(blocks) - 1
+        weights = [float(block) for block in blocks]
+        for place, cost in ((range(first), early), (range(last + 1, len(blocks)), late)):
+            for visit in place:
+                weights[visit] = cost / len(place)
+        if not first:
+            weights[0] += early
+        if last == len(blocks) - 1:
+            weights[-1] += late
+        return weights
+
+    def _bound(self) -> frozenset[int]:
+        """Visits at which no stage begins: a module that changes a buffer is called on one stage only."""
+        found: set[int] = set()
+        for path in {visit.path for visit in self.profile.visits if visit.changes}:
+            places = [place for place, visit in enumerate(self.profile.visits) if visit.path == path]
+            found |= set(range(min(places) + 1, max(places) + 1))
+        return frozenset(found)
+
+    def refused(self, plan: Plan) -> bool:
+        """Whether the engine cannot execute it; with `beyond` axes that it lacks are no reason."""
+        problems = check(plan, self.profile, self.quotes.cluster)
+        lacking = ("cp", "ep", "sequence") if self.beyond else ()
+        return any(each.severity == "error" and each.path not in lacking for each in problems)
+
+
+def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -> list[Forecast]:
+    """The `top` plans that fit and every other whose cost is within `near` of the least; best first. Empty: nothing fits."""
+    found: list[tuple[float, float, str, Forecast]] = []
+    order = count()
+    queue: list[tuple[float, int, Family | Plan]] = []
+    for family in space.families():
+        seconds = space.least(family)
+        if exhaustive or seconds <= goal.limit:
+            queue.append((goal.cost(seconds, family.mesh.ranks, 0.0), next(order), family))
+    heapq.heapify(queue)
+    enough = float("inf")
+    while queue:
+        bound, _, item = heapq.heappop(queue)
+        if not exhaustive and bound > enough:
+            break
+        if isinstance(item, Family):
+            for plan in space.plans(item):
+                cost = _bound(space, goal, plan, exhaustive=exhaustive)
+                if cost is not None:
+                    heapq.heappush(queue, (cost, next(order), plan))
+            continue
+        forecast = space.quotes.forecast(space.quotes.layout(item))
+        if forecast.fits and forecast.time.step <= goal.limit and not space.refused(item):
+            insort(found, (_cost(goal, forecast), forecast.time.step, str(item), forecast), key=lambda each: each[:3])
+            enough = max(found[0][0] * (1 + near), found[min(top, len(found)) - 1][0] if len(found) >= top else float("inf"))
+    return [forecast for place, (cost, _, _, forecast) in enumerate(found) if place < top or cost <= enough]
+
+
+def _bound(space: Space, goal: Goal, plan: Plan, *, exhaustive: bool) -> float | None:
+    """What the plan costs at least; None: it cannot be what is looked for."""
+    layout = space.quotes.layout(plan)
+    if exhaustive:
+        return 0.0
+    if not space.quotes.may_fit(layout):
+        return None
+    if goal.kind == "memory":
+        return space.quotes.peak(layout)
+    seconds = space.quotes.least_seconds(layout)
+    return goal.cost(seconds, plan.ranks, 0.0) if seconds <= goal.limit else None
+
+
+def devices_needed(profile: Profile, cluster: Cluster, *, most: int = 2**20) -> int | None:
+    """The fewest devices of this kind (as a power of two) that some plan fits on; None: one sample fills a device whatever is done."""
+    node = cluster.nodes[0]
+    size = 1
+    while size <= most:
+        nodes = max(size // len(node.devices), 1)
+        larger = replace(cluster, nodes=(replace(node, devices=node.devices[: min(size, len(node.devices))]),) * nodes)
+        if larger.network is None and nodes > 1:
+            larger = replace(larger, network=Wire(kind="assumed", rate=1e9))
+        space = Space(profile, larger, ranks=size, beyond=False)
+        for family in space.families():
+            if family.micro == 1 and family.recompute in ("block", "none"):
+                plans = (plan for plan in space.plans(family) if plan.zero in (0, 3))
+                if any(space.quotes.peak(layout) <= layout.capacity for layout in map(space.quotes.layout, plans)):
+                    return size
+        size *= 2
+    return None
+
+
+def _cost(goal: Goal, forecast: Forecast) -> float:
+    return goal.cost(forecast.time.step, forecast.plan.ranks, forecast.memory.high + forecast.memory.framework)
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4 ... up to `most`."""
+    return [2**k for k in range(most.bit_length())]
+
+
+def divisors(size: int) -> list[int]:
+    """Everything that divides `size`."""
+    return [each for each in range(1, size + 1) if size % each == 0]
+
+
+def micros(share: int) -> list[int]:
+    """1, 2, 4 ... samples, and the whole share."""
+    return sorted({*powers(share), share})
