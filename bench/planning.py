@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 from bench.common import Row, publish
 from bench.published.profiles import deepen
@@ -52,18 +52,33 @@ class Case:
     profile: float | None = None
 
 
+class Same(Dataset[Any]):
+    """A sample again and again."""
+
+    def __init__(self, samples: int, *sample: torch.Tensor) -> None:
+        self._samples, self._sample = samples, sample
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
+        return self._sample
+
+
 def text(model: dict[str, Any], layers: int, batch: int) -> Job:
-    """A language model in bf16 on a few samples of the right shape, which are given again and again."""
+    """A language model in bf16."""
     made = language(model, "flash", torch.bfloat16, layers=layers, fused_norm=True)
+    tokens = torch.zeros(model["seq_len"], dtype=torch.long)
     return Job(
-        model=made.model, loss=made.loss, optimizer=made.optimizer, data=made.data, batch=batch, steps=1, name=f"{model['arch']} x {layers}"
+        model=made.model, loss=made.loss, optimizer=made.optimizer, data=Same(4 * batch, tokens, tokens), batch=batch, steps=1,
+        name=f"{model['arch']} x {layers}",
     )  # fmt: skip
 
 
 def mlp() -> Job:
     """Ten layers."""
     width, batch = 4096, 512
-    data = TensorDataset(torch.zeros(8, width), torch.zeros(8, dtype=torch.long))
+    data = Same(4 * batch, torch.zeros(width), torch.tensor(0))
     return Job(
         model=lambda: MLP(width=width, layers=10, classes=10),
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),

@@ -31,6 +31,8 @@ _MOST = 30
 _EDGE = 0.01
 #: Share of runs out of memory that may be said to fit, and how much more each above that counts.
 _WANTED, _FALSE = 0.045, 4.0
+#: How strongly constants of memory are held to the middle of their range.
+_OPEN = 0.02
 
 Cases = Mapping[str, Sequence[Case]]
 
@@ -87,7 +89,9 @@ def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -
     )
     capacity = numpy.array([cases[row.id][0].layout.capacity for row in scored])
     on_card = numpy.array([row.measured.get("mem_kind") != "reserved" for row in scored])
-    printed = numpy.array([row.measured["peak_mem_gib"] or numpy.nan if "memory" in row.counts else numpy.nan for row in scored])
+    printed = numpy.array(
+        [row.measured["peak_mem_gib"] or numpy.nan if "memory" in row.counts else numpy.nan for row in scored]
+    )
     failed, judged = (
         numpy.array([bool(row.measured["oom"]) for row in scored]),
         numpy.array(["fit" in row.counts for row in scored]),
@@ -110,7 +114,9 @@ def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -
         wrong = [numpy.mean(each) if each.size else 0.0 for each in (fits[judged & failed], 1 - fits[judged & ~failed])]
         # Every source weighs the same.
         error = sum(float(numpy.mean(errors[each])) for each in printing) / max(len(printing), 1)
-        return float(error + sum(wrong) + _FALSE * max(wrong[0] - _WANTED, 0.0))
+        # What the rows leave open stays in the middle of its range.
+        open_ = _OPEN * float(numpy.mean(numpy.abs((point - low) / (high - low) - 0.5)))
+        return float(error + sum(wrong) + _FALSE * max(wrong[0] - _WANTED, 0.0)) + open_
 
     answer = differential_evolution(loss, list(zip(low, high, strict=True)), rng=0, maxiter=60, popsize=12, tol=1e-6)
     return replace(first, **dict(zip(MEMORY, map(float, answer.x), strict=True)))

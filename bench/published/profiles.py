@@ -6,6 +6,7 @@ plus as many times one block's (tests/bench/test_published.py holds that against
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from bench.published.models import CONVNETS, Transformer, word_loss
 from echelon.job import Job
-from echelon.plan.profile import Module, Profile, fold_path
+from echelon.plan.profile import Module, Profile, Visit, fold_path
 from echelon.profiler import profile as trace
 from echelon.simulator.work import Work, distil
 
@@ -133,5 +134,15 @@ def deepen(profile: Profile, layers: int) -> Profile:
         ),
         units=tuple(path(n) for n in range(layers)),
         unit_bytes=profile.unit_bytes[:1] * layers,
-        visits=(),
+        visits=_visits(profile, path, layers),
     )  # fmt: skip
+
+
+def _visits(profile: Profile, path: Callable[[int], str], layers: int) -> tuple[Visit, ...]:
+    """The calls of a deeper model: what comes before the blocks, as many blocks, what comes after them."""
+    blocks = [visit for visit in profile.visits if visit.path in profile.units]
+    if not blocks:
+        return ()
+    first, last = profile.visits.index(blocks[0]), profile.visits.index(blocks[-1])
+    more = tuple(replace(blocks[min(n, len(blocks) - 1)], path=path(n)) for n in range(layers))
+    return (*profile.visits[:first], *more, *profile.visits[last + 1 :])

@@ -78,7 +78,9 @@ def duration(text: str) -> float:
     try:
         return float(number) * scale[unit]
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: a duration is a number of seconds, or one with s, m, h or d: 12h") from None
+        raise typer.BadParameter(
+            f"{text!r}: a duration is a number of seconds, or one with s, m, h or d: 12h"
+        ) from None
 
 
 def print_json(answer: Any) -> None:

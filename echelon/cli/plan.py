@@ -38,11 +38,11 @@ def plan(
     ] = None,
     goal: Annotated[
         str,
-        typer.Option(help="fastest; memory: the smallest; cheapest: per step; devices: the fewest that are done in time."),
+        typer.Option(
+            help="fastest; memory: the smallest; cheapest: per step; devices: the fewest that are done in time."
+        ),
     ] = "fastest",
-    within: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time for all steps: 90s, 12h, 3d.")
-    ] = None,
+    within: Annotated[str | None, typer.Option(metavar="TIME", help="Time for all steps: 90s, 12h, 3d.")] = None,
     steps: Annotated[int, typer.Option(help="Steps that must be done in that time.")] = 1,
     price: Annotated[float, typer.Option(help="What one device costs for an hour.")] = 1.0,
     exhaustive: Annotated[

@@ -82,7 +82,9 @@ def plan(record: Record) -> str:
 
 def _picture(record: Record) -> str:
     """The step as it was forecast; nothing where too little was kept to draw it."""
-    if not (isinstance(record.plan, Plan) and isinstance(record.profile, Profile) and isinstance(record.cluster, Cluster)):
+    if not (
+        isinstance(record.plan, Plan) and isinstance(record.profile, Profile) and isinstance(record.cluster, Cluster)
+    ):
         return ""
     from echelon.observer.picture import svg
     from echelon.simulator.timeline import timeline

@@ -104,7 +104,13 @@ def _mesh(axes: Any, timeline: Timeline) -> None:
         node, place = divmod(rank, per_node)
         at = mesh.coordinate(rank)
         shade = at["pp"] / max(mesh.pp - 1, 1)
-        axes.barh(0, 0.9 / per_node, left=node + place / per_node, height=0.8, color=(0.85 - 0.55 * shade, 0.9 - 0.35 * shade, 1.0 - 0.2 * shade))
+        axes.barh(
+            0,
+            0.9 / per_node,
+            left=node + place / per_node,
+            height=0.8,
+            color=(0.85 - 0.55 * shade, 0.9 - 0.35 * shade, 1.0 - 0.2 * shade),
+        )
         if ranks <= 64:
             words = "\n".join(f"{axis}{at[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1)
             axes.text(node + (place + 0.45) / per_node, 0, words or "0", ha="center", va="center", fontsize=6)
@@ -133,5 +139,7 @@ def trace(timeline: Timeline, path: str | Path) -> Path:
         )  # fmt: skip
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": str(timeline.plan)}}))
+    target.write_text(
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": str(timeline.plan)}})
+    )
     return target

@@ -15,7 +15,6 @@ from echelon.plan.units import size as _bytes
 from echelon.planner.search import Candidate
 from echelon.simulator import simulate
 
-
 _CAUSES = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework")
 #: So many causes of a difference are told.
@@ -38,14 +37,18 @@ def explain(candidates: Sequence[Candidate]) -> str:
             )
         else:
             lines.append("  one process: nothing is exchanged")
-    if best.plan.ranks > best.plan.mesh.dp or best.plan.recompute != "none":
+    if not any(_plain(each.forecast) for each in candidates):
         lines.append(
-            "  no plan of the data axis alone fits or can be executed: this one cuts the model, or computes blocks again"
+            "  no plan of the data axis alone is among the best: this one cuts the model, or computes blocks again"
         )
     lines += [f"  note: {note}" for note in best.notes]
     for candidate in candidates[1:]:
         lines.append(f'"{candidate.plan}": {_against(best, candidate.forecast)}')
     return "\n".join(lines)
+
+
+def _plain(forecast: Forecast) -> bool:
+    return forecast.plan.ranks == forecast.plan.mesh.dp and forecast.plan.recompute == "none"
 
 
 def why_not(profile: Profile, cluster: Cluster, plan: Plan, best: Plan) -> str:

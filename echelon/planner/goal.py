@@ -23,7 +23,9 @@ class Goal:
         if self.kind not in get_args(Kind):
             raise PlanError(f"goal={self.kind!r}: not one of {', '.join(get_args(Kind))}")
         if self.kind == "devices" and self.within is None:
-            raise PlanError("goal=devices: the fewest devices for what? give the time that there is (--within) and the steps (--steps)")
+            raise PlanError(
+                "goal=devices: the fewest devices for what? give the time that there is (--within) and the steps (--steps)"
+            )
         if self.within is not None and self.within <= 0:
             raise PlanError(f"within={self.within}: a deadline is in the future; give seconds above 0")
         if self.steps < 1:
@@ -31,7 +33,9 @@ class Goal:
         if not 0 < self.price < float("inf"):
             raise PlanError(f"price={self.price}: what a device costs for an hour is above 0")
         if self.kind == "memory" and self.within is not None:
-            raise PlanError("goal=memory with a deadline: the smallest plan is the slowest; use goal=devices, or leave one of them out")
+            raise PlanError(
+                "goal=memory with a deadline: the smallest plan is the slowest; use goal=devices, or leave one of them out"
+            )
 
     @property
     def limit(self) -> float:

@@ -130,7 +130,7 @@ def _nothing(space: Space, goal: Goal, refused: Sequence[PlanError]) -> PlanErro
         + (
             f"{max(needed, space.devices + 1)} devices of this kind would hold it"
             if needed is not None
-            else "one sample alone fills a device: a smaller model or shorter samples are needed"
+            else "one sample and one block alone fill a device: larger devices, smaller blocks or shorter samples are needed"
         )
     )
     error.exit_code = 1

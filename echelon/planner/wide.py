@@ -60,7 +60,9 @@ class Space:
         profile, work = self.profile, self.quotes.work
         again: list[Recompute] = ["none", "selective", "block"] if profile.units else ["none"]
         for size in self.sizes():
-            for tp, pp, cp in product(powers(min(size, _TENSOR, self._near)), divisors(size), powers(min(size, _CONTEXT))):
+            for tp, pp, cp in product(
+                powers(min(size, _TENSOR, self._near)), divisors(size), powers(min(size, _CONTEXT))
+            ):
                 dp, left = divmod(size, tp * pp * cp)
                 if left or dp > profile.batch or pp > max(len(profile.visits), 1) or (cp > 1 and not self.beyond):
                     continue
@@ -76,7 +78,9 @@ class Space:
         """Numbers of devices."""
         if self.ranks is not None:
             if not 1 <= self.ranks <= self.devices:
-                raise PlanError(f"ranks={self.ranks}: {self.cluster.name} has {self.devices} devices; use 1 to {self.devices}")
+                raise PlanError(
+                    f"ranks={self.ranks}: {self.cluster.name} has {self.devices} devices; use 1 to {self.devices}"
+                )
             return [self.ranks]
         return sorted({*powers(self.devices), self.devices})
 
@@ -104,7 +108,9 @@ class Space:
         mesh = family.mesh
         base = self.plan(family)
         schedules: list[Schedule] = ["1f1b"] if mesh.pp == 1 else ["1f1b", "interleaved", "zero-bubble"]
-        for zero, schedule, sequence in product((0, 1, 2, 3) if mesh.dp > 1 else (0,), schedules, (False, True) if mesh.tp > 1 else (False,)):
+        for zero, schedule, sequence in product(
+            (0, 1, 2, 3) if mesh.dp > 1 else (0,), schedules, (False, True) if mesh.tp > 1 else (False,)
+        ):
             if sequence and mesh.pp > 1 and not self.beyond:
                 continue
             if schedule == "zero-bubble" and (zero or family.recompute != "none"):
@@ -180,10 +186,14 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
                 if cost is not None:
                     heapq.heappush(queue, (cost, next(order), plan))
             continue
+        if space.refused(item):
+            continue
         forecast = space.quotes.forecast(space.quotes.layout(item))
-        if forecast.fits and forecast.time.step <= goal.limit and not space.refused(item):
+        if forecast.fits and forecast.time.step <= goal.limit:
             insort(found, (_cost(goal, forecast), forecast.time.step, str(item), forecast), key=lambda each: each[:3])
-            enough = max(found[0][0] * (1 + near), found[min(top, len(found)) - 1][0] if len(found) >= top else float("inf"))
+            enough = max(
+                found[0][0] * (1 + near), found[min(top, len(found)) - 1][0] if len(found) >= top else float("inf")
+            )
     return [forecast for place, (cost, _, _, forecast) in enumerate(found) if place < top or cost <= enough]
 
 

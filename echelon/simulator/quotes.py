@@ -8,11 +8,12 @@ from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
+from echelon.plan.split import rounds
 from echelon.simulator.fitted import fitted
 from echelon.simulator.held import parts, put_together
 from echelon.simulator.stack import Stack
 from echelon.simulator.step import forecast_of, slowest
-from echelon.simulator.wide import Layout, lay_out, passes, time
+from echelon.simulator.wide import Layout, Pass, lay_out, passes, time
 from echelon.simulator.work import distil
 
 
@@ -22,7 +23,8 @@ class Quotes:
     def __init__(self, profile: Profile, cluster: Cluster, stack: Stack | None = None) -> None:
         self.work, self.batch = distil(profile), profile.batch
         self.cluster, self.stack, self.fitted = slowest(cluster), stack or Stack(), fitted()
-        self._known: dict[tuple[object, ...], object] = {}
+        self._known: dict[tuple[object, ...], Pass] = {}
+        self._parts: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def layout(self, plan: Plan) -> Layout:
         """The plan on the cluster; refuses what cannot be."""
@@ -30,8 +32,14 @@ class Quotes:
 
     def seconds_of_parts(self, plan: Plan) -> tuple[float, float, float]:
         """Seconds that a micro-batch of `plan` computes before the blocks, in one block and after them, there and back."""
-        mesh = replace(plan.mesh, pp=1)
-        return passes(self.layout(replace(plan, mesh=mesh, stages=(), schedule="1f1b")), self.fitted)
+        mesh = plan.mesh
+        turns = rounds(self.batch, mesh.dp, plan.micro)
+        samples = -(-self.batch // (mesh.dp * turns))
+        key = (samples, mesh.cp, mesh.tp, plan.sequence, plan.recompute, plan.precision, plan.compile)
+        if key not in self._parts:
+            alone = replace(plan, mesh=replace(mesh, pp=1), stages=(), schedule="1f1b")
+            self._parts[key] = passes(self.layout(alone), self.fitted)
+        return self._parts[key]
 
     def least_seconds(self, layout: Layout) -> float:
         """A step takes at least so long."""

@@ -58,7 +58,9 @@ def slowest(cluster: Cluster) -> Cluster:
     sheets = [device.sheet for device in devices.values() if device.sheet is not None]
     if len(sheets) < len(devices):
         bare = next(device.name for device in devices.values() if device.sheet is None)
-        raise PlanError(f"{cluster.name}: {bare} has no data sheet and others have; describe it in the cluster's file too")
+        raise PlanError(
+            f"{cluster.name}: {bare} has no data sheet and others have; describe it in the cluster's file too"
+        )
     names = {name for sheet in sheets for name in sheet.peaks}
     sheet = Sheet(
         peaks={name: min(each.peak(name) for each in sheets) for name in sorted(names)},

@@ -77,7 +77,9 @@ def timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
         backward = [times[stage % pp].backward / count / each for stage in range(stages)]
         kind = runs_as(plan, count) if pp > 1 else "1f1b"
         schedule = kind  # type: ignore[assignment]
-        held = tuple(memory(part.profile, plan, load, part.waiting, part.freed)[0] for part in parts(profile, plan, load.micros))
+        held = tuple(
+            memory(part.profile, plan, load, part.waiting, part.freed)[0] for part in parts(profile, plan, load.micros)
+        )
         capacity, per_node = load.capacity, max(plan.ranks, 1)
         tail = (max(each.exchange for each in times), max(each.optimizer for each in times))
     shown = min(count, max(SHOWN, 2 * pp))

@@ -43,7 +43,7 @@ class Layout:
     capacity: float
     nodes: int
     #: What was priced before, for those who price many plans of one model with the same constants; None: nothing is kept.
-    known: dict[tuple[object, ...], _Pass] | None = field(default=None, compare=False, repr=False)
+    known: dict[tuple[object, ...], Pass] | None = field(default=None, compare=False, repr=False)
 
     @property
     def samples(self) -> float:
@@ -77,7 +77,7 @@ def lay_out(
     cluster: Cluster,
     plan: Plan,
     stack: Stack,
-    known: dict[tuple[object, ...], _Pass] | None = None,
+    known: dict[tuple[object, ...], Pass] | None = None,
 ) -> Layout:
     """`plan` on `cluster`; refuses what cannot be."""
     device = cluster.nodes[0].devices[0]
@@ -85,9 +85,11 @@ def lay_out(
     mesh = plan.mesh
     if batch < mesh.dp:
         raise PlanError(f"dp={mesh.dp}: a batch of {batch} cannot feed so many ranks; use dp={batch} or less")
-    have = sum(len(node.devices) for node in cluster.nodes)
-    if device.kind == "cuda" and plan.ranks > have:
-        raise PlanError(f'"{plan}" needs {plan.ranks} devices, {cluster.name} has {have}')
+    # Who prices many plans knows how many devices there are.
+    if known is None and device.kind == "cuda":
+        have = sum(len(node.devices) for node in cluster.nodes)
+        if plan.ranks > have:
+            raise PlanError(f'"{plan}" needs {plan.ranks} devices, {cluster.name} has {have}')
     if mesh.ep > 1 and not work.experts:
         raise PlanError(f"ep={mesh.ep}: no block of the model has experts side by side in a list; use ep=1")
     chunks = stack.chunks or (VIRTUAL if plan.schedule in INTERLEAVING else 1)
@@ -125,7 +127,7 @@ def _dealt(layers: int, stages: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class Pass:
     """Seconds of one pass through a part of the model, by what it is."""
 
     products: float = 0.0
@@ -227,9 +229,7 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
     if mesh.pp > 1:
         # Ranks of tp hold the same between blocks, unless each has its part of the sequence.
         alike = 1 if plan.sequence else mesh.tp
-        send = wires.send(
-            work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp, parts=alike
-        )
+        send = wires.send(work.given * layout.samples / layout.along, mesh.dp * mesh.cp * mesh.tp, mesh.pp, parts=alike)
         if len(layout.stages) > mesh.pp:
             # Between two chunks of its own a rank has others to compute: what it sends is under way meanwhile.
             send = max(send - fitted.overlap * min(layout.stages) * compute[0], 0.0)
@@ -244,7 +244,7 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted) -> _Stages:
     return _Stages(computing, talking, hidden)
 
 
-def _pass(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _Pass:
+def _pass(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> Pass:
     """One micro-batch through these operators on one rank."""
     if layout.known is None:
         return _priced(layout, ops, phase, fitted)
@@ -255,7 +255,7 @@ def _pass(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _P
     return layout.known[key]
 
 
-def _priced(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> _Pass:
+def _priced(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> Pass:
     sheet, stack, tp = layout.sheet, layout.stack, layout.plan.mesh.tp
     samples, tf32 = layout.samples, layout.plan.precision == "tf32"
     fused = fitted.compiled if layout.plan.compile else 1.0
@@ -297,7 +297,7 @@ def _priced(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> 
                 rest += op.count * fused * stream_seconds(sheet, fitted, 0.75 * moved)
             shape = _cut(dims, op, share)
             products += op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
-    return _Pass(products, core, rest)
+    return Pass(products, core, rest)
 
 
 def flops_of_scores(op: Op) -> float:
@@ -315,7 +315,7 @@ def _cut(dims: list[float], op: Op, share: int) -> tuple[float, float, float, fl
     return cut[0], cut[1], cut[2], cut[3]
 
 
-def _again(plan: Plan, stack: Stack, forward: _Pass) -> float:
+def _again(plan: Plan, stack: Stack, forward: Pass) -> float:
     """Seconds of what one block computes again in backward."""
     if stack.recompute == "attention":
         return forward.core

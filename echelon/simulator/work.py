@@ -176,7 +176,9 @@ def _choices(profile: Profile, units: tuple[str, ...], experts: frozenset[str]) 
     for each in profile.operators:
         if each.phase == "forward" and _kind(each) == "product" and any(inside(each.module, unit) for unit in units):
             of = rows[_within(each.module, experts)]
-            of[each.module] = of.get(each.module, 0.0) + each.count * each.dims[1].per_sample / max(len(profile.units), 1)
+            of[each.module] = of.get(each.module, 0.0) + each.count * each.dims[1].per_sample / max(
+                len(profile.units), 1
+            )
     theirs, others = (max(of.values(), default=0.0) for of in (rows[True], rows[False]))
     return theirs / others if theirs and others else 1.0
 

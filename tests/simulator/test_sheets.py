@@ -15,7 +15,7 @@ from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.simulator import Stack, simulate
 from echelon.simulator.fitted import bounds, fitted
-from echelon.simulator.order import _walk, length
+from echelon.simulator.order import _walk, least, length
 from echelon.simulator.sheet import product_seconds
 from tests.simulator.cases import make_cluster, make_stack
 
@@ -179,11 +179,82 @@ def test_links_that_ranks_need_must_be_described() -> None:
         catalogue.build("x", catalogue.device("H100-80GB"), 8, 2, inside=Wire(kind="nvswitch", rate=1e9), between=None)
 
 
-def test_unequal_devices_are_refused() -> None:
-    cluster, other = catalogue.cluster("2x8xH100-80GB"), catalogue.cluster("8xA100-80GB")
-    mixed = replace(cluster, nodes=(cluster.nodes[0], other.nodes[0]))
-    with pytest.raises(PlanError, match="A100-80GB in 8xA100-80GB node is not like H100-80GB"):
+def test_ranks_with_the_same_work_wait_for_the_slowest_device() -> None:
+    fast, slow = catalogue.cluster("2x8xH100-80GB"), catalogue.cluster("2x8xA100-40GB")
+    mixed = replace(fast, nodes=(fast.nodes[0], slow.nodes[0]), network=slow.network)
+    plan = from_text("dp=16 zero=1 micro=1")
+    found = simulate(big(), mixed, plan)
+    assert found.time.step == pytest.approx(simulate(big(), slow, plan).time.step)
+    assert found.capacity == slow.nodes[0].devices[0].memory
+    assert any("wait for the slowest" in note for note in found.notes)
+
+
+def test_nodes_of_unequal_size_use_what_all_of_them_have() -> None:
+    cluster, small = catalogue.cluster("2x8xA100-80GB"), catalogue.cluster("4xA100-40GB")
+    mixed = replace(cluster, nodes=(cluster.nodes[0], small.nodes[0]))
+    assert any(
+        "4 devices of larger nodes are not used" in note for note in simulate(big(), mixed, from_text("dp=8")).notes
+    )
+    with pytest.raises(PlanError, match="needs 16 devices, 2x8xA100-80GB has 8"):
         simulate(big(), mixed, from_text("dp=16"))
+
+
+def with_experts(count: int) -> Profile:
+    """Blocks whose feed-forward part is a list of experts, of which a token visits one."""
+    plain = make_stack(blocks=4, width=1024, batch=64, length=512)
+    parameters = [
+        replace(each, name=each.name.replace(f".{layer}.", f".experts.{expert}.{layer}."))
+        for each in plain.parameters
+        for layer in ("up", "down")
+        if f".{layer}." in each.name
+        for expert in range(count)
+    ]
+    operators = [
+        replace(each, module=each.module.replace("blocks.*.", "blocks.*.experts.*."), count=each.count * count,
+                dims=tuple(dim * (1 / count) if dim.per_sample else dim for dim in each.dims), flops=each.flops * (1 / count))
+        for each in plain.operators
+    ]  # fmt: skip
+    return replace(plain, parameters=tuple(parameters), operators=tuple(operators))
+
+
+def test_the_expert_axis_divides_experts_and_sends_tokens_to_them() -> None:
+    cluster, profile = catalogue.cluster("2x8xH100-80GB"), with_experts(16)
+    alone, shared = (simulate(profile, cluster, from_text(f"dp=16 ep={ep}")) for ep in (1, 16))
+    assert shared.memory.parameters == pytest.approx(alone.memory.parameters / 16)
+    assert shared.time.exchange != alone.time.exchange
+    sharded = [simulate(profile, cluster, from_text(f"dp=16 zero=3 ep={ep}")).memory.parameters for ep in (1, 16)]
+    assert sharded[0] == pytest.approx(sharded[1])
+    with pytest.raises(PlanError, match="ep=2: no block of the model has experts"):
+        simulate(big(), cluster, from_text("dp=16 ep=2"))
+
+
+def test_samples_that_take_longer_to_come_than_to_compute_are_waited_for() -> None:
+    cluster, profile = catalogue.cluster("8xH100-80GB"), big()
+    assert simulate(profile, cluster, from_text("dp=8")).time.input == 0
+    heavy = simulate(replace(profile, input_bytes=10**10), cluster, from_text("dp=8"))
+    assert heavy.time.input > 0
+    assert heavy.time.input + heavy.time.forward + heavy.time.backward == pytest.approx(8 * 10**10 / 12e9)
+
+
+def test_networks_that_were_measured_reach_what_was_measured() -> None:
+    cluster = catalogue.cluster("2x8xA100-80GB")
+    assert cluster.network is not None
+    slow = replace(cluster, network=replace(cluster.network, share=0.34))
+    plan = from_text("dp=16 zero=1")
+    assert simulate(big(), slow, plan).time.exchange > simulate(big(), cluster, plan).time.exchange
+    with pytest.raises(ValueError, match="share=2"):
+        replace(cluster.network, share=2)
+
+
+@given(
+    st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble"]),
+    st.lists(times, min_size=4, max_size=4),
+    st.integers(1, 60),
+)
+def test_the_bound_of_a_pipeline_is_never_above_its_length(schedule: str, stages: list[float], count: int) -> None:
+    ranks = 2 if schedule == "interleaved" else 4
+    bound, path = (way(schedule, stages, stages[::-1], ranks=ranks, count=count) for way in (least, length))
+    assert bound <= path * (1 + 1e-12)
 
 
 def test_a_plan_larger_than_the_cluster_is_refused() -> None:

@@ -1,0 +1,188 @@
+"""Searches on clusters that are known by their data sheets: the bounds lose nothing, goals are kept, better machines never hurt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import PlanError
+from echelon.plan import catalogue
+from echelon.plan.check import check
+from echelon.plan.cluster import Cluster
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+from echelon.plan.stages import divide
+from echelon.plan.text import from_text
+from echelon.planner import Candidate, Goal, search, why_not
+from tests.simulator.cases import make_stack
+from tests.simulator.test_sheets import changed, with_experts
+
+clusters = st.sampled_from(["4xA100-40GB", "2x2xV100-16GB", "8xH100-80GB"])
+models = st.builds(
+    make_stack,
+    blocks=st.sampled_from([4, 6]),
+    width=st.sampled_from([512, 4096]),
+    batch=st.sampled_from([4, 12]),
+    length=st.sampled_from([64, 2048]),
+)
+goals = st.sampled_from(
+    [Goal(), Goal(kind="memory"), Goal(kind="cheapest", price=2.5), Goal(kind="devices", within=20.0)]
+)
+
+
+def found(profile: Profile, cluster: Cluster, **options: object) -> list[tuple[str, float]]:
+    try:
+        made = search(profile, cluster, **options)  # type: ignore[arg-type]
+    except PlanError:
+        return []
+    return [(str(each.plan), each.forecast.time.step) for each in made]
+
+
+@given(models, clusters, goals)
+@settings(max_examples=12, deadline=None)
+def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: str, goal: Goal) -> None:
+    cluster = catalogue.cluster(name)
+    assert found(profile, cluster, goal=goal, top=3) == found(profile, cluster, goal=goal, top=3, exhaustive=True)
+
+
+@given(models, clusters)
+@settings(max_examples=15, deadline=None)
+def test_what_is_found_can_be_executed_and_fits(profile: Profile, name: str) -> None:
+    cluster = catalogue.cluster(name)
+    for each in search(profile, cluster, top=8):
+        assert each.forecast.fits
+        assert not [problem for problem in check(each.plan, profile, cluster) if problem.severity == "error"]
+        assert each.plan.mesh.cp == each.plan.mesh.ep == 1
+        assert each.plan.mesh.pp == 1 or each.plan.stages
+
+
+def fastest(candidates: tuple[Candidate, ...]) -> float:
+    return min(each.forecast.time.step for each in candidates)
+
+
+@given(models, clusters, st.sampled_from(["rate", "bandwidth", "link", "memory"]), st.floats(1.0, 8.0))
+@settings(max_examples=12, deadline=None)
+def test_better_machines_never_make_the_best_plan_slower(profile: Profile, name: str, what: str, times: float) -> None:
+    cluster = catalogue.cluster(name)
+    assert fastest(search(profile, changed(cluster, **{what: times}))) <= fastest(search(profile, cluster)) * (1 + 1e-9)
+
+
+@given(
+    st.lists(st.floats(0.1, 9.0), min_size=2, max_size=8),
+    st.integers(2, 5),
+    st.frozensets(st.integers(1, 7), max_size=3),
+)
+def test_stages_are_cut_where_the_heaviest_is_lightest(weights: list[float], count: int, bound: frozenset[int]) -> None:
+    places = [place for place in range(1, len(weights)) if place not in bound]
+
+    def heaviest(cuts: tuple[int, ...]) -> float:
+        return max(sum(weights[a:b]) for a, b in zip((0, *cuts), (*cuts, len(weights)), strict=True))
+
+    best = min((heaviest(cuts) for cuts in combinations(places, count - 1)), default=None)
+    cut = divide(weights, count, bound)
+    assert (cut is None) == (best is None)
+    if cut is not None:
+        assert heaviest(cut) == pytest.approx(best)
+        assert not set(cut) & bound
+
+
+def test_each_goal_finds_what_it_asks_for() -> None:
+    profile, cluster = make_stack(blocks=8, width=4096, batch=32, length=2048), catalogue.cluster("2x8xA100-80GB")
+    fast, small, cheap = (
+        search(profile, cluster, goal=Goal(kind=kind), top=1)[0] for kind in ("fastest", "memory", "cheapest")
+    )
+    assert fast.forecast.time.step < min(small.forecast.time.step, cheap.forecast.time.step)
+    assert small.forecast.memory.total < min(fast.forecast.memory.total, cheap.forecast.memory.total)
+    money = [each.forecast.time.step * each.plan.ranks for each in (cheap, fast, small)]
+    assert money[0] == min(money)
+    limit = 3 * fast.forecast.time.step
+    few = search(profile, cluster, goal=Goal(kind="devices", within=100 * limit, steps=100), top=1)[0]
+    assert few.forecast.time.step <= limit
+    assert few.plan.ranks < fast.plan.ranks
+    with pytest.raises(PlanError, match=r"no plan of|no plan is done in time"):
+        search(profile, cluster, ranks=few.plan.ranks // 2, goal=Goal(kind="devices", within=100 * limit, steps=100))
+
+
+@pytest.mark.parametrize(
+    ("goal", "told"),
+    [
+        ({"kind": "devices"}, "fewest devices for what"),
+        ({"kind": "quickest"}, "not one of fastest"),
+        ({"within": -1.0}, "a deadline is in the future"),
+        ({"kind": "memory", "within": 5.0}, "goal=memory with a deadline"),
+        ({"steps": 0}, "at least one step"),
+        ({"price": 0.0}, "above 0"),
+    ],
+)
+def test_goals_that_contradict_themselves_are_refused(goal: dict[str, object], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        Goal(**goal)  # type: ignore[arg-type]
+
+
+def test_a_deadline_that_nothing_meets_says_how_long_the_fastest_takes() -> None:
+    profile, cluster = make_stack(width=4096, batch=32, length=2048), catalogue.cluster("4xA100-80GB")
+    with pytest.raises(PlanError, match=r'the fastest, "dp=\d.*takes .* for 10 steps and there are 1.00 ms') as caught:
+        search(profile, cluster, goal=Goal(within=1e-3, steps=10))
+    assert caught.value.exit_code == 1
+
+
+def test_a_model_larger_than_the_cluster_says_how_many_devices_hold_it() -> None:
+    profile = make_stack(blocks=48, width=4096, batch=64, length=128)
+    with pytest.raises(
+        PlanError, match=r"fit no plan of 2xV100-16GB \(2 devices\); \d+ devices of this kind would hold it"
+    ) as caught:
+        search(profile, catalogue.cluster("2xV100-16GB"))
+    assert caught.value.exit_code == 1
+    count = int(str(caught.value).split("; ")[1].split()[0])
+    assert search(profile, catalogue.cluster(f"{count // 2}x2xV100-16GB"), top=1)
+
+
+def test_a_number_of_devices_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PlanError, match="ranks=9: 8xH100-80GB has 8 devices"):
+        search(make_stack(), catalogue.cluster("8xH100-80GB"), ranks=9)
+
+
+def test_axes_that_are_only_forecast_are_found_when_asked_for() -> None:
+    cluster = catalogue.cluster("8xH100-80GB")
+    long = make_stack(blocks=4, width=1024, batch=1, length=65536)
+    assert {each.plan.mesh.cp for each in search(long, cluster, top=20)} == {1}
+    assert any(each.plan.mesh.cp > 1 for each in search(long, cluster, top=20, beyond=True))
+    routed = search(with_experts(8), cluster, top=400, beyond=True, ranks=8)
+    assert any(each.plan.mesh.ep > 1 for each in routed)
+
+
+def test_precisions_that_are_asked_for_are_searched() -> None:
+    profile, cluster = make_stack(blocks=4, width=4096, batch=32, length=512), catalogue.cluster("8xA100-80GB")
+    assert {each.plan.precision for each in search(profile, cluster)} == {None}
+    assert search(profile, cluster, precisions=(None, "tf32"))[0].plan.precision == "tf32"
+
+
+def test_cuts_that_a_model_does_not_allow_are_left_out() -> None:
+    profile, cluster = make_stack(blocks=4, width=8192, batch=1, length=512), catalogue.cluster("8xA100-80GB")
+
+    def never(plan: Plan) -> Plan:
+        if plan.mesh.tp > 1:
+            raise PlanError(f"{plan}: no")
+        return plan
+
+    assert search(profile, cluster, top=1)[0].plan.mesh.tp > 1
+    assert {each.plan.mesh.tp for each in search(profile, cluster, complete=never)} == {1}
+
+
+def test_why_not_tells_differences_by_cause_and_what_binds() -> None:
+    profile, cluster = make_stack(blocks=8, width=4096, batch=32, length=2048), catalogue.cluster("2x8xA100-80GB")
+    best = search(profile, cluster, top=1)[0].plan
+    told = why_not(profile, cluster, from_text("dp=2 tp=8 micro=1"), best)
+    assert "slower" in told
+    assert "exchange +" in told
+    ahead = why_not(profile, cluster, replace(best, mesh=Mesh(dp=8, cp=2), micro=None), best)
+    assert "the context axis is not executed yet" in ahead
+    assert "slower" in ahead or "faster" in ahead
+    tight = why_not(make_stack(blocks=16, width=16384, batch=16, length=2048), cluster, from_text("dp=16"), best)
+    assert "does not fit" in tight
+    assert "too much; most of it" in tight
