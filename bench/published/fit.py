@@ -32,7 +32,7 @@ _EDGE = 0.01
 #: Share of runs out of memory that may be said to fit, and how much more each above that counts.
 _WANTED, _FALSE = 0.045, 4.0
 #: How strongly constants of memory are held to the middle of their range.
-_OPEN = 0.02
+_OPEN = 0.005
 
 Cases = Mapping[str, Sequence[Case]]
 
