@@ -74,7 +74,7 @@ def _time(axes: Any, timeline: Timeline) -> None:
     axes.set_title(f"a step{part}", loc="left", fontsize=9)
     axes.set_xlabel("seconds")
     _ranks(axes, timeline)
-    axes.legend(ncols=5, fontsize=7, loc="upper right", frameon=False)
+    axes.legend(ncols=5, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def _memory(axes: Any, timeline: Timeline) -> None:
@@ -86,7 +86,7 @@ def _memory(axes: Any, timeline: Timeline) -> None:
     axes.set_title(f"memory of a rank; the line is the device: {units.size(timeline.capacity)}", loc="left", fontsize=9)
     axes.set_xlabel("GB")
     _ranks(axes, timeline)
-    axes.legend(ncols=7, fontsize=7, loc="upper right", frameon=False)
+    axes.legend(ncols=7, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def _ranks(axes: Any, timeline: Timeline) -> None:
