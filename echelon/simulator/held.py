@@ -118,6 +118,8 @@ def _rank(layout: Layout, rank: int) -> Parts:
     scores = work.scores * samples / mesh.tp
     if plan.recompute == "none" and stack.recompute == "plan":
         scores *= flying * blocks
+    if work.scores:
+        scores = max(scores, at_block)
     # One micro-batch gives back in reverse what it took; several under way leave gaps, but where all that waits is alike: inputs of blocks.
     alike = plan.recompute == "block" and stack.recompute == "plan"
     many = temporary + (0.0 if alike else activations) if flying > 1 else 0.0

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from bench.published.__main__ import worker
+from bench.published.cases import cases, outcome, usual_length
 from bench.published.models import CONVNETS, Transformer
 from bench.published.profiles import TRACED, deepen, job, key_of, shallow
 from bench.published.rows import ROWS, TRANSFORMERS, read
-from bench.published.scores import quantile, spearman
+from bench.published.scores import quantile, spearman, summary
 from echelon.errors import EchelonError
 from echelon.profiler import profile as trace
+from echelon.simulator.fitted import fitted
 from echelon.simulator.work import distil
+from tests.whole import only_whole, pairs
 
 SMALL: dict[str, Any] = {
     "arch": "llama", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 320, "seq_len": 32, "gated_mlp": True,
@@ -54,14 +58,16 @@ def test_values_outside_the_vocabulary_are_refused(tmp_path: Path, path: str, va
         read(file)
 
 
-@pytest.mark.parametrize("core", ["flash", "fused", "eager"])
-@pytest.mark.parametrize("arch", ["gpt", "llama", "nemotron", "bert"])
+@pytest.mark.parametrize(
+    ("arch", "core"), pairs(["gpt", "llama", "nemotron", "bert"], ["flash", "fused", "eager"], each=1)
+)
 def test_two_blocks_tell_of_six(arch: str, core: str) -> None:
     model = SMALL | {"arch": arch, "gated_mlp": arch == "llama", "kv_heads": 2 if arch in ("llama", "nemotron") else 4}
     whole = trace(job(model, core, torch.bfloat16, layers=6, fused_norm=False), device="cpu")
     made = deepen(shallow(key_of(model, core=core, half=True, fused_norm=False)), 6)
     assert {(p.name, p.shape) for p in made.parameters} == {(p.name, p.shape) for p in whole.parameters}
     assert sorted(map(repr, made.operators)) == sorted(map(repr, whole.operators))
+    assert [(v.path, v.crossing) for v in made.visits] == [(v.path, v.crossing) for v in whole.visits]
     a, b = distil(made), distil(whole)
     assert (a.layers, a.elements, a.given) == (b.layers, b.elements, b.given)
     assert (astuple(a.kept), a.outside) == (pytest.approx(astuple(b.kept)), pytest.approx(b.outside))
@@ -100,3 +106,23 @@ def test_scores_by_hand() -> None:
     assert quantile([0.0, 1.0, 2.0], 0.9) == pytest.approx(1.8)
     assert spearman([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == pytest.approx(1.0)
     assert spearman([1.0, 1.0, 2.0], [3.0, 2.0, 1.0]) == pytest.approx(-0.866, abs=1e-3)
+
+
+def test_samples_of_bert_are_shorter_than_their_frame() -> None:
+    assert [usual_length(SMALL | {"arch": "bert", "seq_len": length}) for length in (128, 512)] == [128, 288]
+    assert usual_length(SMALL | {"seq_len": 4096}) == 4096
+
+
+@only_whole
+def test_the_scores_that_are_written_down_hold() -> None:
+    rows = read(ROWS)
+    found = {row.id: outcome(row, cases(row, worker), fitted()) for row in rows}
+    scores = summary(rows, found)
+    assert scores["time"]["macro_median"] <= 0.05
+    assert scores["time"]["p90"] <= 0.15
+    assert scores["rank"]["spearman_median"] >= 0.88
+    assert scores["rank"]["regret_worst"] <= 0.1
+    assert scores["rank"]["oom_choices"] == 0
+    assert scores["fit"]["balanced_accuracy"] >= 0.95
+    assert scores["fit"]["false_fits"] <= 0.05
+    assert scores["memory"]["median_abs"] <= 0.06
