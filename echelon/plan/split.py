@@ -7,7 +7,9 @@ everybody) and no micro-batch is empty.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +28,42 @@ class Slice:
 def cut(start: int, stop: int, parts: int) -> list[Slice]:
     """`parts` consecutive slices whose sizes differ by one at most, the larger first."""
     base, extra = divmod(stop - start, parts)
-    slices = []
-    for part in range(parts):
-        end = start + base + (part < extra)
-        slices.append(Slice(start, end))
-        start = end
-    return slices
+    return _slices(start, [base + (part < extra) for part in range(parts)])
 
 
-def rounds(batch: int, dp: int, micro: int | None) -> int:
-    """How many micro-batches each data rank runs for a batch of `batch` samples."""
+def _slices(start: int, sizes: Sequence[int]) -> list[Slice]:
+    ends = list(accumulate(sizes, initial=start))
+    return [Slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[int]:
+    """Samples of each data rank: alike, or in proportion to `shares`, and one at least."""
     if batch < dp:
         raise ValueError(f"{batch} samples cannot feed {dp} data ranks: each needs at least one")
+    if not shares:
+        return [part.size for part in cut(0, batch, dp)]
+    if len(shares) != dp:
+        raise ValueError(f"{len(shares)} shares for {dp} data ranks")
+    left, whole = batch - dp, sum(shares)
+    found = [1 + left * share // whole for share in shares]
+    # What rounding left over goes where the most was cut off, the first of those alike.
+    behind = sorted(range(dp), key=lambda rank: -(left * shares[rank] % whole))
+    for rank in behind[: batch - sum(found)]:
+        found[rank] += 1
+    return found
+
+
+def rounds(batch: int, dp: int, micro: int | None, shares: Sequence[int] = ()) -> int:
+    """How many micro-batches each data rank runs for a batch of `batch` samples."""
+    each = sizes(batch, dp, shares)
     if micro is None:
         return 1
-    largest, smallest = -(-batch // dp), batch // dp
+    largest, smallest = max(each), min(each)
     # The largest share decides, but the smallest must not run dry before it: then a micro-batch holds one sample more.
     return min(-(-largest // micro), smallest)
 
 
-def split(batch: int, dp: int, micro: int | None = None) -> list[list[Slice]]:
-    """For each data rank its micro-batches, as slices of the global batch."""
-    turns = rounds(batch, dp, micro)
-    return [cut(share.start, share.stop, turns) for share in cut(0, batch, dp)]
+def split(batch: int, dp: int, micro: int | None = None, shares: Sequence[int] = ()) -> list[list[Slice]]:
+    """For each data rank its micro-batches, as slices of the global batch. `shares`: of ranks that are not equally fast."""
+    turns = rounds(batch, dp, micro, shares)
+    return [cut(share.start, share.stop, turns) for share in _slices(0, sizes(batch, dp, shares))]

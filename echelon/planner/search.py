@@ -22,7 +22,7 @@ from echelon.plan.profile import Profile
 from echelon.plan.stages import find_stages
 from echelon.plan.units import seconds
 from echelon.planner.goal import Goal
-from echelon.planner.wide import Space, best, devices_needed
+from echelon.planner.wide import Space, best, devices_needed, with_shares
 from echelon.simulator.load import require_one_kind
 from echelon.simulator.step import by_sheet, price
 
@@ -88,6 +88,7 @@ def _wide(space: Space, goal: Goal, top: int, complete: Complete | None, *, exha
     wanted = top
     while True:
         found = best(space, goal, top=wanted, near=_WORTH if goal.kind != "devices" else 0.0, exhaustive=exhaustive)
+        found = sorted((*found, *with_shares(space, goal)), key=lambda each: (_price(goal, each), each.time.step))
         done, refused = _completed(found, complete)
         if len(done) >= min(top, 1) or not refused or len(found) < wanted:
             break
@@ -155,8 +156,11 @@ def _good(everything: Sequence[Candidate], goal: Goal) -> list[Candidate]:
 
 
 def _cost(goal: Goal, candidate: Candidate) -> float:
-    forecast = candidate.forecast
-    return goal.cost(forecast.time.step, candidate.plan.ranks, _needed(forecast))
+    return _price(goal, candidate.forecast)
+
+
+def _price(goal: Goal, forecast: Forecast) -> float:
+    return goal.cost(forecast.time.step, forecast.plan.ranks, _needed(forecast))
 
 
 def _simplest_first(fitting: list[Candidate], goal: Goal, top: int) -> tuple[Candidate, ...]:

@@ -8,6 +8,7 @@ what is computed again), then of single plans. Once the bound is above what is i
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,18 +16,21 @@ from itertools import count, product
 
 from echelon.errors import PlanError
 from echelon.plan.check import check
-from echelon.plan.cluster import Cluster, Wire
+from echelon.plan.cluster import Cluster, Device, Wire
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute, Schedule
 from echelon.plan.profile import Profile
-from echelon.plan.split import rounds
+from echelon.plan.split import rounds, sizes
 from echelon.plan.stages import INTERLEAVING, VIRTUAL, divide
 from echelon.planner.goal import Goal
+from echelon.simulator import simulate
 from echelon.simulator.quotes import Quotes
 
 #: The tensor axis talks in every block: beyond the devices that share a fast link it is not searched.
 _TENSOR = 16
+#: Shares of the batch are told in such parts of the smallest.
+_FINE = 8
 #: Sequences are not cut finer than this.
 _CONTEXT = 16
 
@@ -195,6 +199,44 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
                 found[0][0] * (1 + near), found[min(top, len(found)) - 1][0] if len(found) >= top else float("inf")
             )
     return [forecast for place, (cost, _, _, forecast) in enumerate(found) if place < top or cost <= enough]
+
+
+def with_shares(space: Space, goal: Goal) -> list[Forecast]:
+    """Plans of the data axis over all devices of an unequal cluster, with shares of the batch in proportion to the devices' speed."""
+    alike, profile = space.quotes.cluster, space.profile
+    devices = [device for node in space.cluster.nodes for device in node.devices[: len(alike.nodes[0].devices)]]
+    kinds = {device.name: device for device in devices}
+    if len(kinds) < 2 or space.ranks not in (None, space.devices) or profile.batch < space.devices:
+        return []
+    found = []
+    for micro, zero, recompute in product(
+        micros(profile.batch), (0, 1, 2, 3), ("none", "selective", "block") if profile.units else ("none",)
+    ):
+        plan = Plan(mesh=Mesh(dp=space.devices), micro=micro, zero=zero, recompute=recompute, model=profile.model)  # type: ignore[arg-type]
+        speed = {name: 1 / _alone(space, device, plan) for name, device in kinds.items()}
+        plan = replace(plan, shares=_whole([speed[device.name] for device in devices]))
+        if micro > max(sizes(profile.batch, space.devices, plan.shares)) or space.refused(plan):
+            continue
+        forecast = simulate(profile, space.cluster, plan)
+        if forecast.fits and forecast.time.step <= goal.limit:
+            found.append(forecast)
+    return found
+
+
+def _alone(space: Space, device: Device, plan: Plan) -> float:
+    """Seconds that this device computes on a micro-batch."""
+    nodes = tuple(replace(node, devices=(device,) * len(node.devices)) for node in space.quotes.cluster.nodes)
+    quotes = Quotes(space.profile, replace(space.quotes.cluster, nodes=nodes))
+    before, block, after = quotes.seconds_of_parts(plan)
+    return before + block * quotes.work.layers + after
+
+
+def _whole(speeds: list[float]) -> tuple[int, ...]:
+    """Small whole numbers in about the proportion of `speeds`."""
+    least = min(speeds)
+    found = [max(round(_FINE * speed / least), 1) for speed in speeds]
+    common = math.gcd(*found)
+    return tuple(each // common for each in found)
 
 
 def _bound(space: Space, goal: Goal, plan: Plan, *, exhaustive: bool) -> float | None:

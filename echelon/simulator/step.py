@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echelon.errors import PlanError
-from echelon.plan.cluster import Cluster, Sheet
+from echelon.plan.cluster import Cluster, Device, Sheet
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Operator, Phase, Profile
+from echelon.plan.split import sizes
 from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
@@ -23,7 +24,7 @@ from echelon.simulator.shares import Shares
 from echelon.simulator.stack import Stack
 from echelon.simulator.wide import Layout, lay_out
 from echelon.simulator.wide import time as sheet_time
-from echelon.simulator.work import distil
+from echelon.simulator.work import Work, distil
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -38,6 +39,8 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
     """
     if by_sheet(cluster):
         alike = slowest(cluster)
+        if plan.shares and alike is not cluster and plan.ranks == plan.mesh.dp:
+            return _shared(distil(profile), profile.batch, cluster, alike, plan, stack or Stack())
         return forecast_of(lay_out(distil(profile), profile.batch, alike, plan, stack or Stack()), alike, fitted())
     require_one_kind(cluster)
     return price(profile, cluster, plan)
@@ -82,6 +85,32 @@ def slowest(cluster: Cluster) -> Cluster:
         cluster,
         nodes=tuple(whole),
         notes=(*cluster.notes, note, *([f"{left} devices of larger nodes are not used"] if left else [])),
+    )
+
+
+def _shared(work: Work, batch: int, cluster: Cluster, alike: Cluster, plan: Plan, stack: Stack) -> Forecast:
+    """A step in which each device has its own share of the batch: the device that takes longest decides the time, the one with the least
+    room left the memory."""
+    devices = [device for node in cluster.nodes for device in node.devices[: len(alike.nodes[0].devices)]]
+    largest: dict[str, tuple[Device, int]] = {}
+    for device, size in zip(devices, sizes(batch, plan.mesh.dp, plan.shares), strict=False):
+        known = largest.get(device.name, (device, 0))
+        largest[device.name] = (device, max(size, known[1]))
+    made = []
+    for device, size in largest.values():
+        nodes = tuple(replace(node, devices=(device,) * len(node.devices)) for node in alike.nodes)
+        mine = replace(alike, nodes=nodes, notes=cluster.notes)
+        layout = lay_out(work, batch, mine, plan, stack)
+        made.append(forecast_of(replace(layout, micro=-(-size // layout.count)), mine, fitted()))
+    longest = max(made, key=lambda each: each.time.step)
+    tightest = max(made, key=lambda each: (each.memory.high + each.memory.framework) / each.capacity)
+    notes = [note for each in made for note in each.notes]
+    return replace(
+        longest,
+        memory=tightest.memory,
+        capacity=tightest.capacity,
+        peak_at=tightest.peak_at,
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 

@@ -89,7 +89,7 @@ class Reference:
 
     def pieces(self, size: int) -> list[np.ndarray]:
         """Which positions of the global batch run together, in order."""
-        shares = split(size, self.plan.mesh.dp, self.plan.micro)
+        shares = split(size, self.plan.mesh.dp, self.plan.micro, self.plan.shares)
         if not self.coupled:
             return [np.arange(size)]
         if self.plan.batchnorm == "local":

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.split import rounds, split
+from echelon.plan.split import rounds, sizes, split
 
 ranks = st.integers(1, 64)
 
@@ -40,3 +40,22 @@ def test_a_batch_that_divides_is_cut_as_asked(dp: int, micro: int, turns: int) -
 def test_too_few_samples() -> None:
     with pytest.raises(ValueError, match="3 samples cannot feed 4 data ranks"):
         split(3, 4)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 300), st.none() | st.integers(1, 50))
+def test_unequal_shares_are_the_batch_too(shares: list[int], more: int, micro: int | None) -> None:
+    dp, batch = len(shares), len(shares) + more
+    parts = split(batch, dp, micro, shares)
+    flat = [sample for rank in parts for part in rank for sample in range(part.start, part.stop)]
+    assert flat == list(range(batch))
+    assert {len(rank) for rank in parts} == {rounds(batch, dp, micro, shares)}
+    assert min(part.size for rank in parts for part in rank) >= 1
+    found = sizes(batch, dp, shares)
+    # One sample each first; the rest in proportion, to less than a sample.
+    assert all(abs(size - 1 - more * share / sum(shares)) < 1 for size, share in zip(found, shares, strict=True))
+
+
+def test_shares_alike_are_no_shares() -> None:
+    assert split(24, 4, 2, (5, 5, 5, 5)) == split(24, 4, 2)
+    with pytest.raises(ValueError, match="3 shares for 4 data ranks"):
+        split(24, 4, 2, (1, 1, 1))

@@ -19,6 +19,7 @@ from echelon.plan.profile import Profile
 from echelon.plan.stages import divide
 from echelon.plan.text import from_text
 from echelon.planner import Candidate, Goal, search, why_not
+from echelon.simulator import simulate
 from tests.simulator.cases import make_stack
 from tests.simulator.test_sheets import changed, with_experts
 
@@ -186,3 +187,28 @@ def test_why_not_tells_differences_by_cause_and_what_binds() -> None:
     tight = why_not(make_stack(blocks=16, width=16384, batch=16, length=2048), cluster, from_text("dp=16"), best)
     assert "does not fit" in tight
     assert "too much; most of it" in tight
+
+
+def mixed() -> Cluster:
+    fast, slow = catalogue.cluster("2x2xH100-80GB"), catalogue.cluster("2x2xA100-80GB")
+    return replace(fast, name="mixed", nodes=(fast.nodes[0], slow.nodes[0]), network=slow.network)
+
+
+def test_faster_devices_get_larger_shares_of_the_batch() -> None:
+    profile, cluster = make_stack(blocks=8, width=4096, batch=64, length=2048), mixed()
+    best = search(profile, cluster, top=1)[0]
+    assert best.plan.shares[0] == best.plan.shares[1] > best.plan.shares[2] == best.plan.shares[3]
+    equal = simulate(profile, cluster, replace(best.plan, shares=()))
+    assert best.forecast.time.step < 0.8 * equal.time.step
+    assert from_text(str(best.plan)).shares == best.plan.shares
+    assert not [problem for problem in check(best.plan, profile, cluster) if problem.severity == "error"]
+
+
+def test_shares_that_are_not_one_for_each_data_rank_are_refused() -> None:
+    for text, told in (
+        ("dp=2 shares=1:2:3", "one for each of dp=2"),
+        ("dp=2 shares=3", "one for each"),
+        ("dp=2 shares=3:x", "whole numbers"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            from_text(text)
