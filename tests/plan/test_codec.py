@@ -51,7 +51,7 @@ def edited(**changes: object) -> str:
         ("{", "not JSON"),
         ("[]", "expected an object of kind 'plan', found list"),
         (edited(kind="profile"), "expected kind 'plan', found 'profile'"),
-        (edited(version=99), "version 99, this echelon reads version 2"),
+        (edited(version=99), "version 99, this echelon reads version 3"),
         (edited(zero=1), "edited by hand or damaged"),
         (edited(hash=None, zero="1"), r"here\.zero: expected int, found '1'"),
         (edited(hash=None, zero=9), "here: zero=9: a ZeRO stage is 0, 1, 2 or 3"),
