@@ -52,8 +52,8 @@ def draw(
         best = search(profile, cluster, complete=lambda plan, job=job, profile=profile: complete(plan, job, profile))[
             0
         ].plan
-        picked = lot.sample(every, min(-(-count // len(jobs)) - 1, len(every)))
-        for plan in dict.fromkeys([best, *picked]):
+        others = [plan for plan in every if plan != best]
+        for plan in (best, *lot.sample(others, min(-(-count // len(jobs)) - 1, len(others)))):
             found.append(Drawn(name, plan, simulate(profile, cluster, plan), plan == best))
     return found
 

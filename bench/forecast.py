@@ -378,6 +378,7 @@ def run_drawn(options: argparse.Namespace) -> int:
             answers = _answers("cpu", each.model, each.plan, tiny[place], threads)
             queues = [max(queue) for queue in zip(*(answer[2] for answer in answers), strict=True)]
             seconds[place] += [step - queue for step, queue in zip(answers[0][1], queues, strict=True)]
+            print(f"{each.model} {each.plan}: {np.median(seconds[place]):.4f} s", file=sys.stderr, flush=True)
     measured = {place: float(np.median(times)) for place, times in seconds.items()}
     notes = [*cluster.notes, f"others used {others.share:.0%} of the cores during the runs", f"seed {options.seed}"]
     return publish(
