@@ -131,7 +131,7 @@ def _time(contender: Contender, steps: int, barrier: Callable[[], None]) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of a result: the figure that counts, and the most that it may be (None: for information)."""
+    """One line of a result: the figure that counts, and the most or the least that it may be (None: for information)."""
 
     #: Column heading -> text: what was measured.
     what: Mapping[str, str]
@@ -140,11 +140,18 @@ class Row:
     text: str
     limit: float | None = None
     detail: Mapping[str, Any] | None = None
+    least: float | None = None
 
     @property
     def good(self) -> bool:
-        """Whether the figure is within its limit."""
-        return self.limit is None or self.value <= self.limit
+        """Whether the figure is within its limits."""
+        return (self.limit is None or self.value <= self.limit) and (self.least is None or self.value >= self.least)
+
+    @property
+    def bounds(self) -> str:
+        """Its limits in words; empty: it has none."""
+        most = [] if self.limit is None else [f"{self.limit:g}"]
+        return " to ".join(most if self.least is None else [f"at least {self.least:g}", *most])
 
 
 def publish(title: str, rows: Sequence[Row], *, json_path: Path | None = None, notes: Sequence[str] = ()) -> int:
@@ -153,8 +160,8 @@ def publish(title: str, rows: Sequence[Row], *, json_path: Path | None = None, n
     for heading in (*rows[0].what, "measured", "limit", ""):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        verdict = "" if row.limit is None else "[green]good[/]" if row.good else "[red]missed[/]"
-        table.add_row(*row.what.values(), row.text, "" if row.limit is None else f"{row.limit:g}", verdict)
+        verdict = "" if not row.bounds else "[green]good[/]" if row.good else "[red]missed[/]"
+        table.add_row(*row.what.values(), row.text, row.bounds, verdict)
     console = Console()
     console = Console(width=max(console.width, 120))  # a pipe is 80 wide, which folds every figure
     console.print(table)

@@ -3,6 +3,7 @@
 EchelonError                 what, where, what instead; never a traceback on the command line
 ├── DocumentError            a plan, profile, cluster or certificate file that cannot be read as one
 ├── PlanError                a plan that this job or these devices cannot execute (.problems lists why)
+│   └── NothingToCut         its tp or pp finds nothing of the model to cut: zero=3 over the same ranks would do
 ├── JobError                 a job file or a Job that does not describe a training
 ├── DataError                a data set that cannot give the samples it promised
 ├── WorldError               ranks that are started wrongly or do not agree with each other
@@ -34,6 +35,10 @@ class PlanError(EchelonError):
     def __init__(self, message: str, problems: Sequence[object] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems)
+
+
+class NothingToCut(PlanError):  # noqa: N818 (a reason; its base says error)
+    """A plan whose tp or pp finds nothing of the model to cut: sharded data parallelism over the same ranks would do."""
 
 
 class JobError(EchelonError):

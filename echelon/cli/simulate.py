@@ -44,7 +44,7 @@ def simulate(
     """
     from echelon.errors import PlanError
     from echelon.flow.prepare import read_plan
-    from echelon.plan.check import check, refuse
+    from echelon.plan.check import check, refuse, require
     from echelon.plan.codec import to_plain
     from echelon.simulator import simulate as forecast_of
     from echelon.simulator.step import by_sheet
@@ -56,9 +56,12 @@ def simulate(
     problems = check(wanted, profile, machines)
     # A forecast by data sheets is for clusters elsewhere, and knows axes that the engine here does not.
     ahead = [each for each in problems if by_sheet(machines) and each.path in ("cp", "ep")]
-    warnings = (*refuse(wanted, [each for each in problems if each not in ahead]), *ahead)
-    if not ahead:
-        wanted = subject.complete(wanted)
+    if ahead:
+        warnings = (*refuse(wanted, [each for each in problems if each not in ahead]), *ahead)
+    else:
+        wanted, fallback = subject.settle(wanted, profile, machines)
+        warn([fallback] if fallback else [])
+        warnings = require(wanted, profile, machines)
     forecast = forecast_of(profile, machines, wanted)
     drawn = draw_plan(profile, machines, wanted, picture, trace)
     if json:

@@ -9,7 +9,11 @@ import typer
 from echelon.cli.common import Debug, File, Json, PlanOption, console, table, warn
 
 if TYPE_CHECKING:
-    from echelon.plan.certificate import Certificate
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from echelon.plan.certificate import Certificate, Finding
 
 
 def verify(
@@ -71,15 +75,21 @@ def _prove(file: str, wanted: str, options: dict[str, Any], debug: bool) -> Cert
     return Certificate.load(options["out"])
 
 
-def _show(certificate: Certificate, path: str) -> None:
-    rows = table("compared", "worst at", "tensors", "largest difference", "allowed", left=2)
-    for finding in certificate.findings:
+def _table(what: str, findings: Sequence[Finding]) -> Table:
+    rows = table(what, "worst at", "tensors", "largest difference", "allowed", left=2)
+    for finding in findings:
         rows.add_row(
             finding.kind, finding.where, str(finding.tensors), f"{finding.worst:.1e}", f"{finding.bound:.0e}",
             style=None if finding.good else "bold",
         )  # fmt: skip
+    return rows
+
+
+def _show(certificate: Certificate, path: str) -> None:
     screen = console()
-    screen.print(rows)
+    screen.print(_table("compared", certificate.findings))
+    screen.print("")
+    screen.print(_table("drift in its own precision", certificate.drift))
     for note in certificate.notes:
         screen.print(f"note: {note}")
     against = certificate.against

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from echelon.engine.absent import absent
 from echelon.engine.layout import Piece
 from echelon.engine.ranks import Ranks
 from echelon.errors import JobError, PlanError, WorldError
@@ -168,9 +169,8 @@ def realise(
                     dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, 0)
                     if name in pieces:
                         value = pieces[name].take(value)
-                    if name in foreign:
-                        value = torch.empty_like(value, device="meta")
-                    done[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                    new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                    done[id(old)] = absent(new) if name in foreign else new
                 slots[key] = done[id(old)]
 
 

@@ -62,6 +62,10 @@ class Logits(Tensor):
             self._whole = self._axis.gathered(self._local, self._dim, self._sizes)
         return self._whole
 
+    def copied(self) -> Tensor:
+        """The same for one who only looks: what comes after works on the parts all the same."""
+        return self._axis.gathered(self._local.detach(), self._dim, self._sizes)
+
 
 def _gathered(tree: Any) -> Any:
     if isinstance(tree, Logits):

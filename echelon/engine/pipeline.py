@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
+from echelon.engine.absent import absent
 from echelon.engine.layout import local
 from echelon.engine.ranks import Group
 from echelon.engine.stage import Seed, Stage
@@ -90,7 +91,7 @@ class Pipeline:
             for slots in (module._parameters, module._buffers):
                 for name, value in slots.items():
                     if value is not None and id(value) in foreign:
-                        slots[name] = done.setdefault(id(value), _emptied(value))
+                        slots[name] = done.setdefault(id(value), absent(value))
 
     def whole(self) -> list[str]:
         """Parameters (by first name) that no unit has for itself: tied over stages, or used between units."""
@@ -254,11 +255,6 @@ def _owners(
                 stage % ways for stage, last in enumerate(bounds[1:]) if last > number
             )
     return {name: frozenset(found.get(id(value), range(ways))) for name, value in named}
-
-
-def _emptied(value: Tensor) -> Tensor:
-    empty = torch.empty_like(value, device="meta")
-    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
 @torch.no_grad()

@@ -42,8 +42,10 @@ from echelon.engine.weights import load_weights
 from echelon.errors import PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.nn.batchnorm import synchronise
+from echelon.plan.check import check_optimizers, refuse
 from echelon.plan.plan import Plan
 from echelon.profiler.example import Example
+from echelon.profiler.optimizer import on_pieces
 from echelon.world import World, usable_cores
 
 
@@ -185,6 +187,10 @@ class Run:
             raise PlanError(
                 f"tp={tensor.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
             )
+        # A document may be older than the job's optimizer.
+        with self.ranks.together():
+            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            refuse(self.plan, tuple(check_optimizers(self.plan, on_pieces(self.job, trained))))
         axis = Axis(tensor)
         found = pieces(model, self.plan.placements, axis)
         install(model, self.plan.placements, axis, self.plan.segments)
@@ -341,14 +347,10 @@ class Run:
         skipped = False
         rates = self._rates()
         if self.job.clip is not None or self.loss_scale is not None:
-            grads = norm.gradients(self._parameters)
-            copies = [
-                count for value, count in zip(self._parameters, self._copies, strict=True) if value.grad is not None
-            ]
-            size = norm.total_norm(grads, copies, self.ranks, alike=self._pipeline is None)
+            size = self.norm()
             skipped = self.loss_scale is not None and not math.isfinite(size.item())
             if self.job.clip is not None and not skipped:
-                norm.clip(grads, size, self.job.clip)
+                norm.clip(norm.gradients(self._parameters), size, self.job.clip)
         if not skipped:
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -361,6 +363,11 @@ class Run:
             parameter.grad = None
         self.step_number += 1
         return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
+
+    def norm(self) -> Tensor:
+        """The norm of the whole model's gradient, the same on every rank. All must ask."""
+        copies = [count for value, count in zip(self._parameters, self._copies, strict=True) if value.grad is not None]
+        return norm.total_norm(norm.gradients(self._parameters), copies, self.ranks, alike=self._pipeline is None)
 
     def _rates(self) -> list[float | Tensor]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]

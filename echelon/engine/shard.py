@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -91,6 +92,8 @@ class Sharding:
     ) -> None:
         mesh = data.mesh()
         self._plan, self._data = plan, data
+        #: The model's own parameters, which sharded ones take the place of: nobody should hold them after that.
+        self._replaced = [(name, weakref.ref(value)) for name, value in model.named_parameters()]
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 # On a GPU it moves the weights into one piece of memory, and what is gathered later would not reach them.
@@ -120,6 +123,8 @@ class Sharding:
         self.loose = [value for value in trained if not isinstance(value, DTensor)]
         self._used: set[int] = set()
         _fill_unused(self._modules, self._used)
+        present = {id(value) for value in model.parameters()}
+        self._replaced = [(name, ref) for name, ref in self._replaced if id(ref()) not in present]
 
     def _shard_stages(
         self, model: nn.Module, plan: Plan, ranks: Ranks, pieces: Mapping[str, Piece], pipeline: Pipeline
@@ -167,6 +172,7 @@ class Sharding:
         """After the step's backward: a parameter that no sample of any rank reached has no gradient, as on one device."""
         if not self._parameters:
             return
+        self._require_reached()
         mine = [id(value) in self._used for value in self._parameters]
         self._used.clear()
         ranks = torch.tensor(mine, dtype=torch.float32).to(self._parameters[0].device)
@@ -175,13 +181,24 @@ class Sharding:
             users = ranks.tolist()
             if not any(users):
                 raise PlanError(
-                    f"zero={self._plan.zero}: no sharded parameter was reached by any sample, so the model would not learn: it computes "
-                    "with tensors that it holds elsewhere (Keras models do), or returns them in an object that torch "
-                    f"{torch.__version__} does not look into (dataclasses before 2.13); use zero=0, or return a dict or a tuple"
+                    f"zero={self._plan.zero}: no sharded parameter was reached by any sample, so the model would not learn: it returns "
+                    f"them in an object that torch {torch.__version__} does not look into (dataclasses before 2.13); use zero=0, or "
+                    "return a dict or a tuple"
                 )
             for value, count in zip(self._parameters, users, strict=True):
                 if not count:
                     value.grad = None
+
+    def _require_reached(self) -> None:
+        """After the first backward: no gradient went to a parameter that a sharded one has replaced."""
+        for name, ref in self._replaced:
+            old = ref()
+            if old is not None and old.grad is not None:
+                raise PlanError(
+                    f"zero={self._plan.zero}: {name} would not learn: a layer computes with a parameter that it holds itself, beside its "
+                    "module (Keras models do), and only the module's is sharded; use zero=0"
+                )
+        self._replaced.clear()
 
     def close(self) -> None:
         """Let that warning be heard again."""

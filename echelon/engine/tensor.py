@@ -33,6 +33,7 @@ from echelon.nn.recurrent import relist
 from echelon.nn.views import Fitted
 from echelon.plan.placement import Placement, portion, shares
 from echelon.plan.segment import Segment
+from echelon.profiler.layers import by_name
 
 __all__ = ["Axis", "cut", "install", "pieces"]
 
@@ -102,9 +103,10 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
                 (path, module, sizes, axis.collected if own & partial else axis.gathered)
             )
         elif placement.cut in _FORWARDS:
-            module.forward = _FORWARDS[placement.cut](module, inside)
+            forward = _FORWARDS[placement.cut](module, inside)
             if placement.draws:
-                module.forward = _drawing(module, placement.cut, inside)
+                forward = _drawing(module, forward, placement.cut, inside)
+            module.forward = by_name(module, forward)
     for within, modules in stored.items():
         _put_together(model.get_submodule(within), within, modules)
     for segment, part in parts.items():
@@ -117,9 +119,8 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             layer.use_nested_tensor = False
 
 
-def _drawing(module: Any, cut: str, axis: Axis) -> Callable[..., Any]:
+def _drawing(module: Any, inner: Callable[..., Any], cut: str, axis: Axis) -> Callable[..., Any]:
     """Between a column and its row each rank draws its own random numbers."""
-    inner = module.forward
 
     def column(x: Tensor) -> Any:
         out = inner(x)
@@ -197,9 +198,9 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
         return _grouped(module, axis)
     product = _product(module)
 
-    def forward(x: Tensor, *args: Any) -> Tensor:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = axis.copied(x)
-        out = type(module).forward(module, x, *args) if wide else product(x, module.bias)
+        out = type(module).forward(module, x, *args, **kwargs) if wide else product(x, module.bias)
         return axis.gathered(out, out.dim() - 1 - wide, sizes)
 
     return forward
@@ -222,9 +223,9 @@ def _grouped(module: Any, axis: Axis) -> Callable[..., Tensor]:
     outputs = [each * module.out_channels // module.groups for each in groups]
     module.groups = groups[axis.rank]
 
-    def forward(x: Tensor, *args: Any) -> Tensor:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dim = x.dim() - 1 - wide
-        out = type(module).forward(module, axis.sliced(x, dim, inputs), *args)
+        out = type(module).forward(module, axis.sliced(x, dim, inputs), *args, **kwargs)
         return axis.gathered(out, dim, outputs)
 
     return forward

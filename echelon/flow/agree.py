@@ -36,5 +36,5 @@ def _plan_of_rank_0(subject: Subject, wanted: PlanLike, world: World) -> Prepare
     ranks = Ranks(world)
     with ranks.together():
         mine = prepare(subject, wanted, ranks=world.size) if world.main else None
-    text = ranks.gather(mine.plan.to_json() if mine else "")[0]
-    return mine or Prepared(plan=Plan.from_json(text, source="the plan of rank 0"))
+    text, fallback = ranks.gather((mine.plan.to_json(), mine.fallback) if mine else ("", ""))[0]
+    return mine or Prepared(plan=Plan.from_json(text, source="the plan of rank 0"), fallback=fallback)

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import JobError, PlanError
+from echelon.errors import EchelonError, JobError, NothingToCut, PlanError
 from echelon.flow.jobfile import load_job, make_job
 from echelon.job import Job
-from echelon.plan.check import require
+from echelon.plan.check import Problem, require
 from echelon.plan.cluster import Cluster
+from echelon.plan.fallback import fall_back
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.store import Store, hash_files, installed_versions, user_files
@@ -33,6 +34,8 @@ Made = TypeVar("Made", Profile, Plan)
 JobLike = Job | Callable[[], Job] | str
 PlanLike = Plan | str | None
 
+#: Beside the plan that is handed over: why it is not the one that was asked for.
+_FALLBACK = "fallback.txt"
 _NOT_SCRIPTS = {"pytest", "ipython", "ipykernel_launcher", "jupyter", "pydevconsole"}
 
 
@@ -46,12 +49,16 @@ class Prepared:
     forecast: Forecast | None = None
     candidates: tuple[Candidate, ...] = ()
     warnings: tuple[str, ...] = ()
+    #: Why this is not the plan that was asked for; one of the warnings.
+    fallback: str = ""
 
     def hand_over(self, folder: Path) -> Path:
         """Write to `folder` what ranks need so as not to make it again; the path of the plan, for `receive`."""
         for document in (self.plan, self.profile, self.cluster):
             if document is not None:
                 document.save(folder / f"{document.KIND}.json")
+        if self.fallback:
+            (folder / _FALLBACK).write_text(self.fallback, encoding="utf-8")
         return folder / f"{Plan.KIND}.json"
 
 
@@ -69,6 +76,7 @@ class Subject:
         self._default = _default_name(job, self.spec)
         #: What went wrong and does not matter enough to stop.
         self.warnings: list[str] = []
+        self._unprofiled = False
 
     @property
     def job(self) -> Job:
@@ -119,6 +127,50 @@ class Subject:
         from echelon.profiler.complete import complete
 
         return self._kept(key, complete(plan, self.job, self.known_profile()))
+
+    def settle(self, plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, str]:
+        """`plan`, completed; or where nothing can be cut as it asks the plan that takes its place, and why."""
+        try:
+            require(plan, profile, cluster)  # before its cuts are looked for, which takes longer
+            return self.complete(plan), ""
+        except NothingToCut as error:
+            if not plan.open:  # a document, made for some model
+                raise
+            return self._instead(plan, error, profile, cluster)
+
+    def _instead(
+        self, plan: Plan, error: NothingToCut, profile: Profile | None, cluster: Cluster | None
+    ) -> tuple[Plan, str]:
+        reasons = "; ".join(
+            f"{each.path}={each.value}: {each.rule}" for each in error.problems if isinstance(each, Problem)
+        )
+        profile = profile or self.profile_or_none()
+        other, told = fall_back(plan, profile)
+        try:
+            require(other, profile, cluster)
+        except PlanError as second:
+            raise PlanError(
+                f'{reasons}\nand "{other}", {told}, cannot be executed either:\n'
+                + "\n".join(f"  {each}" for each in second.problems),
+                (*error.problems, *second.problems),
+            ) from error
+        return other, f'"{plan}" falls back to "{other}" on the same ranks, {told}: {reasons}'
+
+    def profile_or_none(self) -> Profile | None:
+        """None with a warning for a model that cannot be profiled: it may still train."""
+        if self._unprofiled:
+            return None
+        try:
+            return self.profile()
+        except EchelonError:
+            raise
+        except Exception as error:
+            self._unprofiled = True
+            self.warnings.append(
+                f"the model could not be profiled ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): whether its samples see "
+                "each other, or decide which modules run, is not known; `echelon verify` tells whether the plan computes the same as one device"
+            )
+            return None
 
     def _kept(self, key: str | None, made: Made) -> Made:
         if key is None or self.key is None:
@@ -195,28 +247,32 @@ def prepare(subject: Subject, wanted: PlanLike = None, *, ranks: int | None = No
 
 
 def _given(subject: Subject, plan: Plan) -> Prepared:
-    """A plan that the user wrote: checked against what is known without measuring."""
+    """A plan that the user wrote: checked against what is known without measuring the machine."""
     from echelon.profiler import known_cluster
 
-    profile, cluster = subject.known_profile(), known_cluster()
-    if subject.key is not None and profile is None and plan.model is not None:
-        # A plan that was made for a model is held against that of the file before anything is started; a script's is by `Run`.
-        profile = subject.profile()
-    require(plan, profile, cluster)  # before its cuts are looked for, which takes longer
-    return _checked(subject.complete(plan), profile, cluster, subject.warnings)
+    cluster = known_cluster()
+    # One that parts batches or parameters may train another objective, or have ranks wait for each other for ever.
+    parts = plan.ranks > 1 or plan.micro is not None or plan.model is not None
+    profile = subject.profile_or_none() if parts else subject.known_profile()
+    completed, fallback = subject.settle(plan, profile, cluster)
+    return _checked(completed, profile, cluster, subject.warnings, fallback)
 
 
 def receive(path: Path) -> Prepared:
     """What `Prepared.hand_over` wrote, on a rank."""
     profile, cluster = path.with_name(f"{Profile.KIND}.json"), path.with_name(f"{Cluster.KIND}.json")
+    fallback = path.with_name(_FALLBACK)
     return _checked(
         Plan.load(path),
         Profile.load(profile) if profile.is_file() else None,
         Cluster.load(cluster) if cluster.is_file() else None,
+        fallback=fallback.read_text(encoding="utf-8") if fallback.is_file() else "",
     )
 
 
-def _checked(plan: Plan, profile: Profile | None, cluster: Cluster | None, told: Sequence[str] = ()) -> Prepared:
+def _checked(
+    plan: Plan, profile: Profile | None, cluster: Cluster | None, told: Sequence[str] = (), fallback: str = ""
+) -> Prepared:
     """A plan that can be executed as far as is known, forecast if enough is."""
     warnings = tuple(map(str, require(plan, profile, cluster)))
     forecast = None
@@ -224,4 +280,7 @@ def _checked(plan: Plan, profile: Profile | None, cluster: Cluster | None, told:
         from echelon.simulator import simulate
 
         forecast = simulate(profile, cluster, plan)
-    return Prepared(plan=plan, profile=profile, cluster=cluster, forecast=forecast, warnings=(*warnings, *told))
+    said = [fallback] if fallback else []
+    return Prepared(
+        plan=plan, profile=profile, cluster=cluster, forecast=forecast, warnings=(*said, *warnings, *told), fallback=fallback
+    )  # fmt: skip

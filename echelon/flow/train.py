@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ def parallelize(
     prepared = agree_plan(subject, plan, world)
     if not world.launched and prepared.plan.ranks > 1:
         run_script_again(prepared)
+    if prepared.fallback and world.main:
+        warnings.warn(prepared.fallback, stacklevel=2)
     from echelon.engine.run import Run
 
     return Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)

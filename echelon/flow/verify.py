@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ def verify(
         reference=reference,
         memory=memory,
     )
+    if prepared.fallback:
+        certificate = dataclasses.replace(certificate, notes=(prepared.fallback, *certificate.notes))
     if out is not None and world.main:
         certificate.save(out)
     return certificate

@@ -16,7 +16,7 @@ ReferenceKind = Literal["device", "host", "plan"]
 class Finding:
     """The largest relative difference among tensors of one kind, and where it was."""
 
-    kind: str  # loss, gradient, norm, parameter, buffer, optimizer
+    kind: str  # start, gradient, loss, norm, buffer, parameter, optimizer, copy, draw, output, drift
     tensors: int
     worst: float
     where: str
@@ -46,7 +46,7 @@ class Certificate(Document):
     findings: tuple[Finding, ...]
     #: First tensor in forward order that is off; empty when verified.
     divergent: str = ""
-    #: The same comparison in the plan's own precision, for information.
+    #: The same comparison in the plan's own precision, for information: of it findings have only what no rounding does.
     drift: tuple[Finding, ...] = ()
     #: What a reader must know: batch statistics local or synchronised, dropout set to zero, parts in fp32.
     notes: tuple[str, ...] = ()

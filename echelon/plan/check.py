@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from echelon.errors import PlanError
+from echelon.errors import NothingToCut, PlanError
 from echelon.plan.cluster import Cluster
 from echelon.plan.cuts import cut_bytes
 from echelon.plan.placement import Placement
@@ -33,6 +33,8 @@ class Problem:
     rule: str
     remedy: str
     severity: Literal["error", "warning"] = "error"
+    #: Whether nothing of the model can be cut in this way, so that zero=3 over as many data ranks would do.
+    uncut: bool = False
 
     def __str__(self) -> str:
         return f"{self.path}={self.value}: {self.rule}; {self.remedy}"
@@ -57,9 +59,8 @@ def refuse(plan: Plan, problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """Raise if one of the problems is an error; returns the others."""
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
-        raise PlanError(
-            f'plan "{plan}" cannot be executed:\n' + "\n".join(f"  {problem}" for problem in errors), errors
-        )
+        kind = NothingToCut if any(problem.uncut for problem in errors) else PlanError
+        raise kind(f'plan "{plan}" cannot be executed:\n' + "\n".join(f"  {problem}" for problem in errors), errors)
     return tuple(problem for problem in problems if problem.severity == "warning")
 
 
@@ -96,7 +97,7 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
         told = "; ".join(reasons[:_REASONS]) + ("; ..." if len(reasons) > _REASONS else "")
         yield Problem(
             path="tp", value=tp, rule=f"it divides no module of this model ({told})",
-            remedy=f"use a smaller tp, or dp={plan.ranks} zero=3, which also shares the memory",
+            remedy=f"use a smaller tp, or dp={plan.ranks} zero=3, which also shares the memory", uncut=True,
         )  # fmt: skip
     if tp == 1 and plan.placements:
         yield Problem(
@@ -248,7 +249,9 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="dp", value=dp, rule=f"the last batch of an epoch has {tail} of {profile.samples:,} samples",
             remedy=f"use dp={tail} or less, or another batch",
         )  # fmt: skip
-    if plan.zero and dp > 1 and not plan.whole and profile.traced == "real":
+    if plan.sharded and profile.unsharded:
+        yield Problem(path="zero", value=plan.zero, rule=profile.unsharded, remedy="use zero=0")
+    elif plan.zero and dp > 1 and not plan.whole and profile.traced == "real":
         yield Problem(
             path="zero", value=plan.zero,
             rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
@@ -285,8 +288,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     yield from check_stored(plan, profile.units, [visit.path for visit in profile.visits])
     if pp > 1 and not units:
         yield Problem(
-            path="pp", value=pp, remedy=f"use {instead}",
-            rule=UNCUT,
+            path="pp", value=pp, remedy=f"use {instead}", rule=UNCUT, uncut=True,
         )  # fmt: skip
     elif pp > 1 and count > units:
         fewer = (
@@ -296,7 +298,7 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )
         yield Problem(
             path="pp", value=pp, rule=f"{count} stages, and the model has {units} unit{'s' * (units > 1)} that forward calls one after another",
-            remedy=f"{fewer}, or {instead}",
+            remedy=f"{fewer}, or {instead}", uncut=True,
         )  # fmt: skip
     elif pp > 1 and plan.stages and plan.stages[-1] >= units:
         yield Problem(

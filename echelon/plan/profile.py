@@ -159,7 +159,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
 
     model: str  #: fingerprint: see `fingerprint`
     name: str
@@ -182,6 +182,8 @@ class Profile(Document):
     norms: tuple[str, ...] = ()
     input_bytes: int = 0  #: per sample
     samples: int = 0  #: in the data set; 0: unknown
+    #: Why torch cannot shard the parameters over data ranks; empty: it can as far as is known.
+    unsharded: str = ""
     clip: bool = False  #: whether gradients are clipped
     #: fake: nothing was run; real: the model cannot be traced and one small step was run; see `notes`.
     traced: Literal["fake", "real"] = "fake"

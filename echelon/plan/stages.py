@@ -18,8 +18,8 @@ INTERLEAVING = ("interleaved", "zero-bubble")
 
 #: Why a model has no visits.
 UNCUT = (
-    "the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative or changes a "
-    "buffer between modules"
+    "the model cannot be cut into stages: it is a single module, its data decide what is called, or forward takes a derivative, changes a "
+    "buffer between modules, or reads one there that a module changes"
 )
 
 

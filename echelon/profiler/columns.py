@@ -1,8 +1,8 @@
 """Whether layers can be cut in pairs: the module that holds a pair is run on one rank's columns.
 
 Whether the code between them works on a part of the columns is not guessed from operators. What reaches the row must be exactly that
-rank's part of what reached it before, in training and in evaluation. Layouts (layouts.py) are tried until one works; views by a width
-that the code took from elsewhere are fitted (nn/views.py), and the plan notes it.
+rank's part of what reached it before, in training and in evaluation, and buffers must be left as they were before. Layouts (layouts.py)
+are tried until one works; views by a width that the code took from elsewhere are fitted (nn/views.py), and the plan notes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.nn.views import Fitted
 from echelon.plan.placement import portion, shares
-from echelon.profiler.layers import is_flipped, is_linear, outputs
+from echelon.profiler.layers import by_name, is_flipped, is_linear, outputs
 from echelon.profiler.layouts import Candidate, Layout, layouts
-from echelon.profiler.rehearsal import calling, copied, equal, mode, on_copies
+from echelon.profiler.rehearsal import calling, copied, equal, mode, on_copies, same
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ class Seen:
     reached: Tensor
     gave: Tensor
     dim: int  #: of `reached` that is cut
+    #: The model's buffers when the call began, and when it ended.
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
 
     @property
     def width(self) -> int:
@@ -60,23 +63,37 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     outs: dict[str, Any] = {}
     rows: dict[str, tuple[Tensor, Tensor]] = {}
+    began: dict[str, dict[str, Tensor]] = {}
+    ended: dict[str, dict[str, Tensor]] = {}
+    last: dict[str, Tensor] = {}
     hooks = []
+
+    def buffers() -> dict[str, Tensor]:
+        """Copies of those now; one that has not changed is not copied again."""
+        nonlocal last
+        last = {
+            name: last[name] if name in last and torch.equal(last[name], value) else value.detach().clone()
+            for name, value in model.named_buffers()
+        }
+        return last
+
     for path in {path for paths in above.values() for path in paths}:
 
         def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            calls[path] = copied((args, kwargs))
+            calls[path], began[path] = copied((args, kwargs)), buffers()
 
         def after(_: nn.Module, __: Any, out: Any, path: str = path) -> None:
-            outs[path] = copied(out)
+            outs[path], ended[path] = copied(out), buffers()
 
         hooks.append(model.get_submodule(path).register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(model.get_submodule(path).register_forward_hook(after))
     for row in {each.row for each in above}:
 
-        def note(_: nn.Module, args: Any, out: Any, row: str = row) -> None:
-            rows[row] = args[0].detach().clone(), out.detach().clone()
+        def note(_: nn.Module, args: Any, kwargs: Any, out: Any, row: str = row) -> None:
+            given = [*args, *kwargs.values()][0]
+            rows[row] = given.detach().clone(), out.detach().clone()
 
-        hooks.append(model.get_submodule(row).register_forward_hook(note))
+        hooks.append(model.get_submodule(row).register_forward_hook(note, with_kwargs=True))
     try:
         step()
     finally:
@@ -88,7 +105,16 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
         if holder is not None and candidate.row in rows:
             module: Any = model.get_submodule(candidate.row)
             dim = -1 if is_linear(module) else -1 - len(module.kernel_size)
-            found[candidate] = Seen(model.training, holder, *calls[holder], outs[holder], *rows[candidate.row], dim)
+            found[candidate] = Seen(
+                model.training,
+                holder,
+                *calls[holder],
+                outs[holder],
+                *rows[candidate.row],
+                dim,
+                began[holder],
+                ended[holder],
+            )
     return found
 
 
@@ -169,11 +195,12 @@ def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, se
 
     args, kwargs = tree_map(given, copied((seen.args, seen.kwargs)))
     own = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    with on_copies(model.get_submodule(seen.holder)), ExitStack() as stack, torch.enable_grad():
+    with on_copies(model, seen.before), ExitStack() as stack, torch.enable_grad():
         for path in (*candidate.columns, *candidate.between):
             module = model.get_submodule(path)
             stack.enter_context(calling(module, _detached(module.forward)))
-        stack.enter_context(calling(model.get_submodule(candidate.row), answer))
+        row = model.get_submodule(candidate.row)
+        stack.enter_context(calling(row, by_name(row, answer)))
         model.get_submodule(seen.holder)(*args, **kwargs)
         if not reached[0].requires_grad:
             return ()
@@ -185,15 +212,16 @@ def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, se
 
 
 def _detached(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args: inner(*args).detach()
+    return lambda *args, **kwargs: inner(*args, **kwargs).detach()
 
 
 def _only_there(model: nn.Module, step: Callable[[], Any], row: str, parameters: list[nn.Parameter]) -> bool:
     """Whether the loss depends on parameters through a row alone."""
     module = model.get_submodule(row)
     inner = module.forward
-    with calling(module, lambda x: inner(x.detach())), torch.enable_grad():
-        (total, *_) = (leaf for leaf in tree_leaves(step()) if isinstance(leaf, Tensor))
+    with calling(module, by_name(module, lambda x: inner(x.detach()))), torch.enable_grad():
+        loss, _ = step()
+        (total, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
         grads = torch.autograd.grad(total.sum(), parameters, allow_unused=True) if total.requires_grad else ()
     return all(grad is None for grad in grads)
 
@@ -212,24 +240,23 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
 
     row = model.get_submodule(candidate.row)
     fitted = nullcontext() if layout.fits is None else Fitted(seen.width, dealt[rank])
-    with mode(holder, training=seen.training), on_copies(holder), ExitStack() as stack:
+    with mode(holder, training=seen.training), on_copies(model, seen.before), ExitStack() as stack:
         stack.enter_context(_divided(model, layout, seen.width, rank))
         stack.enter_context(_cut(model, candidate, layout, rank))
-        stack.enter_context(calling(row, answer))
+        stack.enter_context(calling(row, by_name(row, answer)))
         stack.enter_context(fitted)
         try:
             out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
             return False
-    # What else comes out (a bias per head that later layers take over) must be as it was, too.
-    return len(reached) == 1 and equal(reached[0], wanted) and _alike(out, seen.out)
-
-
-def _alike(out: Any, before: Any) -> bool:
-    new, old = tree_leaves(out), tree_leaves(before)
-    return len(new) == len(old) and all(
-        equal(a, b) for a, b in zip(new, old, strict=True) if isinstance(a, Tensor) and isinstance(b, Tensor)
-    )
+        buffers = dict(model.named_buffers())
+    # What else comes out (a bias per head that later layers take over, a buffer) must be as it was, too.
+    cut = {f"{path}.{name}" for path in candidate.between for name in model.get_submodule(path)._buffers}
+    after = {
+        name: _part(value, (), layout, rank) if name in cut and value.dim() else value
+        for name, value in seen.after.items()
+    }
+    return len(reached) == 1 and equal(reached[0], wanted) and same((out, buffers), (seen.out, after))
 
 
 @contextmanager
@@ -277,8 +304,8 @@ def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Ten
     return torch.cat(found)
 
 
-def _with_part(module: Any, layout: Layout, rank: int) -> Callable[[Tensor], Tensor]:
+def _with_part(module: Any, layout: Layout, rank: int) -> Callable[..., Tensor]:
     weight = _part(module.weight.t() if is_flipped(module) else module.weight, layout.parts, layout, rank)
     bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
     product = _product(module)
-    return lambda x: product(x, weight, bias)
+    return by_name(module, lambda x: product(x, weight, bias))

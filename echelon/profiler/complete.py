@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from echelon.errors import EchelonError, PlanError
+from echelon.errors import EchelonError, NothingToCut, PlanError
 from echelon.job import Job, call_loss, call_model, lift
-from echelon.plan.check import check_optimizers, check_stored, refuse, require
-from echelon.plan.mesh import Mesh
+from echelon.plan.check import Problem, check_optimizers, check_stored, refuse, require
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, Rule, fingerprint, units
@@ -24,7 +23,7 @@ from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
 from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
-from echelon.profiler.optimizer import rules
+from echelon.profiler.optimizer import on_pieces
 from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Sharding, shard
 from echelon.profiler.tree import module_tree
@@ -58,24 +57,11 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     return dataclasses.replace(plan, model=plan.model or (known.model if known else _fingerprint(_built(job))))
 
 
-def complete_or_share(plan: Plan, job: Job) -> tuple[Plan, str]:
-    """For a plan that nobody insists on: completed, or else zero=3 over as many data ranks, and why."""
-    try:
-        return complete(plan, job), ""
-    except PlanError as error:
-        shared = dataclasses.replace(
-            plan,
-            mesh=Mesh(dp=plan.ranks),
-            zero=3,
-            micro=None,
-            placements=(),
-            uncut=(),
-            sequence=False,
-            segments=(),
-            stages=(),
-            schedule=Plan().schedule,
-        )
-        return shared, str(error)
+def _uncut(plan: Plan, axis: str, rule: str, *, fewer: str = "") -> NothingToCut:
+    """That `axis` finds nothing to cut, and what to use instead."""
+    remedy = f"use {fewer}{', or ' if fewer else ''}dp={plan.ranks} zero=3, which also shares the memory"
+    problem = Problem(path=axis, value=getattr(plan.mesh, axis), rule=rule, remedy=remedy, uncut=True)
+    return NothingToCut(str(problem), [problem])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +75,7 @@ class _Outline:
 
 def _outline(job: Job) -> _Outline:
     model = _built(job)
-    try:
-        optimizers, _ = rules(job, {name: value for name, value in model.named_parameters() if value.requires_grad})
-    except EchelonError:
-        raise
-    except Exception as error:  # a user's own, which wants parameters with numbers
-        why = f"{type(error).__name__}: {first_line(error)}"
-        optimizers = (Rule(name="the optimizer", state=0, temporary=0, elements=0, whole=True, untried=why),)
+    optimizers = on_pieces(job, {name: value for name, value in model.named_parameters() if value.requires_grad})
     return _Outline(model=_fingerprint(model), optimizers=optimizers, units=units(module_tree(model)))
 
 
@@ -110,19 +90,17 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 def _cut(plan: Plan, job: Job) -> Plan:
-    tp, instead = plan.mesh.tp, f"use dp={plan.ranks} zero=3, which also shares the memory"
     try:
-        found = cuts(job, tp)
+        found = cuts(job, plan.mesh.tp)
     except EchelonError:
         raise
     except Exception as error:  # a user's forward that does not run so
-        raise PlanError(
-            f"tp={tp}: the cuts are found by running the model on the CPU, and there it fails ({type(error).__name__}: "
-            f"{first_line(error)}); {instead}"
-        ) from error
+        raise _uncut(
+            plan, "tp", f"the cuts are found by running the model on the CPU, and there it fails ({type(error).__name__}: {first_line(error)})"
+        ) from error  # fmt: skip
     if not found.placements:
         why = next(iter(found.whole.values()), "it has no parameters")
-        raise PlanError(f"tp={tp}: nothing of the model can be cut ({why}); {instead}")
+        raise _uncut(plan, "tp", f"nothing of the model can be cut ({why})")
     uncut = tuple(Uncut(path=path, why=why) for path, why in found.whole.items())
     return dataclasses.replace(plan, placements=found.placements, uncut=uncut)
 
@@ -176,7 +154,6 @@ def _lifted(batch: Any) -> Any:
 
 def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
     count, pp = stage_count(plan), plan.mesh.pp
-    instead = f"use dp={plan.ranks} zero=3, which also shares the memory"
     visits = profile.visits if profile is not None else ()
     if not visits:
         try:
@@ -184,22 +161,20 @@ def _staged(plan: Plan, job: Job, profile: Profile | None) -> Plan:
         except EchelonError:
             raise
         except Exception as error:  # whatever a user's forward does with values it does not have
-            raise PlanError(
-                f"pp={pp}: stages are found by running the model without numbers, and there it fails ({type(error).__name__}: "
-                f"{first_line(error)}); {instead}"
-            ) from error
+            raise _uncut(
+                plan, "pp", f"stages are found by running the model without numbers, and there it fails ({type(error).__name__}: {first_line(error)})"
+            ) from error  # fmt: skip
     if not visits:
-        raise PlanError(f"pp={pp}: {UNCUT}; {instead}")
+        raise _uncut(plan, "pp", UNCUT)
     if len(visits) < count:
-        fewer = f"use pp={len(visits)} or less" if count == pp else "use schedule=1f1b, which has one stage per rank"
-        raise PlanError(
-            f"pp={pp}: {count} stages, and the model has {len(visits)} units that forward calls one after another; {fewer}, or "
-            f"{instead.removeprefix('use ')}"
-        )
+        fewer = f"pp={len(visits)} or less" if count == pp else "schedule=1f1b, which has one stage per rank"
+        rule = f"{count} stages, and the model has {len(visits)} units that forward calls one after another"
+        raise _uncut(plan, "pp", rule, fewer=fewer)
     stages = find_stages(plan, visits)
     if stages is None:
-        raise PlanError(
-            f"pp={pp}: {count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts and the "
-            f"calls of modules that keep statistics; use fewer stages, or tp=1, or {instead.removeprefix('use ')}"
+        rule = (
+            f"{count} stages, and there are too few places between the pairs of modules that tp={plan.mesh.tp} cuts and the calls of modules "
+            "that keep statistics"
         )
+        raise _uncut(plan, "pp", rule, fewer="fewer stages, or tp=1")
     return dataclasses.replace(plan, stages=stages)

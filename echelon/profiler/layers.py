@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -48,3 +50,13 @@ def channelwise(module: Any) -> tuple[str, ...] | None:
 def outputs(module: Any) -> int:
     """How many outputs a product has."""
     return int(next(getattr(module, name) for name in ("out_features", "out_channels", "nf") if hasattr(module, name)))
+
+
+def by_name(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, which takes a module's input first, for those too who give it by the name that the module's class has for it."""
+    name = list(inspect.signature(type(module).forward).parameters)[1]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return forward(kwargs.pop(name), *args, **kwargs) if name in kwargs else forward(*args, **kwargs)
+
+    return called

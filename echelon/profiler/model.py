@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from echelon.errors import EchelonError, JobError
@@ -26,12 +27,18 @@ from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
 from echelon.profiler.trace import Trace, counting, recording
 from echelon.profiler.tree import module_tree
+from echelon.profiler.visits import DIFFERENTIATE
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes of example data that a trace may hold: a fake step costs nothing, but its inputs are collated for real.
 _INPUTS = 64 * 2**20
 #: Samples of a real run, where tracing fails: few, because the memory is real.
 _REAL = (2, 4)
+_TWICE = "the model differentiates its own derivative (autograd.grad with create_graph), which torch's fully_shard does not follow"
+
+
+class _HeldBesideError(RuntimeError):
+    """A layer computes with a parameter that it holds itself."""
 
 
 def profile(job: Job, *, device: str | None = None) -> Profile:
@@ -41,7 +48,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
     notes: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, first, second, how, device = _step_somehow(job, example, device, notes)
+        model, first, second, how, device, beside = _step_somehow(job, example, device, notes)
         coupled, unsure = coupling(
             job,
             example,
@@ -53,26 +60,35 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             visits = chain(job, example)
     notes += unsure
     return _assemble(
-        job, example, model, first, second, device=device, how=how, coupled=coupled, visits=visits, notes=notes
-    )
+        job, example, model, first, second, device=device, how=how, coupled=coupled, visits=visits, notes=notes,
+        unsharded=beside or (_TWICE if second.twice else ""),
+    )  # fmt: skip
 
 
 def _step_somehow(
     job: Job, example: Example, device: str, notes: list[str]
-) -> tuple[nn.Module, Trace, Trace, Literal["fake", "real"], str]:
-    """Two steps without their values for `device`, else for the CPU (cuDNN's recurrent layers look at values), else run for real."""
+) -> tuple[nn.Module, Trace, Trace, Literal["fake", "real"], str, str]:
+    """Two steps without their values for `device`, else for the CPU (cuDNN's recurrent layers look at values), else run for real.
+
+    Last, which parameter is held beside its module, if one is.
+    """
+    beside = ""
     for kind in dict.fromkeys((device, "cpu")):
         try:
-            return *_traced(job, example, kind), "fake", kind
+            return *_traced(job, example, kind), "fake", kind, beside
         except EchelonError:
             raise
+        except _HeldBesideError as error:
+            beside = str(error)
+            notes.append(f"the model cannot be traced without running it ({beside})")
+            break
         except Exception as error:  # whatever a user's forward does with values it does not have
             where = "" if kind == "cpu" else f" for {kind}"
             notes.append(
                 f"the model cannot be traced{where} without running it ({type(error).__name__}: {first_line(error)})"
             )
     notes[-1] += f": two small steps of {_REAL[0]} and {_REAL[1]} samples were run on the CPU instead"
-    return *_ran(job, example), "real", "cpu"
+    return *_ran(job, example), "real", "cpu", beside
 
 
 def _assemble(
@@ -87,6 +103,7 @@ def _assemble(
     coupled: bool,
     visits: tuple[Visit, ...],
     notes: list[str],
+    unsharded: str,
 ) -> Profile:
     parameters = _parameters(model)
     optimizers, guesses = rules(job, {name: p for name, p in model.named_parameters() if p.requires_grad})
@@ -114,6 +131,7 @@ def _assemble(
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
         input_bytes=example.bytes,
         samples=example.length,
+        unsharded=unsharded,
         clip=job.clip is not None,
         traced=how,
         notes=(*notes, *guesses),
@@ -152,7 +170,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     for name in reached:
         model.get_parameter(name).grad = before[name]
     if reached:
-        raise RuntimeError(f"{reached[0]} is held by a layer itself, beside its module")
+        raise _HeldBesideError(
+            f"{reached[0]} is held by a layer itself, beside its module, and computed with from there"
+        )
 
 
 def _ran(job: Job, example: Example) -> tuple[nn.Module, Trace, Trace]:
@@ -184,9 +204,10 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
             if tensor.requires_grad
         ]
         tree_map(lambda value: recorder.hold(value) if isinstance(value, Tensor) else None, batch)
-        with autocast:
+        with autocast, _Derivatives() as derivatives:
             output = call_model(job, _Bound(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
+        recorder.trace.twice = derivatives.twice
         del output
         total = loss[0] if isinstance(loss, tuple) else loss
         recorder.phase = "backward"
@@ -194,6 +215,19 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
         for hook in hooks:
             hook.remove()
     return recorder.trace
+
+
+class _Derivatives(TorchFunctionMode):
+    """Whether derivatives are taken that can be differentiated again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.twice |= func in DIFFERENTIATE and bool(kwargs.get("create_graph"))
+        return func(*args, **kwargs)
 
 
 class _Bound(nn.Module):

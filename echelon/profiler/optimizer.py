@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.errors import JobError
+from echelon.errors import EchelonError, JobError
 from echelon.job import Job
 from echelon.plan.profile import Rule
 from echelon.profiler.coupling import first_line
@@ -21,8 +21,9 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 #: State per parameter element where a step on the meta device fails: what nearly all optimizers hold at most.
 _GUESS = 2
-#: Numbers along each side of what optimizers are tried on.
-_SMALL = 4
+#: Numbers along each side of what optimizers are tried on, at first and then at most: Google's Adafactor computes with rows and columns
+#: where both are 128 or longer, 8-bit Adam in blocks where a parameter has 4096 numbers.
+_SMALL, _LARGE = 4, 512
 
 
 def rules(job: Job, parameters: dict[str, Tensor]) -> tuple[tuple[Rule, ...], list[str]]:
@@ -30,8 +31,24 @@ def rules(job: Job, parameters: dict[str, Tensor]) -> tuple[tuple[Rule, ...], li
     standins = {name: nn.Parameter(torch.empty_like(value, device="meta")) for name, value in parameters.items()}
     notes: list[str] = []
     made = _made(job, standins)
-    whole = _whole(job, {name: tuple(value.shape) for name, value in parameters.items()}, len(made))
+    whole = _whole(job, standins, made)
     return tuple(_rule(each, notes, whole.get(place)) for place, each in enumerate(made)), notes
+
+
+def on_pieces(job: Job, parameters: Mapping[str, Tensor]) -> tuple[Rule, ...]:
+    """The same as far as the tensor axis asks: whether each of them can work on pieces. Nothing is measured."""
+    standins = {name: nn.Parameter(torch.empty_like(value, device="meta")) for name, value in parameters.items()}
+    try:
+        made = _made(job, standins)
+        names, whole = [type(each).__name__ for each in made], _whole(job, standins, made)
+    except EchelonError:
+        raise
+    except Exception as error:  # a user's own, which wants parameters with numbers
+        names, whole = ["the optimizer"], {0: _said(error)}
+    return tuple(
+        Rule(name=name, state=0, temporary=0, elements=0, whole=place in whole, untried=whole.get(place, ""))
+        for place, name in enumerate(names)
+    )
 
 
 def _made(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
@@ -46,31 +63,62 @@ def _made(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
     return optimizers
 
 
-def _whole(job: Job, shapes: Mapping[str, tuple[int, ...]], count: int) -> dict[int, str]:
-    """Which of the job's `count` optimizers, by place, do not treat each number by itself: small parameters, and halves of them, are
-    trained side by side. One that cannot be tried may be such a one: with why it cannot."""
-    found: dict[int, str] = {}
+def _whole(job: Job, parameters: Mapping[str, Tensor], made: Sequence[Optimizer]) -> dict[int, str]:
+    """Which of the job's optimizers, by place, do not treat each number by itself. One that cannot be tried may be such a one: with why
+    it cannot."""
+    small = {name: tuple(min(size, _SMALL) for size in value.shape) for name, value in parameters.items()}
+    found = _tried(job, small, len(made), {})
+    # Some do so from a certain size on only.
+    return found if len(found) == len(made) else _tried(job, small | _largest(parameters, made), len(made), found)
+
+
+def _largest(parameters: Mapping[str, Tensor], made: Sequence[Optimizer]) -> dict[str, tuple[int, ...]]:
+    """One parameter of each shape that an optimizer treats alike, as large as it is; of more numbers than tell, fewer."""
+    options = {
+        id(value): (place, repr([group.get(name) for name in optimizer.defaults if name != "lr"]))
+        for place, optimizer in enumerate(made)
+        for group in optimizer.param_groups
+        for value in group["params"]
+    }
+    found: dict[object, tuple[str, tuple[int, ...]]] = {}
+    for name, value in parameters.items():
+        shape = tuple(value.shape)
+        if value.numel() > _LARGE**2:
+            longest = sorted(shape)[-2:]
+            shape = tuple(min(size, _LARGE if size in longest else 2 * _SMALL) for size in shape)
+        found.setdefault((options.get(id(value)), shape), (name, shape))
+    return dict(found.values())
+
+
+def _tried(job: Job, shapes: Mapping[str, tuple[int, ...]], count: int, known: Mapping[int, str]) -> dict[int, str]:
+    """Those of the job's `count` optimizers, with the `known` ones, that do not treat each number by itself: parameters of these shapes,
+    and halves of them, are trained side by side."""
+    found = dict(known)
     for last in (False, True):
         numbers = torch.Generator().manual_seed(0)
         whole: dict[str, nn.Parameter] = {}
         cuts: dict[str, tuple[int, int]] = {}
         for name, shape in shapes.items():
-            small = tuple(min(size, _SMALL) for size in shape)
-            dims = [dim for dim, size in enumerate(small) if size > 1]
-            cuts[name] = (dims[-1 if last else 0], _SMALL // 2) if dims else (0, 1)
-            whole[name] = nn.Parameter(torch.randn(small, generator=numbers, dtype=torch.float64))
+            dims = [dim for dim, size in enumerate(shape) if size > 1]
+            cut = dims[-1 if last else 0] if dims else 0
+            cuts[name] = (cut, shape[cut] // 2) if dims else (0, 1)
+            whole[name] = nn.Parameter(torch.randn(shape, generator=numbers, dtype=torch.float64))
         half = {name: nn.Parameter(_half(value.detach(), *cuts[name])) for name, value in whole.items()}
         try:
             both = [_made(job, each) for each in (whole, half)]
         except Exception as error:  # a user's own, which wants other shapes
-            return dict.fromkeys(range(count), _said(error))
+            return dict.fromkeys(range(count), _said(error)) | found
         if any(len(made) != count for made in both):
-            return dict.fromkeys(range(count), "the job makes another number of optimizers for small parameters")
+            return (
+                dict.fromkeys(range(count), "the job makes another number of optimizers for small parameters") | found
+            )
         for _ in range(2):
             for name, value in whole.items():
                 value.grad = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
                 half[name].grad = _half(value.grad, *cuts[name])
             for place, pair in enumerate(zip(*both, strict=True)):
+                if place in known:
+                    continue
                 try:
                     for optimizer in pair:
                         _plainly(optimizer)

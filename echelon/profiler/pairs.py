@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -41,7 +42,7 @@ def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iter
     """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
     draws = drawing(model, step)
     with rehearsing(model):
-        return _found(model, alike(model, step), ways, hints, draws)
+        return _found(model, step, ways, hints, draws)
 
 
 def _found(
@@ -61,16 +62,17 @@ def _found(
         for each in (*hinted, *_candidates(model, trains.visits, calls))
         # A trial computes with parts and leaves the parameters as they are, so that it does not tell.
         if not any(id(value) in bound for path in each.paths for value in model.get_submodule(path).parameters())
-        and not any(run.escapes(each) for run in followed)
+        and not any(run.escapes(each) or run.lent & {*each.between} for run in followed)
     ]
-    seen = [watched(model, candidates, step)]
+    again = alike(model, step)
+    seen = [watched(model, candidates, again)]
     if len(followed) > 1:
         with mode(model, training=False):
-            seen.append(watched(model, candidates, step))
+            seen.append(watched(model, candidates, again))
     pairs: dict[str, Pair] = {}
     for each in candidates:
         if each.row not in pairs and each in seen[0]:
-            found = find_layout(model, step, each, [run[each] for run in seen if each in run], ways)
+            found = find_layout(model, again, each, [run[each] for run in seen if each in run], ways)
             if found is not None:
                 pairs[each.row] = Pair(each, *found, seen[0][each].holder in draws)
     read = {source for visit in trains.visits for source, _ in visit.reads}
@@ -86,26 +88,38 @@ def _found(
 def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:
     leaves = [path for path, module in model.named_modules() if _holds(module)]
     follower = _Reads(model)
-    with intercepted(model, leaves, follower.around), follower:
-        loss = step()  # with gradients: some forwards take them
-    follower.told = {
-        number for number, _ in follower.origin([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
-    }
+
+    def run() -> Any:
+        with intercepted(model, leaves, follower.around), follower:
+            return step()  # with gradients: some forwards take them
+
+    left = [leaf for leaf in tree_leaves(alike(model, run)()) if isinstance(leaf, Tensor)]
+    follower.told = {number for number, _ in follower.origin(left)}
     return follower
 
 
 class _Reads(Follower):
-    """Notes as well which visits a cross entropy reads, and modules that compute with the parameters of others."""
+    """Notes as well which visits a cross entropy reads, modules that compute with the parameters of others, and whose buffers others read."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._called)
         self.scored: set[int] = set()
-        #: Visits that the loss reads.
+        #: Visits that the loss or a buffer is computed from.
         self.told: set[int] = set()
+        #: Modules that work channel by channel, by path, of which a buffer with a row for each channel is read outside.
+        self.lent: set[str] = set()
         self._model = model
+        self._channels = [
+            (path, module._buffers, name)
+            for path, module in model.named_modules()
+            if channelwise(module) is not None
+            for name, value in module._buffers.items()
+            if value is not None and value.dim()
+        ]
 
     def escapes(self, candidate: Candidate) -> bool:
-        """Whether what the columns gave reaches the loss by another way than the row: a penalty, say. A rank would take it of its part."""
+        """Whether what the columns gave reaches the loss or a buffer by another way than the row: a penalty, say. A rank would take it of
+        its part."""
         inner = {*candidate.columns, *candidate.between}
         reached: set[int] = set()
         for number, visit in enumerate(self.visits):
@@ -118,31 +132,37 @@ class _Reads(Follower):
             given = args[0] if args else (kwargs or {})["input"]
             self.scored |= {number for number, _ in self.origin([given])}
         out = super().__torch_function__(func, types, args, kwargs)
-        # `.T` and `.data` are the parameter itself.
-        if isinstance(out, Tensor) and getattr(func, "__name__", "") == "__get__":
-            self._touch(args)
+        # Not `.dtype`, which a part has as well.
+        if getattr(func, "__name__", "") != "__get__" or isinstance(out, Tensor | torch.Size):
+            self._lend(tree_leaves((args, kwargs)))
         return out
 
     def _called(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         own = {id(value) for value in self._model.get_submodule(path).parameters()}
-        with _Foreign(own, self._touch):
+        own |= {id(value) for value in self._model.get_submodule(path).buffers()}
+        with _Foreign(own, self._met):
             return forward(*args, **kwargs)
 
-    def _touch(self, values: Iterable[Any]) -> None:
+    def _met(self, values: list[Any]) -> None:
+        self._lend(values)
         for value in values:
             if isinstance(value, nn.Parameter):
                 self.touched.setdefault(id(value), set()).add(len(self.visits))
 
+    def _lend(self, values: list[Any]) -> None:
+        met = {id(value) for value in values if isinstance(value, Tensor)}
+        self.lent |= {path for path, slots, name in self._channels if id(slots[name]) in met}
+
 
 class _Foreign(TorchFunctionMode):
-    """Notes parameters that are not a module's own, while it runs."""
+    """Notes what is computed with and not a module's own, while it runs."""
 
-    def __init__(self, own: set[int], note: Callable[[Iterable[Any]], None]) -> None:
+    def __init__(self, own: set[int], note: Callable[[list[Any]], None]) -> None:
         super().__init__()
         self._own, self._note = own, note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note(leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._own)
+        self._note([leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in self._own])
         return func(*args, **(kwargs or {}))
 
 

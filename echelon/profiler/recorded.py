@@ -1,4 +1,4 @@
-"""The model as it is, before it is tried on parts of the sequence: what its modules were given and gave, the loss, and gradients."""
+"""The model as it is, before it is tried on parts of the sequence: what its modules were given and gave, the loss, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Record:
             for path in places:
                 module = self.model.get_submodule(path)
                 stack.enter_context(calling(module, around(path, module.forward)))
-            total = total_of(self.step())
+            loss, self.buffers = self.step()
+            total = total_of(loss)
             if not total.requires_grad:
                 raise WrongError("its loss has no gradient")
             sources = [*self.parameters.values(), *(x for x in watched.values() if x.requires_grad)]

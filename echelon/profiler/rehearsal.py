@@ -7,13 +7,13 @@ draws the same each time. Each run starts from the same buffers: batch norms cou
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.profiler.coupling import random_states, seed_all
 from echelon.profiler.still import Hold, Stillness, silenced
@@ -76,28 +76,29 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def on_copies(model: nn.Module) -> Iterator[None]:
-    """Inside, the model has copies of its buffers; those themselves stay as they are."""
-    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+def on_copies(model: nn.Module, start: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    """Inside, the model has copies of its buffers, with the values of `start` where it has them; those themselves stay as they are."""
+    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules() if module._buffers]
     copies: dict[int, Tensor] = {}
     try:
-        for module, own in before:
+        for path, module, own in before:
             for name, value in own.items():
                 if value is not None:
-                    module._buffers[name] = copies.setdefault(id(value), value.clone())
+                    begun = (start or {}).get(f"{path}.{name}" if path else name, value)
+                    module._buffers[name] = copies.setdefault(id(value), begun.clone())
         yield
     finally:
-        for module, own in before:
+        for _, module, own in before:
             module._buffers.update(own)
 
 
-def alike(model: nn.Module, step: Callable[[], Any]) -> Callable[[], Any]:
-    """`step`, which starts from the same state each time."""
+def alike(model: nn.Module, step: Callable[[], Any]) -> Callable[[], tuple[Any, dict[str, Tensor]]]:
+    """`step`, which starts from the same state each time: its loss, and the buffers as it leaves them."""
 
-    def run() -> Any:
+    def run() -> tuple[Any, dict[str, Tensor]]:
         with on_copies(model):
             seed_all(0)
-            return step()
+            return step(), dict(model.named_buffers())
 
     return run
 
@@ -159,6 +160,16 @@ def copied(tree: Any) -> Any:
             return leaf
 
     return tree_map(one, tree)
+
+
+def same(new: Any, old: Any) -> bool:
+    """Whether two trees hold the same tensors but for rounding."""
+    here, there = tree_leaves(new), tree_leaves(old)
+    return len(here) == len(there) and all(
+        isinstance(a, Tensor) and isinstance(b, Tensor) and equal(a, b)
+        for a, b in zip(here, there, strict=True)
+        if isinstance(a, Tensor) or isinstance(b, Tensor)
+    )
 
 
 def equal(a: Tensor, b: Tensor, scale: float = 0.0) -> bool:

@@ -3,7 +3,8 @@
 A chain is a run of repeated blocks of which each is given the very hidden states of the one before, and nobody else reads those. The
 model runs once as it is, with its gradients. Then it runs as one rank would: a chain gets that rank's part of the hidden states, modules
 that need the whole sequence are given what they were given before (of which exactly this rank's part must have reached them), rows give
-this rank's part of what they gave. Every block's hidden states and their gradients must be this rank's part of what they were.
+this rank's part of what they gave. Every block's hidden states and their gradients must be this rank's part of what they were, and every
+buffer what it was.
 
 Gradients of parameters tell where they are used: they are the whole on each rank, or add up over the ranks.
 """
@@ -25,7 +26,7 @@ from echelon.plan.segment import Gather, Segment
 from echelon.profiler.blocks import JOINING, Chain, chains, tensors_of
 from echelon.profiler.coupling import first_line
 from echelon.profiler.recorded import Record, WrongError, changed, draws, first, first_of, total_of
-from echelon.profiler.rehearsal import alike, calling, equal, mode, rehearsing
+from echelon.profiler.rehearsal import alike, calling, equal, mode, rehearsing, same
 from echelon.profiler.tree import module_tree
 
 _OPENING = ("column", "attention")  #: cuts that need the whole of their input
@@ -76,7 +77,8 @@ def _found(
 def _evaluates(step: Callable[[], Any]) -> bool:
     """Whether the model has a loss when it does not train."""
     try:
-        return total_of(step()).requires_grad
+        loss, _ = step()
+        return total_of(loss).requires_grad
     except Exception:
         return False
 
@@ -203,7 +205,8 @@ class _Rehearsal:
             for module, forward in trial.forwards():
                 stack.enter_context(calling(module, forward))
             try:
-                total = total_of(self.step())
+                loss, buffers = self.step()
+                total = total_of(loss)
             except WrongError:
                 raise
             except Exception as error:  # whatever the code says to a part of the sequence, it does not work on one
@@ -213,6 +216,10 @@ class _Rehearsal:
                 ) from error
             if not equal(total.detach(), torch.tensor(self.record.total, dtype=total.dtype)):
                 raise WrongError("the loss is another one")
+            off = next((name for name, true in self.record.buffers.items() if not same(buffers.get(name), true)), None)
+            if off is not None:
+                holder = off.rpartition(".")[0]
+                raise WrongError(f"{off} is another one", module=holder if holder in self.others else "")
             if slopes:
                 found = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
                 trial.grads = {n: g for n, g in zip(self.parameters, found, strict=True) if g is not None}

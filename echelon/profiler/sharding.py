@@ -20,7 +20,7 @@ from echelon.profiler.columns import Pair
 from echelon.profiler.hints import hinted
 from echelon.profiler.layers import CONVOLUTIONS, TRANSPOSED, is_flipped, is_plain, outputs
 from echelon.profiler.pairs import Found, find_pairs
-from echelon.profiler.rehearsal import alike, calling, mode, rehearsing
+from echelon.profiler.rehearsal import alike, calling, mode, rehearsing, same
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -234,7 +234,7 @@ def _store(
 ) -> dict[str, str]:
     """What has no cut of its own is stored cut and put together while a module runs outside of which nobody reads it.
 
-    Found by trying: elsewhere it is not a number, and the loss must not notice.
+    Found by trying: elsewhere it is not a number, and neither the loss nor a buffer must notice.
     """
     shared, lone = _shared(model), []
     for path in [*whole, *sorted(inside)]:
@@ -248,9 +248,9 @@ def _store(
             whole.setdefault(path, "it shares a parameter")
         elif _resting(module, ways):
             lone.append(path)
-    expected = {True: _total(step)}
+    expected = {True: _left(step)}
     with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
-        expected[False] = _total(step)
+        expected[False] = _left(step)
     if lone and _hidden(model, step, {path: path for path in lone}, ways, expected):
         where: dict[str, str | None] = {path: path for path in lone}
     else:
@@ -285,17 +285,19 @@ def _shared(model: nn.Module) -> set[int]:
     return twice
 
 
-def _total(step: Callable[[], Any]) -> float:
-    (value, *_) = (leaf for leaf in tree_leaves(step()) if isinstance(leaf, Tensor))
-    return float(value.detach().double())
+def _left(step: Callable[[], Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a step, and the buffers that it leaves."""
+    loss, buffers = step()
+    (value, *_) = (leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor))
+    return value.detach(), buffers
 
 
 def _hidden(
-    model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: Mapping[bool, float]
+    model: nn.Module, step: Callable[[], Any], places: Mapping[str, str], ways: int, expected: Mapping[bool, Any]
 ) -> bool:
     """Whether modules' own matrices (path -> the module around it) are read, and their sizes, only while that module around it runs.
 
-    `expected`: the loss in training, and in evaluation where it has one.
+    `expected`: what a step leaves in training, and in evaluation where there is a loss.
     """
     called: set[str] = set()
 
@@ -329,9 +331,9 @@ def _hidden(
             for own in values.values():
                 for value in own.values():
                     value.fill_(math.nan)
-            for training, total in expected.items():
+            for training, left in expected.items():
                 with torch.enable_grad(), mode(model, training=training):
-                    if not math.isclose(_total(step), total, rel_tol=1e-9):
+                    if not same(_left(step), left):
                         return False
             return called == set(places)
         except Exception:  # code that looks at values may refuse those

@@ -58,6 +58,8 @@ class Trace:
     samples: int
     calls: list[Call] = field(default_factory=list)
     modules: dict[str, Figures] = field(default_factory=dict)
+    #: Whether the model or the loss takes a derivative that is differentiated in its turn.
+    twice: bool = False
 
 
 #: From this size on allocators give a tensor a block of its own.

@@ -7,7 +7,7 @@ the glue, so that a skip connection or a loss that collects from every block is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
 
-_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+#: What takes derivatives.
+DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 #: What tells how large a tensor is.
 _SIZES = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
@@ -38,7 +39,9 @@ class Visit:
 
     path: str
     reads: set[Value] = field(default_factory=set)
-    weights: set[str] = field(default_factory=set)  #: parameters, by name, that the glue just before it computes with
+    weights: set[str] = field(
+        default_factory=set
+    )  #: parameters and buffers, by name, that the glue just before it computes with
     outputs: int = 0  #: tensors that it returned
     flops: float = 0.0  #: of its products
     changes: bool = False  #: a buffer of its module
@@ -109,8 +112,10 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self._compute = compute or (lambda path, forward, args, kwargs: forward(*args, **kwargs))
         self.visits: list[Visit] = []
-        #: Parameters that the glue itself computes with, by identity, and how many visits were over each time.
+        #: Parameters and `buffers` that the glue itself computes with, by identity, and how many visits were over each time.
         self.touched: dict[int, set[int]] = {}
+        #: The model's, by identity.
+        self.buffers: Set[int] = frozenset()
         #: Parameters whose sizes the glue reads, by identity.
         self.sized: set[int] = set()
         #: Whether the glue takes derivatives, through units that other stages hold.
@@ -119,16 +124,15 @@ class Follower(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DIFFERENTIATE:
+        if func in DIFFERENTIATE:
             self.differentiates = True
         out = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         found = self.origin(inputs)
-        if (
-            func is not Tensor.__repr__ and getattr(func, "__name__", "") != "__get__"
-        ):  # reading .shape is no computation
+        # Reading .shape is no computation, but .T is the tensor itself.
+        if func is not Tensor.__repr__ and (outputs or getattr(func, "__name__", "") != "__get__"):
             for tensor in inputs:
-                if isinstance(tensor, nn.Parameter):
+                if isinstance(tensor, nn.Parameter) or id(tensor) in self.buffers:
                     self.touched.setdefault(id(tensor), set()).add(len(self.visits))
         if func in _SIZES:
             self.sized.update(id(tensor) for tensor in inputs[:1] if isinstance(tensor, nn.Parameter))
@@ -166,12 +170,14 @@ def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = N
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
     Empty where the model cannot be cut: it is one unit, forward takes a derivative, or the glue changes a buffer after the first unit,
-    which stages that end before do not see. A unit whose parameters do not reach the loss at all is left out. One that is used without
+    which stages that end before do not see, or reads one that a unit changes, which other stages do not see. A unit whose parameters do not reach the loss at all is left out. One that is used without
     being called belongs to the module around it that is, or else to the glue.
     """
     paths = unit_paths(model)
     while "" not in paths:
         follower, watch = Follower(compute), _Buffers(model, paths)
+        held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        follower.buffers = {id(value) for value in model.buffers()}
         with intercepted(model, paths, watch.around(follower.around)), _calls(model) as running, follower:
             loss = step()
         if follower.differentiates or watch.changed:
@@ -183,10 +189,13 @@ def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = N
             visits = [*follower.visits, Visit("", set(follower.origin(_tensors(loss))))]
             for visit in follower.visits:
                 visit.changes = visit.path in watch.changing
-            for name, value in model.named_parameters(remove_duplicate=False):
+            for name, value in held:
                 for number in follower.touched.get(id(value), ()):
                     visits[number].weights.add(name)
-            return visits
+            changing = {
+                id(value) for path in watch.changing & called for value in model.get_submodule(path).buffers()
+            } | watch.replaced
+            return [] if changing & follower.touched.keys() else visits
         paths = _widened([path for path in paths if path in called or path in silent], silent, running)
     return []
 
@@ -204,6 +213,8 @@ class _Buffers:
             if value is not None and id(value) not in units
         ]
         self._before: list[tuple[int, int]] | None = None
+        #: Buffers, by identity, of units that changed theirs, as they were before.
+        self.replaced: set[int] = set()
         #: Paths of units that change theirs.
         self.changing = {
             path
@@ -226,6 +237,7 @@ class _Buffers:
             out = inner(path, forward, args, kwargs)
             if [_mark(value) for value in unit.buffers()] != before:
                 self.changing.add(path)
+                self.replaced |= {each for each, _ in before}
             return out
 
         return call

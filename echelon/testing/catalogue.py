@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -269,6 +270,23 @@ def _own_weights() -> Sequence[AbstractContextManager[object]]:
         return build(dataclasses.replace(job, seed=job.seed + ranks.world.rank), ranks, **options)
 
     return [patch.object(engine, "build", seeded), patch.object(engine, "equalise", lambda model, ranks: None)]
+
+
+# Random numbers
+
+
+@_fault(
+    "dropout masks that differ over tp",
+    "each rank drops other elements of what is whole everywhere",
+    needs="tp > 1, dropout or noise",
+)
+def _own_masks() -> Sequence[AbstractContextManager[object]]:
+    seed = engine.seed_step
+
+    def seeded(device: torch.device, *place: int) -> None:
+        seed(device, *place, dist.get_rank() if dist.is_initialized() else 0)
+
+    return [patch.object(engine, "seed_step", seeded)]
 
 
 # Buffers

@@ -4,6 +4,7 @@ reference.py   one device, plain PyTorch, float64: the truth; recipe.py and feed
 survey.py      what still draws or rounds with dropout off and casts lifted (profiler/still.py, the same way in both runs)
 compare.py     how far two sets of tensors are apart
 noise.py       what rounding alone may do: the parameters under Adam, parts that stay in float32
+drift.py       the plan's own precision: what rounding may do there, and what it does not
 mark.py        what ranks hold, in two numbers a tensor: did they start from the same, do copies stay copies
 diagnose.py    the first divergent tensor in forward order
 footing.py     where the truth can be computed: one device, the host, or another plan where the model fits neither

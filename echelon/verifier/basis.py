@@ -8,12 +8,14 @@ from torch import Tensor
 
 from echelon.job import Job
 from echelon.plan.plan import Plan
+from echelon.plan.split import Slice, split
 from echelon.profiler.still import Stillness
-from echelon.verifier import diagnose, noise
+from echelon.verifier import diagnose, drift, noise
 from echelon.verifier.compare import Bounds, Difference
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
 from echelon.verifier.mark import Holdings, copies, starts
+from echelon.verifier.outputs import left_out, listed
 from echelon.verifier.reference import Record
 
 
@@ -25,8 +27,14 @@ class Basis:
         #: Hash of the parameters' names and shapes.
         self.model = ""
         self.still = Stillness()
+        #: Whether the model takes random numbers at all, as far as is known.
+        self.draws = True
         self.bounds = Bounds()
         self.notes: list[str] = []
+
+    def parts(self, step: int) -> list[Slice]:
+        """How a step's samples are shared out where outputs are compared."""
+        return [part for share in split(self.feed.size(step), self.plan.mesh.dp, self.plan.micro) for part in share]
 
     def reconsider(self, proof: Referee) -> None:
         """Before a no: whether rounding alone explains it. Only a reference on one device can be run again so as to tell."""
@@ -45,14 +53,16 @@ class Referee:
         #: The first divergent tensor, as long as there is one.
         self.worst: Difference | None = None
         self._zero: dict[str, None] = {}
+        self._left_out = ""
+        #: What all gradients of the first step are multiplied by, in a run that is not in float64.
+        self.factor: float | None = None
 
     @property
     def notes(self) -> list[str]:
         """What was left out."""
         names = list(self._zero)
-        return (
-            [f"drift leaves out gradients that are zero in truth and rounding alone: {listed(names)}"] if names else []
-        )
+        zero = f"drift leaves out gradients that are zero in truth and rounding alone: {listed(names)}"
+        return [*filter(None, [self._left_out]), *([zero] if names else [])]
 
     @property
     def divergent(self) -> str:
@@ -66,7 +76,11 @@ class Referee:
     def judge(self, mine: Record, true: Record, holdings: Holdings = ()) -> None:
         """Compare a step of the run with the truth's, and what the ranks hold after it with each other."""
         made = noise.differences(mine, true, self._slack)
+        if self._exact and mine.step == self._basis.steps[0]:
+            self._left_out = left_out(mine.outputs, true.outputs, self._basis.parts(mine.step))
         if not self._exact:
+            if mine.step == self._basis.steps[0]:
+                self.factor = drift.factor(mine, true)
             # The bias before a batch norm, or of attention's keys: in float32 its noise is far above 1e-6 of the largest gradient.
             self._zero.update(dict.fromkeys(noise.zeros(true.gradients)))
             made = [each for each in made if diagnose.owner(each) not in self._zero]
@@ -80,11 +94,6 @@ class Referee:
     def repeat(self) -> None:
         """Name the first divergent tensor again, under the bounds as they are now."""
         self.worst = diagnose.first(self.differences, self._basis.bounds, self.order)
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names for a note, the first of them where they are many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def without_dropout(paths: Sequence[str]) -> str:

@@ -13,10 +13,11 @@ from echelon.plan.plan import Plan
 from echelon.profiler.coupling import first_line
 from echelon.profiler.still import Stillness, silence
 from echelon.verifier import noise
-from echelon.verifier.basis import Basis, Referee, listed, without_dropout
+from echelon.verifier.basis import Basis, Referee, without_dropout
 from echelon.verifier.compare import Bounds
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
+from echelon.verifier.outputs import listed
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.survey import Survey
 
@@ -49,6 +50,7 @@ class Case(Basis):
             left, truth = self._survey()
         self._truth: Truth | None = truth
         self.model = truth.reference.fingerprint
+        self.draws = bool(truth.silenced or seen.random)
         self._shake = noise.SHAKE_NARROW if left.narrow else noise.SHAKE
         if left.narrow:
             self.bounds = self._widened(noise.NARROW)

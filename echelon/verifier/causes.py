@@ -74,6 +74,13 @@ def likely(evidence: Evidence) -> str:
         return f"{_scope(evidence)}; looks like weights that each rank drew with its own seed: rank 0's have to be sent to all"
     if evidence.worst.kind == "copy":
         return "what the ranks hold as copies comes apart: looks like an update or a reduction that some ranks did not take part in"
+    if evidence.worst.kind == "draw":
+        return (
+            "all agrees with dropout off: looks like masks that differ over tp on what is whole on every rank; its ranks have to draw from "
+            "one seed there"
+        )
+    if evidence.worst.kind == "output":
+        return "the loss and every gradient agree: the loss does not use what is off, or not so that it matters"
     if evidence.worst.value == BROKEN or evidence.pair is None:
         return _untied(evidence)
     found = {

@@ -20,8 +20,8 @@ FLOOR = 1e-6
 BROKEN = sys.float_info.max
 
 #: In the order in which a step makes them; the first that is off is the one to name.
-#: `start`: the ranks' copies before the first step, `copy`: after a step.
-KINDS = ("start", "gradient", "loss", "norm", "buffer", "parameter", "optimizer", "copy")
+#: `start`: the ranks' copies before the first step, `copy`: after a step, `draw`: with random numbers on. Outputs come last: a gradient that is off tells where.
+KINDS = ("start", "gradient", "loss", "norm", "buffer", "parameter", "optimizer", "copy", "draw", "output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,10 @@ class Bounds:
     def of(self, difference: Difference) -> float:
         """The bound of one tensor."""
         return self.tensors.get((difference.kind, difference.name), self.least)
+
+    def widest(self, kind: str) -> float:
+        """The widest among tensors of a kind: for others of it, of which no rounding is known."""
+        return max([self.least, *(bound for (other, _), bound in self.tensors.items() if other == kind)])
 
     def hold(self, difference: Difference) -> bool:
         """Whether a difference is within its bound."""

@@ -64,6 +64,8 @@ def describe(worst: Difference, bounds: Bounds) -> str:
         "norm": f"gradient norm at step {worst.step}",
         "start": f"{worst.name} before the first step",
         "copy": f"{worst.name} after step {worst.step}",
+        "draw": f"{worst.name} with random numbers on, at step {worst.step}",
+        "output": f"{worst.name} at step {worst.step}",
         "optimizer": f"{worst.name.rpartition('/')[2]} of {owner(worst)} (optimizer state) at step {worst.step}",
     }
     return f"{where.get(worst.kind, f'{worst.kind} of {worst.name} at step {worst.step}')}: {size}"

@@ -29,7 +29,7 @@ from echelon.profiler.coupling import first_line
 from echelon.verifier import causes, suspects
 from echelon.verifier.basis import Referee
 from echelon.verifier.case import Case
-from echelon.verifier.compare import BOUND, BROKEN, Difference
+from echelon.verifier.compare import BROKEN, Difference
 from echelon.verifier.mark import Mark, mark
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.trial import Held, Trial
@@ -102,7 +102,7 @@ def look(trial: Trial, ranks: Ranks, steps: Sequence[int], case: Case | None, pr
     with ranks.together():
         if case is None or proof is None or mine is None:
             return None
-        outputs = _finding(expected, compared)
+        outputs = _finding(expected, compared, case.bounds.widest("output"))
         try:
             remarks = _remarks(case, proof, mine, held, read, outputs)
         except Exception as error:
@@ -121,7 +121,10 @@ def _remarks(
 ) -> list[str]:
     evidence = _evidence(case, proof, mine, held, outputs)
     remarks = [causes.likely(evidence), _data(case, mine.step, read)]
-    return [*remarks, _about_outputs(outputs, case.plan) if evidence.worst.kind in ("gradient", "loss") else ""]
+    return [
+        *remarks,
+        _about_outputs(outputs, case.plan) if evidence.worst.kind in ("gradient", "loss", "output") else "",
+    ]
 
 
 def _expected(reference: Reference, number: int) -> list[Output]:
@@ -147,17 +150,17 @@ def _apart(mine: Sequence[Output], expected: Sequence[Output]) -> dict[int, floa
     return found
 
 
-def _finding(expected: Sequence[Output], compared: Sequence[Mapping[int, float]]) -> Finding | None:
-    """The first output that is off or, where none is, the one that is nearest to it."""
+def _finding(expected: Sequence[Output], compared: Sequence[Mapping[int, float]], bound: float) -> Finding | None:
+    """The first output that is off or, where none is, the one that is nearest to it. `bound`: of what the model gives in the end."""
     worst: dict[int, float] = {}
     for number, value in chain.from_iterable(each.items() for each in compared):
         worst[number] = max(value, worst.get(number, 0.0))
     if not worst:
         return None
-    off = [number for number in sorted(worst) if worst[number] > BOUND]
+    off = [number for number in sorted(worst) if worst[number] > bound]
     chosen = off[0] if off else max(worst, key=lambda number: worst[number])
     where = expected[chosen].path or "the model itself"
-    return Finding(kind="output", tensors=len(worst), worst=worst[chosen], where=where, bound=BOUND)
+    return Finding(kind="output", tensors=len(worst), worst=worst[chosen], where=where, bound=bound)
 
 
 def _about_outputs(finding: Finding | None, plan: Plan) -> str:

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from echelon.verifier.compare import BOUND, BROKEN, Difference
+from echelon.verifier.compare import BOUND, BROKEN, FLOOR, Difference
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A tensor's shape, its 2-norm, and its product with fixed weights that no tensor is likely to be at right angles with."""
+    """A tensor's shape, its 2-norm, and its product with fixed weights that no tensor is likely to be at right angles with.
+
+    Infinities count in `endless` alone: the product of the weights with 1 or -1 in their places. NaN is in the norm. Of whole numbers
+    there is a product alone, which is exact.
+    """
 
     shape: tuple[int, ...]
     norm: float
-    product: float
+    product: float | int
+    endless: float = 0.0
 
-    def apart(self, reference: Mark) -> float:
-        """About |a - b| / |b|: the weights are about one, and signs fall as by chance."""
-        if self.shape != reference.shape:
+    @property
+    def broken(self) -> bool:
+        """Whether it is the mark of a tensor that holds NaN."""
+        return math.isnan(self.norm)
+
+    def apart(self, reference: Mark, floor: float = 0.0) -> float:
+        """About |a - b| / |b|: the weights are about one, and signs fall as by chance. `floor`: |b| counts for no less.
+
+        NaN is no number, on both sides too; infinities have to be in the same places.
+        """
+        if self.shape != reference.shape or self.broken or reference.broken:
+            return BROKEN
+        if abs(self.endless - reference.endless) > BOUND:
             return BROKEN
         if self == reference:
             return 0.0
+        if isinstance(reference.product, int):
+            return 1.0  # whole numbers have no rounding
         off = max(abs(self.product - reference.product), abs(self.norm - reference.norm))
-        value = off / reference.norm if reference.norm else BROKEN
+        scale = max(reference.norm, floor)
+        value = off / scale if scale else BROKEN
         return value if value < BROKEN else BROKEN  # NaN too
 
 
@@ -48,14 +67,18 @@ Holdings = Sequence[Mapping[Place, Mark]]
 
 
 def mark(value: Tensor, weights: Tensor | None = None) -> Mark:
-    """The mark of a tensor of floating numbers; `weights` where somebody has made enough of them."""
+    """The mark of a tensor; `weights` for floating numbers, where somebody has made enough of them."""
     flat = value.detach().reshape(-1)
+    if not (flat.is_floating_point() or flat.is_complex()):
+        return Mark(tuple(value.shape), 0.0, int((flat.long() * _scatter(flat.numel(), flat.device)).sum()))
     flat = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
-    flat = flat.nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)  # masks hold infinities
-    if weights is None:
-        weights = weigh(flat.numel(), flat.device)
-    product = float(flat @ weights[: flat.numel()])
-    return Mark(tuple(value.shape), float(torch.linalg.vector_norm(flat)), product)
+    weights = weigh(flat.numel(), flat.device) if weights is None else weights[: flat.numel()]
+    norm, endless = float(torch.linalg.vector_norm(flat)), 0.0
+    if math.isinf(norm):  # masks hold infinities
+        endless = float((flat.isposinf().double() - flat.isneginf().double()) @ weights)
+        flat = flat.nan_to_num(nan=math.nan, posinf=0.0, neginf=0.0)
+        norm = float(torch.linalg.vector_norm(flat))
+    return Mark(tuple(value.shape), norm, float(flat @ weights), endless)
 
 
 def weigh(count: int, device: torch.device) -> Tensor:
@@ -63,15 +86,23 @@ def weigh(count: int, device: torch.device) -> Tensor:
     return torch.arange(1, count + 1, device=device, dtype=torch.float64).square_().mul_(0.7).cos_()
 
 
-def copies(holdings: Holdings, step: int) -> list[Difference]:
+def _scatter(count: int, device: torch.device) -> Tensor:
+    """The same for whole numbers: products wrap around at 64 bits, alike on every device."""
+    spread = torch.arange(1, count + 1, device=device) * -7046029254386353131  # 2**64 by the golden ratio, odd
+    return spread ^ (spread >> 31)
+
+
+def copies(holdings: Holdings, step: int, kind: str = "copy") -> list[Difference]:
     """After a step: what several ranks hold is the same on all of them."""
+    sizes = (each.norm for marks in holdings for each in marks.values() if not each.broken)
+    floor = FLOOR * max(sizes, default=0.0) if kind == "draw" else 0.0  # gradients that are zero but for rounding
     first: dict[Place, tuple[int, Mark]] = {}
     found: dict[str, Difference] = {}
     for rank, marks in enumerate(holdings):
         for place, mine in marks.items():
             origin, expected = first.setdefault(place, (rank, mine))
-            why = f"rank {rank} holds other numbers than rank {origin}"
-            _keep(found, Difference(kind="copy", name=place.name, step=step, value=mine.apart(expected), why=why))
+            why = _why(rank, mine, f"holds other numbers than rank {origin}")
+            _keep(found, Difference(kind=kind, name=place.name, step=step, value=mine.apart(expected, floor), why=why))
     return list(found.values())
 
 
@@ -85,9 +116,13 @@ def starts(holdings: Holdings, reference: Mapping[str, Tensor], step: int) -> li
                 if place not in expected:
                     expected[place] = mark(place.of(reference[place.name]))
                 true = expected[place]
-                why = f"rank {rank} starts from other numbers than one device does"
+                why = _why(rank, mine, "starts from other numbers than one device does")
                 _keep(found, Difference(kind="start", name=place.name, step=step, value=mine.apart(true), why=why))
     return list(found.values())
+
+
+def _why(rank: int, mine: Mark, other: str) -> str:
+    return f"rank {rank} {'holds NaN' if mine.broken else other}"
 
 
 def _keep(found: dict[str, Difference], each: Difference) -> None:

@@ -3,7 +3,7 @@
 Parameters. Adam divides a gradient by its own size, so where the true gradient is zero (the bias of attention's keys) it turns
 rounding noise into steps of full length. Gradients are compared first and decide. A parameter's element is then granted what
 its gradient's error explains: with relative error e of the gradient, 4e (at most 2) times the largest move that the reference
-made. Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
+made of any parameter with the same settings (learning rate, decay). Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
 
 Rounding that is larger than float64's own: parts of a model that stay in float32, or sums that cancel (batch norm over two samples).
 The reference is run again from parameters that are off by one rounding: every rounding after it falls differently, and nothing
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from echelon.verifier.compare import BOUND, Bounds, Difference, compare, magnitude, wide
+from echelon.verifier.outputs import compared
 from echelon.verifier.reference import Record, Reference
 
 #: No bound is wider: semantic mistakes begin at about 1e-3.
@@ -52,18 +53,23 @@ class Slack:
             if error.any():
                 self._error[name] = error
 
-    def grant(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The slack of each parameter, given where the reference stands now."""
-        moves = [
-            float((wide(value) - self._start[name]).abs().max()) for name, value in parameters.items() if value.numel()
-        ]
-        largest = max(moves, default=0.0)
-        return {name: error * largest for name, error in self._error.items()}
+    def grant(self, parameters: Mapping[str, Tensor], groups: Mapping[str, str]) -> dict[str, Tensor]:
+        """The slack of each parameter, given where the reference stands now: by the largest move in its own group."""
+        largest: dict[str, float] = {}
+        for name, value in parameters.items():
+            moved = float((wide(value) - self._start[name]).abs().max()) if value.numel() else 0.0
+            group = groups.get(name, "")
+            largest[group] = max(moved, largest.get(group, 0.0))
+        return {name: error * largest.get(groups.get(name, ""), 0.0) for name, error in self._error.items()}
 
 
 def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In float64 on the CPU, safe from what becomes of them."""
-    return {name: wide(value).clone() for name, value in values.items()}
+    """On the CPU, safe from what becomes of them; in float64 but for whole numbers."""
+    fractions = {name: value.is_floating_point() or value.is_complex() for name, value in values.items()}
+    return {
+        name: wide(value).clone() if fractions[name] else value.detach().to("cpu", copy=True)
+        for name, value in values.items()
+    }
 
 
 def zeros(gradients: Mapping[str, Tensor | None]) -> list[str]:
@@ -96,5 +102,7 @@ def differences(plan: Record, true: Record, slack: Slack) -> list[Difference]:
     if plan.norm is not None:
         found += compare("norm", {"gradient norm": plan.norm}, {"gradient norm": true.norm}, step=step)
     found += compare("buffer", plan.buffers, true.buffers, step=step)
-    found += compare("parameter", plan.parameters, true.parameters, step=step, slack=slack.grant(true.parameters))
-    return found + compare("optimizer", plan.optimizer, true.optimizer, step=step)
+    granted = slack.grant(true.parameters, true.groups)
+    found += compare("parameter", plan.parameters, true.parameters, step=step, slack=granted)
+    found += compare("optimizer", plan.optimizer, true.optimizer, step=step)
+    return found + compared(plan.outputs, true.outputs, step)

@@ -5,6 +5,7 @@ Nothing is surveyed, because that needs a model on one device: all that draws is
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +13,14 @@ import torch
 from echelon.engine.ranks import Ranks
 from echelon.job import Job
 from echelon.plan.plan import Plan
+from echelon.plan.split import Slice
 from echelon.profiler.still import Stillness
+from echelon.verifier import recipe
 from echelon.verifier.basis import Basis, without_dropout
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
+from echelon.verifier.outputs import singles
+from echelon.verifier.reference import Record
 from echelon.verifier.trial import Trial
 
 
@@ -29,12 +34,15 @@ class Versus(Basis):
             "not surveyed: whatever draws is held at the middle of its distribution, casts are lifted to float64"
         ]
 
+    def parts(self, step: int) -> list[Slice]:
+        return singles(Slice(0, self.feed.size(step)))  # the two plans share the samples out in ways of their own
+
 
 class Peer(Trial):
     """The other plan's run on this rank."""
 
     def __init__(self, job: Job, plan: Plan, ranks: Ranks, still: Stillness) -> None:
-        super().__init__(job, plan, ranks, still, torch.float64)
+        super().__init__(job, plan, ranks, still, torch.float64, singly=True)
         #: Module path -> when forward first entered it on this rank.
         self.order: dict[str, int] = {}
         for path, module in self.run.model.named_modules():
@@ -42,6 +50,12 @@ class Peer(Trial):
 
     def _enter(self, path: str) -> None:
         self.order.setdefault(path, len(self.order))
+
+    def _step(self, number: int) -> Record | None:
+        told = self._ranks.gather(recipe.groups(self.run.model, self.run.optimizers))
+        record = super()._step(number)
+        groups = {name: group for each in told for name, group in each.items()}
+        return None if record is None else dataclasses.replace(record, groups=groups)
 
     def tell(self, basis: Basis) -> None:
         """What is known of the model only when it is there."""

@@ -91,3 +91,15 @@ def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Te
         for key, value in state.items()
         if isinstance(value, Tensor)
     }
+
+
+def groups(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, str]:
+    """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    found: dict[str, str] = {}
+    for index, optimizer in enumerate(made):
+        for group in optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            alike = f"{index} {settings}"
+            found |= {names[id(value)]: alike for value in group["params"] if id(value) in names}
+    return found

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from echelon.plan.split import split
 from echelon.verifier import recipe
 from echelon.verifier.feed import Feed
 from echelon.verifier.identity import model_hash
+from echelon.verifier.mark import Mark
+from echelon.verifier.outputs import Given, Outputs, listening, marked
 from echelon.world import usable_cores
 
 #: Parameters from which on threads are worth their start.
@@ -48,8 +51,12 @@ class Record:
     optimizer: dict[str, Tensor]
     #: The learning rate of each parameter group in this step.
     rates: tuple[float, ...] = ()
+    #: Parameter -> its group, `recipe.groups`; where it is not told all are taken as one.
+    groups: Mapping[str, str] = field(default_factory=dict)
     #: The norm of the gradients that rank 0 holds, before clipping.
     own: Tensor | None = None
+    #: What the model gave; of the first step alone.
+    outputs: Outputs = field(default_factory=dict)
 
 
 class Reference:
@@ -76,6 +83,8 @@ class Reference:
         self.schedules = recipe.schedules(job, self.optimizers, feed.total)
         #: Module path -> when the first forward entered it.
         self.order: dict[str, int] = {}
+        #: What the model gave in the step that was made last, of the first one alone.
+        self._outputs: dict[Given, Mark | None] = {}
         #: What the last step made.
         self.last: Record | None = None
 
@@ -110,6 +119,7 @@ class Reference:
                 value.grad = _dense(value.grad)  # torch clips no sparse ones
             norm = clip_grad_norm_(self.model.parameters(), self.job.clip)
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        groups = recipe.groups(self.model, self.optimizers)
         for optimizer in self.optimizers:
             optimizer.step()
         for schedule in self.schedules:
@@ -117,18 +127,21 @@ class Reference:
         self.last = Record(
             step=number, loss=loss, norm=norm, gradients=gradients, parameters=dict(self.model.named_parameters()),
             buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
-            rates=rates,
+            rates=rates, groups=groups, outputs=self._outputs,
         )  # fmt: skip
+        self._outputs = {}
         return self.last
 
     def backward(self, number: int) -> Tensor:
         """Leave the gradients of step `number`'s global loss in the model; give that loss."""
         self.model.zero_grad(set_to_none=True)
-        hooks = [] if self.order else self._note_order()
+        first = not self.order
+        hooks = self._note_order() if first else []
         total, count = torch.zeros((), dtype=torch.float64), 0.0
         for piece in self.pieces(self.feed.size(number)):
             batch = self.batch(number, piece)
-            with self.still(), _cores(self.model):
+            note = partial(self._note_outputs, piece, self.feed.size(number))
+            with self.still(), _cores(self.model), listening(self.model, note) if first else nullcontext():
                 part, weight = self.loss(batch, len(piece))
                 part.backward()
             total += part.detach().double().cpu()
@@ -139,6 +152,14 @@ class Reference:
         for hook in hooks:
             hook.remove()
         return total / count
+
+    def _note_outputs(self, piece: np.ndarray, size: int, tensors: list[Tensor | None]) -> None:
+        """As the plan shares out the samples of a piece."""
+        places = {int(position): place for place, position in enumerate(piece)}
+        for share in split(size, self.plan.mesh.dp, self.plan.micro):
+            for part in share:
+                if part.start in places:
+                    self._outputs |= marked(tensors, part, first=places[part.start], of=len(piece))
 
     def batch(self, number: int, piece: np.ndarray) -> Any:
         """These positions of step `number`'s batch. Not to be read inside `still`: data sets may draw and cast as they like."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -14,32 +14,73 @@ from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
 from echelon.engine.layout import local, regions
+from echelon.engine.logits import Logits
 from echelon.engine.precision import switch
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
 from echelon.engine.state import optimizer_tensors, piece_of, whole
 from echelon.job import Job
 from echelon.plan.plan import Plan
+from echelon.plan.split import Slice, split
 from echelon.profiler.still import Stillness, silence
-from echelon.verifier.mark import Holdings, Place, mark, weigh
+from echelon.verifier.mark import Holdings, Mark, Place, mark, weigh
+from echelon.verifier.outputs import Given, Outputs, listening, marked, singles
 from echelon.verifier.reference import Record
 
 #: How many ranks hold the same part of a parameter, and the ranks of the pipeline axis that do.
 Held = tuple[int, frozenset[int]]
 
 
+class _Heard:
+    """The marks of what the model gives for this rank's micro-batches, which come in order. `singly`: sample by sample."""
+
+    def __init__(self, parts: Sequence[Slice], *, singly: bool) -> None:
+        self._parts, self._singly = parts, singly
+        self._calls: list[dict[Given, Mark | None]] = []
+
+    def note(self, tensors: list[Tensor | None]) -> None:
+        """Take one output; one without numbers is another stage's."""
+        if any(tensor is not None for tensor in tensors):
+            place = len(self._calls)
+            self._calls.append(self._marked(tensors, self._parts[place]) if place < len(self._parts) else {})
+
+    def _marked(self, tensors: list[Tensor | None], part: Slice) -> dict[Given, Mark | None]:
+        found: dict[Given, Mark | None] = {}
+        for mine in singles(part) if self._singly else [part]:
+            found |= marked(tensors, mine, first=mine.start - part.start, of=part.size)
+        return found
+
+    @property
+    def outputs(self) -> Outputs:
+        """All of them; none where the model was not called once for each micro-batch."""
+        whole = len(self._calls) == len(self._parts)
+        return {given: each for call in self._calls for given, each in call.items()} if whole else {}
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.copied() if isinstance(value, Logits) else value
+
+
 class Trial:
     """A job under a plan on this rank, held still. Every rank makes the same calls in the same order."""
 
-    def __init__(self, job: Job, plan: Plan, ranks: Ranks, still: Stillness, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, ranks: Ranks, still: Stillness, dtype: torch.dtype | None, *,
+        singly: bool = False, silent: bool = True,
+    ) -> None:  # fmt: skip
+        """`singly`: outputs are told sample by sample, to compare with a run that shares the samples out in another way. `silent`:
+        dropout is off."""
         if isinstance(job.model, nn.Module):
             job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
-        self._ranks, self._still = ranks, still
+        self._ranks, self._still, self._singly = ranks, still, singly
         self.run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
         #: Paths of the modules whose dropout is off.
-        self.silenced = silence(self.run.model)
+        self.silenced = silence(self.run.model) if silent else []
         #: Steps that a loss scale made the run skip.
         self.skipped = 0
+        #: Whether the next step's outputs are noted. Compiled modules do not tell what they give.
+        self._listens = dtype is not None and not plan.compile
+        self._rough = dtype is None
 
     def __enter__(self) -> Self:
         return self
@@ -74,10 +115,15 @@ class Trial:
 
     def _step(self, number: int) -> Record | None:
         run, batch = self.run, self.batch(number)
-        with self._still():
+        parts = split(batch.samples, run.plan.mesh.dp, run.plan.micro)[run.data.rank]
+        heard = _Heard(parts, singly=self._singly)
+        with self._still(), listening(run.model, heard.note, _whole) if self._listens else contextlib.nullcontext():
             loss = run.backward(batch)
+        told = self._ranks.gather(heard.outputs if run.tells else {}) if self._listens else []
+        self._listens = False
         named = dict(run.model.named_parameters())
         found = whole(run, {name: value.grad for name, value in named.items() if value.grad is not None})
+        size = self._norm()
         norms = [torch.linalg.vector_norm(local(value.grad)) for value in named.values() if value.grad is not None]
         step = run.update(loss, batch.samples)
         self.skipped += step.skipped
@@ -89,22 +135,38 @@ class Trial:
         return Record(
             step=number,
             loss=step.loss,
-            norm=step.norm,
+            norm=size if step.norm is None else step.norm,
             gradients={name: found.get(name) for name in named},
             parameters=parameters,
             buffers=buffers,
             optimizer=optimizer,
             rates=tuple(map(float, step.rates)),
             own=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
+            outputs={given: each for outputs in told for given, each in outputs.items()},
         )
 
+    def _norm(self) -> Tensor | None:
+        """The gradient norm where a training would not ask for it; None where it does, or where rounding would decide."""
+        return None if self._rough or self.run.job.clip is not None else self.run.norm()
+
     def holdings(self) -> Holdings:
-        """What each rank holds of the parameters and the floating buffers."""
-        named = [*self.run.model.named_parameters(), *self.run.model.named_buffers()]
+        """What each rank holds of the parameters and the buffers."""
+        return self._marks([*self.run.model.named_parameters(), *self.run.model.named_buffers()])
+
+    def drawn(self, number: int) -> Holdings:
+        """What each rank holds of the gradients and the buffers after forward and backward of a step. Gradients tell more than the
+        parameters they change: a learning rate may be zero."""
+        with self._switched(), self._still():
+            self.run.backward(self.batch(number))
+        grads = [(name, value.grad) for name, value in self.run.model.named_parameters() if value.grad is not None]
+        dense = [(name, grad if grad.layout == torch.strided else grad.to_dense()) for name, grad in grads]
+        return self._marks([*dense, *self.run.model.named_buffers()])
+
+    def _marks(self, named: Sequence[tuple[str, Tensor]]) -> Holdings:
         held = [
             (Place(name, region.start, tuple(region.values.shape)), region.values)
             for name, value in named
-            if (value.is_floating_point() or value.is_complex()) and not value.is_meta
+            if not value.is_meta and not value.is_quantized
             for region in regions(value, piece_of(self.run, name, value))
         ]
         most = max((values.numel() * (1 + values.is_complex()) for _, values in held), default=0)

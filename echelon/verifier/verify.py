@@ -1,7 +1,7 @@
 """The proof: the truth and the plan, step by step beside each other, and the certificate of how far they were apart.
 
 Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's
-own precision, which is told for information. Rank 0 also runs the reference and compares, so that nothing is kept longer than one step.
+own precision, which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares, so that nothing is kept longer than one step.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch.distributed as dist
 from echelon.engine.ranks import Ranks
 from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
-from echelon.plan.certificate import Certificate
+from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.check import require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
+from echelon.profiler.coupling import first_line
 from echelon.profiler.still import Stillness
 from echelon.verifier import noise
 from echelon.verifier.basis import Basis, Referee
 from echelon.verifier.case import Case
 from echelon.verifier.compare import Bounds, findings
+from echelon.verifier.drift import ALLOWED, GROSS
 from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.footing import Footing, asked, choose, free, surely_fits
 from echelon.verifier.identity import versions
 from echelon.verifier.look import Look, look
+from echelon.verifier.mark import copies
 from echelon.verifier.peer import Peer, Versus
 from echelon.verifier.trial import Trial
 from echelon.world import World, read_world
 
 T = TypeVar("T")
-
-#: Half of a format's digits: the drift beyond which a reader should look twice. It decides nothing.
-DRIFT = {"fp32": 2.0**-11.5, "tf32": 2.0**-5, "bf16": 2.0**-3.5, "fp16": 2.0**-5}
 
 
 def verify(
@@ -73,15 +73,19 @@ def verify(
             feed = open_feed(job)
             chosen = feed.steps(steps)
             decided = _footing(job, plan, ranks, profile, reference, memory) if world.main else None
-        footing, known = _from_main(ranks, decided)
+        footing, known, unknown = _from_main(ranks, decided)
         basis: Basis | None = None
         with ranks.together():
             if world.rank == world.size - 1 and not known:
-                _require(job, plan)  # beside rank 0's first step: it takes about as long
+                unknown = _require(job, plan)  # beside rank 0's first step: it takes about as long
             if world.main:
                 basis = _basis(job, plan, feed, chosen, footing, ranks)
+        unknown = ranks.gather(unknown)[-1]
+        if basis and unknown:
+            basis.notes.append(unknown)
         still = _from_main(ranks, basis.still if basis else None)
         proof, drift, skipped = _beside(job, plan, ranks, chosen, basis, still, footing)
+        _draw(job, plan, ranks, chosen, basis, proof, still)
         with ranks.together():
             if basis and proof:
                 basis.reconsider(proof)
@@ -98,32 +102,39 @@ def verify(
 
 def _footing(
     job: Job, plan: Plan, ranks: Ranks, profile: Profile | None, reference: str, memory: int | None
-) -> tuple[Footing, bool]:
-    """What to compare with, and whether the plan was held against a profile."""
+) -> tuple[Footing, bool, str]:
+    """What to compare with, whether the plan was held against a profile, and what has to be said where that was not possible."""
     if reference != "auto":
-        return asked(reference, plan, job), profile is not None
-    limit = free(ranks.device) if memory is None else memory
+        return asked(reference, plan, job), profile is not None, ""
+    limit, unknown = free(ranks.device) if memory is None else memory, ""
     if memory is None and profile is None and surely_fits(job, limit):
-        return Footing(), False
+        return Footing(), False, ""
     if profile is None:
-        profile = _profile(job)
+        profile, unknown = _profile(job)
         require(plan, profile)
-    return choose(plan, job, profile, device=ranks.device, memory=limit, host=free(torch.device("cpu"))), True
+    chosen = choose(plan, job, profile, device=ranks.device, memory=limit, host=free(torch.device("cpu")))
+    return chosen, True, unknown
 
 
-def _require(job: Job, plan: Plan) -> None:
-    """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell."""
-    if plan.mesh.dp > 1 or plan.micro is not None:
-        require(plan, _profile(job))
+def _require(job: Job, plan: Plan) -> str:
+    """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell. Gives what
+    has to be said where nobody knows."""
+    if plan.mesh.dp == 1 and plan.micro is None:
+        return ""
+    profile, unknown = _profile(job)
+    require(plan, profile)
+    return unknown
 
 
-def _profile(job: Job) -> Profile | None:
-    """None: a job that cannot be profiled may still be proved, or fail there for its own reason."""
-    with contextlib.suppress(Exception):
-        from echelon.profiler import profile
+def _profile(job: Job) -> tuple[Profile | None, str]:
+    """None, and why, where it cannot be made: such a job may still be proved, or fail there for its own reason."""
+    from echelon.profiler import profile
 
-        return profile(job)
-    return None
+    try:
+        return profile(job), ""
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return None, f"whether a training would refuse the plan is not known: the job could not be profiled ({why})"
 
 
 def _basis(job: Job, plan: Plan, feed: Feed, steps: Sequence[int], footing: Footing, ranks: Ranks) -> Basis:
@@ -145,7 +156,7 @@ def _beside(
     """The plan's runs in float64 and in its own precision, held against the truth; and the number of steps that a loss scale made the
     second skip. The referees are rank 0's."""
     with contextlib.ExitStack() as stack:
-        exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64))
+        exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64, singly=footing.plan is not None))
         own = stack.enter_context(Trial(job, plan, ranks, dataclasses.replace(still, narrow=False), None))
         peer = stack.enter_context(Peer(job, footing.plan, ranks, still)) if footing.plan is not None else None
         start = peer.start() if peer is not None else {}
@@ -175,6 +186,27 @@ def _beside(
         return proof, drift, own.skipped
 
 
+def _draw(
+    job: Job,
+    plan: Plan,
+    ranks: Ranks,
+    steps: Sequence[int],
+    basis: Basis | None,
+    proof: Referee | None,
+    still: Stillness,
+) -> None:
+    """One step with random numbers as a training draws them. No reference can draw the same, and none is needed: what the ranks of the
+    tensor axis all hold has to stay the same there."""
+    if plan.mesh.tp == 1 or not _from_main(ranks, basis.draws if basis else None):
+        return
+    loud = dataclasses.replace(still, random=False)
+    with Trial(job, dataclasses.replace(plan, compile=False), ranks, loud, torch.float64, silent=False) as trial:
+        held = trial.drawn(steps[-1])
+    with ranks.together():
+        if proof:
+            proof.note(copies(held, steps[-1], "draw"))
+
+
 def _look_again(
     job: Job,
     plan: Plan,
@@ -198,17 +230,28 @@ def _certificate(
     basis: Basis, proof: Referee, drift: Referee, seen: Look | None, skipped: int, job_hash: str
 ) -> Certificate:
     found, footing = findings(proof.differences, basis.bounds), basis.footing
-    if seen is not None and seen.outputs is not None:
-        found = (seen.outputs, *found)
-    notes = [*filter(None, [footing.note]), *basis.notes, *drift.notes]
+    if seen is not None and seen.outputs is not None and not (seen.outputs.good and _outputs(found)):
+        found = (seen.outputs, *(each for each in found if each.kind != "output"))  # module by module, which tells more
+    notes = [*filter(None, [footing.note]), *basis.notes, *proof.notes, *drift.notes]
     remarks = seen.remarks if seen is not None else ()
     if proof.worst is not None and footing.plan is not None:
         remarks = (f'either the plan is wrong or its reference "{footing.plan}" is: this proof cannot tell which',)
     precision = basis.plan.precision or basis.job.precision
     if skipped:
-        notes.append(f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled")
-    if not any(each.kind == "norm" for each in found):
-        notes.append("the gradient norm is not compared: the job does not clip, so the plan does not compute it")
+        notes.append(
+            f"in {precision} {skipped} of {len(basis.steps)} steps were skipped while the loss scale settled; where the first is, its drift "
+            "decides nothing"
+        )
+    divergent = "; ".join(filter(None, [proof.divergent, *remarks]))
+    if drift.factor is not None and not divergent:
+        where = f"gradients in {precision} at step {basis.steps[0]}"
+        worst = abs(drift.factor - 1)
+        tensors = len({each.name for each in drift.differences if each.kind == "gradient"})
+        found = (*found, Finding(kind="drift", tensors=tensors, worst=worst, where=where, bound=GROSS))
+        divergent = (
+            f"{where}: {drift.factor:.6g} times the reference, and in float64 they agree: looks like a loss scale, or another factor of "
+            f"{precision} alone, that is not taken out"
+        )
     return Certificate(
         plan=basis.plan,
         job=job_hash,
@@ -218,12 +261,16 @@ def _certificate(
         steps=len(basis.steps),
         verified=all(each.good for each in found),
         findings=found,
-        divergent="; ".join(filter(None, [proof.divergent, *remarks])),
-        drift=findings(drift.differences, Bounds(least=DRIFT[precision])),
+        divergent=divergent,
+        drift=findings(drift.differences, Bounds(least=ALLOWED[precision])),
         notes=tuple(notes),
         reference=footing.kind,
         peer=footing.plan,
     )
+
+
+def _outputs(found: Sequence[Finding]) -> bool:
+    return any(each.kind == "output" for each in found)
 
 
 def _from_main(ranks: Ranks, value: T | None) -> T:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bench.memory import LIMIT, hold
+import pytest
+
+from bench.memory import CUT, LIMIT, _states, hold
 from bench.workloads import WORKLOADS
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
@@ -18,6 +20,17 @@ def test_fully_sharded_the_largest_rank_holds_a_quarter(ranks: Pool) -> None:
     )  # AdamW: two moments and a step count each
     assert replicated >= alone["state"]
     assert sharded <= LIMIT * alone["state"] / 4
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2"])
+def test_cut_over_tp_or_pp_the_largest_rank_holds_half(ranks: Pool, plan: str) -> None:
+    alone, cut = _states(ranks, CUT, [plan])
+    assert (alone.limit, cut.limit) == (None, LIMIT)
+    assert cut.detail is not None
+    assert alone.detail is not None
+    for part in ("parameters", "state"):
+        assert cut.detail[part] <= LIMIT * alone.detail[part] / 2, cut.text
+        assert cut.detail[part] >= 0.95 * alone.detail[part] / 2, "less than there is"
 
 
 def _parameters() -> int:

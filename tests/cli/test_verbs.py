@@ -158,6 +158,41 @@ def test_a_plan_that_cuts_the_model_is_written_in_short_form_everywhere(echelon:
     assert kept == Certificate.load(echelon.folder / f"{folder}.json").plan
 
 
+SINGLE = """
+from dataclasses import replace
+from torch import nn
+from tests.cli.job import job as sound
+
+def job():
+    return replace(sound(), model=lambda: nn.Linear(8, 1))
+"""
+
+
+FALLS_BACK = '"dp=1 pp=2" falls back to "dp=2 zero=3" on the same ranks, which shares the memory too: pp=2: the model cannot be cut'
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_cut_is_trained_all_the_same(echelon: Shell) -> None:
+    (echelon.folder / "single.py").write_text(SINGLE)
+    answer = echelon.json("train", "single.py", "--plan", "pp=2", "--out", "single")
+    assert answer["reason"] == "finished"
+    events = (echelon.folder / "single" / "events.jsonl").read_text().splitlines()
+    assert sum(FALLS_BACK in str(json.loads(line)) for line in events) == 1
+    assert str(Plan.load(echelon.folder / "single" / "plan.json")) == "dp=2 zero=3"
+
+
+@only_whole
+def test_a_certificate_and_a_forecast_name_the_plan_that_took_the_place_of_another(echelon: Shell) -> None:
+    (echelon.folder / "single.py").write_text(SINGLE)
+    simulated = echelon("simulate", "single.py", "--plan", "pp=2", "--json")
+    assert json.loads(simulated.stdout)["plan"] == "dp=2 zero=3"
+    assert FALLS_BACK in simulated.stderr
+    certificate = echelon.json("verify", "single.py", "--plan", "pp=2", "-o", "single.json")
+    assert certificate["verified"] is True
+    assert FALLS_BACK in certificate["notes"][0]
+    assert str(Certificate.load(echelon.folder / "single.json").plan) == "dp=2 zero=3"
+
+
 @pytest.mark.slow
 def test_ranks_that_torchrun_started_share_the_cuts_that_one_found(echelon: Shell) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -20,7 +20,7 @@ from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
-from tests.engine.staged import Auxiliary, Counting, Dropping, Noise, Twice
+from tests.engine.staged import Auxiliary, Counting, Dropping, Noise, Turned, Twice, Watched
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -234,6 +234,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "counting": lambda: mlp(model=Counting),
     "twice": lambda: mlp(model=Twice, batch=17),
     "auxiliary": lambda: mlp(model=Auxiliary),
+    "turned": lambda: mlp(model=Turned),
+    "watched": lambda: mlp(model=Watched, batch=17),
     "bare head": lambda: tokens(
         model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1
     ),
@@ -313,15 +315,16 @@ def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
 
 
 class HeldElsewhere(nn.Module):
-    """Computes with tensors that it holds beside its parameters, as Keras models do."""
+    """Computes with tensors that it holds beside its parameters, as Keras models do; with all of them, or beside a usual layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: bool = False) -> None:
         super().__init__()
+        self.first = nn.Linear(8, 8) if first else nn.Identity()
         self.layer = nn.Linear(8, 4)
         self.held = [self.layer.weight, self.layer.bias]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.held)
+        return F.linear(self.first(x), *self.held)
 
 
 def failure(world: World, name: str, plan: str = "dp=2") -> str:
@@ -340,6 +343,7 @@ def failure(world: World, name: str, plan: str = "dp=2") -> str:
         "not scalar": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output, batch[-1], reduction="none")),
         "detached": lambda: mlp(loss=lambda output, batch: F.cross_entropy(output.detach(), batch[-1])),
         "held elsewhere": lambda: mlp(model=HeldElsewhere),
+        "one held elsewhere": lambda: mlp(model=lambda: HeldElsewhere(first=True)),
         "no items": lambda: mlp(loss=lambda output, batch: (output.sum() * 0, 0)),
         "nothing for the head": lambda: layered(4, optimizer=head_apart),
         "other optimizers": lambda: layered(4, optimizer=lambda named: head_apart(named, leave_out=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from echelon.engine.pipeline import add_up
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
 from echelon.engine.tensor import Axis, cut, install, pieces
+from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.profiler.sharding import shard
@@ -77,6 +79,21 @@ class Wide(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.inner(*inputs, *self.args, **self.kwargs)
+
+
+class ByName(nn.Module):
+    """Calls modules one after another, by the name of their argument, the last one with more arguments."""
+
+    def __init__(self, *modules: nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner, self.kwargs = nn.ModuleList(modules), kwargs
+
+    def forward(self, x: Tensor) -> Tensor:
+        *first, last = self.inner
+        for each in first:
+            x = each(input=x)
+        out: Tensor = last(input=x, **self.kwargs)
+        return out
 
 
 class Force(nn.Module):
@@ -155,12 +172,14 @@ class Shared(nn.Module):
 class Scored(nn.Module):
     """A head whose logits go to a cross entropy, on the way that `way` says."""
 
-    def __init__(self, way: Callable[[Tensor], Tensor], target: Tensor, **options: Any) -> None:
+    def __init__(self, way: Callable[[Tensor], Tensor], target: Tensor, *, named: bool = False, **options: Any) -> None:
         super().__init__()
+        self.named = named
         self.head, self.way, self.target, self.options = nn.Linear(12, 7), way, target, options
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.cross_entropy(self.way(self.head(x)), self.target, **self.options)
+        logits = self.head(input=x) if self.named else self.head(x)
+        return F.cross_entropy(self.way(logits), self.target, **self.options)
 
 
 class Kept(nn.Module):
@@ -313,6 +332,14 @@ CASES: dict[str, Case] = {
     "logits turned": Case(lambda: Scored(lambda x: x.transpose(1, 2).reshape(15, 7), ids(7, 15)), _x, {"head": "logits"}),
     "logits scaled": Case(lambda: Scored(lambda x: (x / 0.7).flatten(0, 1), ids(7, 15)), _x, {"head": "logits"}),
     "logits kept": Case(Kept, _x, {"head": "logits"}),
+    "a pair by name": Case(lambda: ByName(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 8)), _x, {"inner.0": "column", "inner.2": "row"}),
+    "convolutions by name": Case(lambda: ByName(nn.Conv2d(6, 12, 3), nn.BatchNorm2d(12), nn.Conv2d(12, 4, 1)), _image(), {"inner.0": "column", "inner.1": "between", "inner.2": "row"}),
+    "tables by name": Case(lambda: ByName(nn.Embedding(11, 6), nn.Linear(6, 4)), lambda: (ids(11, 4, 9),), {"inner.0": "vocabulary", "inner.1": "gather"}),
+    "bags by name": Case(lambda: ByName(nn.EmbeddingBag(11, 6, mode="sum"), offsets=torch.tensor([0, 3, 5])), lambda: (ids(11, 9),), {"inner.0": "vocabulary"}),
+    "transposed to a size": Case(lambda: Wide(nn.ConvTranspose2d(6, 5, 3, stride=2), output_size=(16, 16)), _image(), {"inner": "gather"}),
+    "transposed groups by name": Case(lambda: ByName(nn.ConvTranspose2d(6, 12, 3, stride=2, groups=6), output_size=[16, 16]), _image(), {"inner.0": "gather"}),
+    "logits by name": Case(lambda: Scored(lambda x: x.flatten(0, 1), ids(7, 15), named=True), _x, {"head": "logits"}),
+    "attention by name": Case(lambda: Wide(nn.MultiheadAttention(12, 3), key=numbers(4, 5, 12), value=numbers(4, 5, 12, seed=1)), _x, {"inner": "attention"}),
     "learnt scale": Case(Scaled, _x, {"up": "column", "down": "row"}),
     "changed input": Case(Shared, lambda: (numbers(5, 6),), {"first": "gather", "third": "gather"}),
 }  # fmt: skip
@@ -465,6 +492,16 @@ def save(world: World, name: str, plan: str, folder: str) -> dict[str, Tensor] |
             run.step(batch)
         run.save(folder)
         return _state(run)
+
+
+def turned(world: World, name: str, plan: str) -> str:
+    """What is said to a plan's document whose job has an optimizer that computes with whole parameters by now."""
+    job = dataclasses.replace(ZOO[name](), optimizer=lambda params: torch.optim.Adafactor(params, lr=1e-3))
+    try:
+        with Run(job, Plan.from_json(plan), world):
+            return ""
+    except PlanError as error:
+        return str(error)
 
 
 def load(world: World, name: str, plan: str, folder: str) -> dict[str, Tensor] | None:

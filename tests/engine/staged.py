@@ -87,3 +87,39 @@ class Auxiliary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.body(x))
         return self.head(hidden) + (0.3 * self.extra(hidden) if self.training else 0.0)
+
+
+class _Whiten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.eye(8) + torch.arange(64.0).view(8, 8) / 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+class Turned(nn.Module):
+    """Reads what its first modules hold again at the end, but only turned: a frozen weight and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whiten, self.embed = _Whiten(), nn.Linear(8, 8, bias=False)
+        self.embed.requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(self.whiten(x))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return (x @ self.embed.weight.T @ self.whiten.matrix.mT)[:, :4]
+
+
+class Watched(nn.Module):
+    """Its running statistics are read between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x))) * self.norm.running_var.mean()

@@ -61,9 +61,20 @@ def test_every_combination_of_axes_is_one_device(ranks: Pool, alone: Any, name: 
     assert all(rank["losses"] == many[0]["losses"] for rank in many)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_is_one_device(ranks: Pool, alone: Any, schedule: str) -> None:
-    one, many = alone("tied"), ranks.run(2, "tests.engine.jobs:trained", "tied", f"pp=2 micro=2 schedule={schedule}")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(f"pp=2 micro=2 schedule={schedule}" for schedule in SCHEDULES),
+        # As many micro-batches as there are stages: with fewer another schedule takes its place.
+        "dp=2 pp=2 micro=1 schedule=zero-bubble",
+        "dp=2 pp=2 zero=1 micro=1 schedule=interleaved",
+        "dp=2 pp=2 zero=3 micro=1 schedule=gpipe",
+        "tp=2 pp=2 micro=2 schedule=zero-bubble",
+        "tp=2 pp=2 micro=2 schedule=interleaved",
+    ],
+)
+def test_every_schedule_is_one_device(ranks: Pool, alone: Any, plan: str) -> None:
+    one, many = alone("tied"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "tied", plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from echelon.engine.absent import absent
 from echelon.engine.run import Run
 from echelon.errors import PlanError
 from echelon.plan.text import from_text
@@ -63,9 +66,35 @@ def test_stages_that_part_the_calls_of_statistics_are_refused(ranks: Pool) -> No
     assert all("keeps statistics of its calls and is called on stages 0 and 1" in message for message in messages)
 
 
-def test_a_buffer_that_changes_between_modules_keeps_a_model_whole() -> None:
-    with pytest.raises(PlanError, match="changes a buffer between modules; use dp=2 zero=3"):
-        complete(from_text("pp=2"), JOBS["counting"]())
+@pytest.mark.parametrize("name", ["counting", "watched"])
+def test_a_buffer_that_changes_between_modules_or_is_read_there_keeps_a_model_whole(name: str) -> None:
+    words = "changes a buffer between modules, or reads one there that a module changes; use dp=2 zero=3"
+    with pytest.raises(PlanError, match=words):
+        complete(from_text("pp=2"), JOBS[name]())
+
+
+def test_what_is_read_turned_is_there_on_every_stage_that_reads_it(ranks: Pool) -> None:
+    close(trained(World(), "turned", "dp=1"), ranks.run(2, "tests.engine.jobs:trained", "turned", "pp=2 micro=4")[0])
+
+
+def test_nobody_computes_with_what_another_stage_holds() -> None:
+    """torch itself returns memory that nobody wrote."""
+    weight, table = absent(nn.Parameter(torch.ones(3, 3), requires_grad=False)), absent(torch.ones(3, 3))
+    assert isinstance(weight, nn.Parameter)
+    assert not weight.requires_grad
+    assert not isinstance(table, nn.Parameter)
+    for value in (weight, table):
+        assert value.is_meta
+        assert value.shape == (3, 3)
+        assert len(value) == 3
+        assert torch.empty_like(value, device="cpu").shape == (3, 3)
+        for compute in (
+            lambda v=value: torch.ones(2, 3) @ v.T,
+            lambda v=value: F.linear(torch.ones(2, 3), v),
+            lambda v=value: v + torch.ones(3),
+        ):
+            with pytest.raises(PlanError, match="another stage holds"):
+                compute()
 
 
 def test_a_model_that_evaluates_in_another_way_is_refused_before_it_trains(ranks: Pool) -> None:

@@ -69,6 +69,9 @@ def test_an_optimizer_of_sparse_gradients_alone_is_refused() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors stay on the host there, which torch itself refuses")
-def test_a_model_that_would_not_learn_under_zero_is_stopped(ranks: Pool) -> None:
-    messages = ranks.run(2, "tests.engine.jobs:failure", "held elsewhere", "dp=2 zero=3", timeout=120)
-    assert all("no sharded parameter was reached by any sample" in message for message in messages), messages
+@pytest.mark.parametrize("name", ["held elsewhere", "one held elsewhere"])
+def test_a_parameter_that_would_not_learn_under_zero_stops_the_run(ranks: Pool, name: str) -> None:
+    messages = ranks.run(2, "tests.engine.jobs:failure", name, "dp=2 zero=3", timeout=120)
+    assert all("zero=3: layer.weight would not learn: a layer computes with" in message for message in messages), (
+        messages
+    )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from echelon.flow.prepare import Prepared, Subject, receive
+from echelon.errors import PlanError
+from echelon.flow.prepare import Prepared, Subject, prepare, receive
+from echelon.plan.check import require
 from echelon.plan.text import from_text
-from tests.flow.jobs import FILE
+from tests.flow.jobs import FILE, make
 from tests.simulator.cases import make_cluster, make_profile
 
 
@@ -42,3 +47,128 @@ def test_ranks_get_all_that_is_known(tmp_path: Path) -> None:
     assert received.forecast is not None
     (tmp_path / "bare").mkdir()
     assert receive(Prepared(plan=from_text("dp=2")).hand_over(tmp_path / "bare")).profile is None
+
+
+class Undecided(nn.Module):
+    """Its samples decide which layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = x[:, :1] > 0
+        left = self.left(x) if side.any() else torch.zeros(())
+        return torch.where(side, left, self.right(x) if not side.all() else torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "instead", "why"),
+    [
+        (lambda: nn.Linear(8, 1), "pp=2 micro=2 schedule=gpipe", "dp=2 zero=3 micro=1", "pp=2: the model cannot be cut into stages: it is a single"),
+        (lambda: nn.Linear(8, 1), "dp=2 pp=2 zero=1", "dp=4 zero=3", "pp=2: the model cannot be cut into stages"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), "pp=3", "dp=3 zero=3", "pp=3: 3 stages, and the model has 2 units"),
+        (lambda: nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1)), "tp=9", "dp=9 zero=3", "tp=9: nothing of the model can be cut"),
+        (lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))), "pp=5 micro=10", "dp=5 zero=3 micro=2 batchnorm=sync", "pp=5: 5 stages"),
+        (Undecided, "pp=2", "dp=2 zero=3 whole", "pp=2: the model cannot be cut into stages"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("profiled", [True, False])
+def test_where_nothing_can_be_cut_the_ranks_share_the_memory_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: type[nn.Module], plan: str, instead: str, why: str, profiled: bool
+) -> None:  # fmt: skip
+    subject = Subject(make(model=model, batch=16))
+    if profiled:
+        known = subject.profile()
+        monkeypatch.setattr(subject, "known_profile", lambda: known)
+    prepared = prepare(subject, plan)
+    assert str(prepared.plan) == instead
+    assert f'"{from_text(plan)}" falls back to "{instead}" on the same ranks' in prepared.fallback
+    assert why in prepared.fallback
+    assert "\n" not in prepared.fallback
+    assert prepared.fallback in prepared.warnings
+    received = receive(prepared.hand_over(tmp_path))
+    assert (received.plan, received.fallback) == (prepared.plan, prepared.fallback)
+
+
+class Slope(nn.Module):
+    """Gives a derivative that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)
+        return slope.sum(1, keepdim=True)
+
+
+class Beside(nn.Module):
+    """Computes with a parameter that it holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.held = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.held[0].T
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Slope, "differentiates its own derivative"), (Beside, "layer.weight is held by a layer itself")]
+)
+def test_a_model_that_cannot_be_sharded_either_trains_whole_on_every_rank(model: type[nn.Module], why: str) -> None:
+    subject = Subject(make(model=model, batch=16))
+    assert why in subject.profile().unsharded
+    prepared = prepare(subject, "pp=2")
+    assert str(prepared.plan) == "dp=2"
+    assert (
+        '"dp=1 pp=2" falls back to "dp=2" on the same ranks, where every rank has the whole model' in prepared.fallback
+    )
+    assert why in prepared.fallback
+    with pytest.raises(PlanError, match=rf"zero=1: .*{why}.*use zero=0"):
+        require(from_text("dp=2 zero=1 whole"), subject.profile())
+
+
+def test_where_the_ranks_cannot_share_either_both_reasons_are_told() -> None:
+    subject = Subject(make(loss=lambda output, batch: (output - batch[-1]).std()))
+    with pytest.raises(PlanError) as caught:
+        prepare(subject, "pp=2")
+    assert "pp=2: the model cannot be cut into stages" in str(caught.value)
+    assert "dp=2: a sample's loss depends on the others of its batch" in str(caught.value)
+
+
+def test_a_plan_that_is_wrong_in_itself_is_still_refused() -> None:
+    with pytest.raises(PlanError, match="leave `sequence` out"):
+        prepare(Subject(make(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))), "tp=2 pp=2 sequence")
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "words"),
+    [
+        ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=2", "dp=2: a sample's loss depends on the others of its batch"),
+        ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=1 micro=4", "micro=4: a sample's loss depends on the others"),
+        ({"model": Undecided}, "dp=2 zero=3", "zero=3: the model could not be traced: if its samples decide which blocks run"),
+    ],
+)  # fmt: skip
+def test_a_plan_written_by_hand_is_held_against_the_model(changes: dict[str, Any], plan: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        prepare(Subject(make(batch=16, **changes)), plan)
+
+
+class Picky(nn.Linear):
+    """Takes no batch but that of its training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 16:
+            raise ValueError(f"a batch of {len(x)}")
+        return super().forward(x)
+
+
+def test_what_is_not_known_of_a_model_that_cannot_be_profiled_is_said() -> None:
+    prepared = prepare(Subject(make(model=lambda: Picky(8, 1), batch=16)), "dp=1 micro=8")
+    assert prepared.profile is None
+    (warning,) = (each for each in prepared.warnings if "could not be profiled" in each)
+    assert "(ValueError: a batch of 2): whether its samples see each other" in warning

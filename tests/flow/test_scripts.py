@@ -68,11 +68,11 @@ def test_a_script_proves_its_plan(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_ranks_is_one_message(tmp_path: Path) -> None:
-    text = "echelon.train(echelon.Job(**{name: getattr(job(), name) for name in echelon.Job.__slots__} | {'batch': 1}), 'dp=2')"
-    done = script(tmp_path, text)
+    changed = "echelon.Job(**{name: getattr(job(), name) for name in echelon.Job.__slots__} | {'schedule': lambda optimizer, steps: 'none'})"
+    done = script(tmp_path, f"echelon.train({changed}, 'dp=2')")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [done.stderr.strip()], done.stderr
-    assert "a batch of 1 cannot feed 2 data ranks" in done.stderr
+    assert "schedule= gives str" in done.stderr
 
 
 def test_a_plan_for_other_ranks_than_were_started(tmp_path: Path) -> None:

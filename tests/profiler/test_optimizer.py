@@ -18,6 +18,7 @@ from echelon.plan.check import check
 from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.profiler.complete import complete
+from echelon.profiler.optimizer import rules
 from tests.zoo.data import train
 
 
@@ -32,6 +33,28 @@ class Trust(torch.optim.Optimizer):
         for group in self.param_groups:
             for value in group["params"]:
                 value.sub_(value.grad * group["lr"] * value.norm() / value.grad.norm())
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps row means for matrices of which no side is shorter than `least`, in the way of Adafactor."""
+
+    def __init__(self, params: Any, lr: float, least: int) -> None:
+        super().__init__(params, {"lr": lr, "least": least})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for value in group["params"]:
+                squares = value.grad.square()
+                if value.ndim == 2 and min(value.shape) >= group["least"]:
+                    squares = squares.mean(-1, keepdim=True) * squares.mean(-2, keepdim=True) / squares.mean()
+                value.sub_(group["lr"] * value.grad / squares.sqrt())
+
+
+def _factored_in_one_group(named: Any) -> torch.optim.Optimizer:
+    """Only of the last layer, which has a shape that others have as well."""
+    *rest, last = [value for _, value in named]
+    return Factored([{"params": rest, "least": 10**6}, {"params": [last], "least": 128}], lr=1e-3, least=0)
 
 
 def _muon(named: Any) -> list[torch.optim.Optimizer]:
@@ -95,6 +118,23 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_under_tp(
     assert len(errors) == any(whole)
     assert all("norms or factors of whole parameters" in each and "use dp=2 or pp" in each for each in errors)
     assert not [each for each in check(from_text("dp=2"), found) if each.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "whole"),
+    [
+        (lambda p: Factored(p, lr=1e-3, least=128), [(100, 4000), (4000,)], False),
+        (lambda p: Factored(p, lr=1e-3, least=128), [(4000,), (130, 200)], True),
+        (lambda p: Factored(p, lr=1e-3, least=128), [(30000, 200)], True),
+        (_factored_in_one_group, [(130, 200), (130, 200), (130, 200)], True),
+        (_factored_in_one_group, [(130, 200), (130, 200), (100, 200)], False),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3), [(30000, 200), (3, 2), (1,), ()], False),
+    ],
+)
+def test_an_optimizer_is_tried_on_parameters_as_large_as_the_models(make: Any, shapes: Any, whole: bool) -> None:
+    parameters = {str(place): torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
+    ((rule,), _) = rules(_pieces(make), parameters)
+    assert (rule.whole, rule.untried) == (whole, "")
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1", "tp=2 pp=2"])

@@ -89,6 +89,16 @@ def test_a_layer_that_is_called_twice_is_no_part_of_a_pair() -> None:
     assert not pairs_of(Twice(None)).pairs
 
 
+def test_modules_that_are_called_by_the_names_of_their_arguments_are_found_alike() -> None:
+    class Named(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(input=self.up(input=x).relu() * self.scale)
+            return out
+
+    (pair,) = pairs_of(Named(beside=False)).pairs
+    assert (pair.candidate.paths, pair.partial) == (("up", "down"), ("scale",))
+
+
 class Attention(nn.Module):
     def __init__(self, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -252,6 +262,47 @@ def test_a_weight_that_is_read_elsewhere_is_no_part_of_a_pair(read: Any, place: 
     assert not pairs_of(Regularised()).pairs
 
 
+class Reading(nn.Module):
+    """Has a parameter of its own, and computes with a buffer that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, norm: nn.BatchNorm1d) -> Tensor:
+        return self.scale * norm.running_var.mean()
+
+
+@pytest.mark.parametrize(
+    ("read", "right"),
+    [
+        (lambda norm: norm.running_var.mean(), False),
+        (lambda norm: norm.running_mean.data.norm(), False),
+        (lambda norm: 1 / norm.running_mean.shape[0], False),
+        (Reading(), False),
+        (lambda norm: float(norm.num_batches_tracked), True),
+        (lambda norm: torch.zeros((), dtype=norm.running_mean.dtype), True),
+    ],
+    ids=["method", "data", "size", "module", "count", "dtype"],
+)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_norm_whose_statistics_are_read_elsewhere_is_not_cut_along(read: Any, right: bool, first: bool) -> None:
+    """A rank has those of its channels only."""
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.read = Between(nn.BatchNorm1d(12)), read
+
+        def forward(self, x: Tensor) -> Tensor:
+            if first:
+                told = self.read(self.block.work)
+                return self.block(x) + told
+            return self.block(x) + self.read(self.block.work)
+
+    assert rows(pairs_of(Watched())) == ["block.down"] * right
+
+
 class Penalised(Between):
     """Its hidden states are penalised, always or in training only."""
 
@@ -316,6 +367,59 @@ def test_draws_and_moving_buffers_do_not_hide_a_pair() -> None:
     assert pair.draws
     assert not model.mean.any()
     assert model.work.p == 0.5
+
+
+class Counted(nn.Module):
+    """Keeps how active the hidden states of its block are, in the way that `keep(model, hidden)` says: at once, or when all is over."""
+
+    def __init__(self, keep: Any, *, at_once: bool) -> None:
+        super().__init__()
+        self.block = Between(nn.ReLU())
+        self.register_buffer("active", torch.zeros((), dtype=torch.float64))
+        self.keep, self.at_once, self.hidden = keep, at_once, torch.zeros(0)
+        self.block.work.register_forward_hook(self._note)
+
+    def _note(self, _: nn.Module, __: Any, hidden: Tensor) -> None:
+        self.hidden = hidden.detach()
+        if self.at_once:
+            self.keep(self, self.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        if not self.at_once:
+            self.keep(self, self.hidden)
+        return out
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("keep", "right"),
+    [
+        (lambda model, h: model.active.lerp_((h > 0).double().mean(), 0.5), False),
+        (lambda model, h: setattr(model, "active", 0.5 * model.active + h.mean()), False),
+        (lambda model, h: model.active.add_(1), True),
+    ],
+    ids=["in place", "assigned", "counted"],
+)
+def test_buffers_that_are_kept_of_hidden_states_are_kept_of_all_of_them(keep: Any, right: bool, at_once: bool) -> None:
+    model = Counted(keep, at_once=at_once)
+    assert rows(pairs_of(model)) == ["block.down"] * right
+    assert not model.active
+
+
+@pytest.mark.parametrize(
+    ("keep", "right"),
+    [
+        (lambda model, h: model.active.fill_(h.mean().item()), False),
+        (lambda model, h: model.active.data.copy_(h.mean()), False),
+        (lambda model, h: model.active.fill_(h.shape[0]), True),
+    ],
+    ids=["as a number", "by its data", "samples"],
+)
+def test_a_buffer_that_cannot_be_followed_is_tried(keep: Any, right: bool) -> None:
+    model = Counted(keep, at_once=True)
+    assert rows(pairs_of(model)) == ["block.down"] * right
+    assert not model.active
 
 
 def test_columns_that_are_all_alike_tell_nothing() -> None:

@@ -118,7 +118,19 @@ class Deep(Block):
         return x + kept * super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Here, Placed, Batch, Deep])
+class Levelled(Block):
+    """Keeps the level of its hidden states."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__(first)
+        self.register_buffer("level", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.level.lerp_(x.detach().abs().mean(), 0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Here, Placed, Batch, Deep, Levelled])
 def test_blocks_that_do_not_work_on_a_part_are_no_segment(kind: type[Block]) -> None:
     found = segments(Stack(kind=kind))
     assert not found.segments
@@ -149,6 +161,32 @@ def test_a_layer_without_a_partner_is_put_together_for_a_part() -> None:
     cuts = {each.path: (each.cut, each.within) for each in found.placements}
     assert cuts["blocks.1.alone"] == ("stored", "blocks.1")
     assert "blocks.1.alone.weight" in found.segments[0].partial
+
+
+def test_a_module_that_counts_positions_in_a_buffer_gets_the_whole_sequence() -> None:
+    class Router(nn.Module):
+        """As DeepSeek has it: what was chosen often is chosen less."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(12, 4)
+            self.register_buffer("load", torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.out(x).softmax(-1)
+            self.load += scores.detach().argmax(-1).flatten().bincount(minlength=4)
+            return scores.sum(-1, keepdim=True) * x
+
+    class Routed(Block):
+        def __init__(self, first: bool) -> None:
+            super().__init__(first)
+            self.router = Router()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.router(x)
+
+    (found,) = segments(Stack(kind=Routed)).segments
+    assert {each.path: each.again for each in found.gathers}["blocks.1.router"] is True
 
 
 def test_the_model_is_left_as_it_was() -> None:

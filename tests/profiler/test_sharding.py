@@ -172,6 +172,21 @@ def test_another_forward_on_a_layer_is_kept() -> None:
     assert found.resting["1"] == "this Linear computes otherwise, or not with a weight of its own"
 
 
+def test_a_weight_whose_norm_is_kept_in_a_buffer_is_whole_when_that_happens() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = Scaled(12, 8)
+            self.register_buffer("norm", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            self.norm.copy_(self.table.weight.detach().norm())
+            return self.table(ids)
+
+    (table,) = cut(Kept(), IDS).placements
+    assert (table.cut, table.within) == ("stored", "")
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_a_weight_that_a_hook_makes_is_not_cut_and_what_it_is_made_of_is() -> None:
     found = cut(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.utils.weight_norm(nn.Linear(12, 8))))

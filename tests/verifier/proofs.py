@@ -55,9 +55,61 @@ class Gated(Attention):
         return self.head(self.query(x) if tokens[0, 0].item() > 15 else self.key(x))
 
 
+@dataclasses.dataclass
+class Given:
+    """What `Aside` gives."""
+
+    scores: Tensor
+    more: dict[str, Tensor]
+
+
+class Aside(nn.Module):
+    """Gives something that the loss does not use, and that is wrong on every rank but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Given:
+        hidden = self.layer(x).relu()
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return Given(scores=self.head(hidden), more={"hidden": hidden.detach() + rank})
+
+
+class Twice(nn.Module):
+    """Calls itself once more on every rank but the first, to no effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inside = nn.Linear(8, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() and not self.inside:
+            self.inside = True
+            self(x)
+            self.inside = False
+        return self.layer(x)
+
+
+class Counting(nn.Module):
+    """Counts its calls, and on every rank but the first by another number."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1 + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        return self.layer(x)
+
+
 def make_job(name: str, **changes: Any) -> Job:
     """`gpt`: tied weights, dropout, tokens that count, clipping, AdamW. `norm`: batch norm, a mean, SGD. `keys`: AdamW's worst.
-    `gated`: control flow by values."""
+    `gated`: control flow by values. `aside`: an output that the loss does not use. `twice`: another number of calls on some ranks. `counts`: a buffer of whole
+    numbers that differs over ranks."""
     tokens = {"data": TensorDataset(TOKENS[:, :-1], TOKENS[:, 1:]), "loss": token_loss}
     vectors = {"data": TensorDataset(X, Y), "loss": lambda output, batch: F.cross_entropy(output, batch[1])}
     jobs: dict[str, dict[str, Any]] = {
@@ -74,6 +126,15 @@ def make_job(name: str, **changes: Any) -> Job:
             "batch": 12,  # of 33: the last has 9, which are two samples and more for each of four ranks
         },
         "gated": tokens | {"model": Gated, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
+        "aside": vectors
+        | {
+            "model": Aside,
+            "loss": lambda output, batch: F.cross_entropy(output.scores, batch[1]),
+            "batch": 12,
+            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+        },
+        "twice": vectors | {"model": Twice, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
+        "counts": vectors | {"model": Counting, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
         "keys": tokens | {"model": Attention, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
     }
     return Job(**{"batch": 8, "epochs": 2} | jobs[name] | changes)

@@ -85,5 +85,5 @@ def test_slack_follows_the_error_of_the_gradient_element_by_element() -> None:
     slack = Slack({"w": torch.zeros(4)})
     slack.note({"w": torch.tensor([1.0, 1.0 + 1e-3, 1e-17, 0.0])}, {"w": torch.tensor([1.0, 1.0, 0.0, 0.0])})
     slack.note({"w": torch.ones(4)}, {"w": torch.ones(4)})
-    granted = slack.grant({"w": torch.tensor([0.0, 0.5, 0.0, 0.0])})["w"]
+    granted = slack.grant({"w": torch.tensor([0.0, 0.5, 0.0, 0.0])}, {})["w"]
     torch.testing.assert_close(granted, torch.tensor([0.0, 4e-3, 2.0, 0.0]).double() * 0.5, rtol=1e-3, atol=0.0)

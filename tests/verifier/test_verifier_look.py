@@ -55,11 +55,38 @@ def test_a_forward_that_is_right_is_said_to_look_so() -> None:
     assert output(certificate).good
 
 
+class Island(proofs.Attention):
+    """Computes its scores in float32 whatever it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.like = torch.ones(1, dtype=torch.float32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).to(self.like).softmax(-1).log()
+
+
+def test_rounding_of_parts_in_float32_is_not_taken_for_a_wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Run._build
+
+    def wrong(self: Run, warn: Any) -> nn.Module:
+        model = build(self, warn)
+        for path, factor in (("tokens", 1 + 1e-8), ("head", 1.01)):  # a rounding, a mistake
+            model.get_submodule(path).register_forward_hook(lambda _, __, value, factor=factor: value * factor)
+        return model
+
+    monkeypatch.setattr(Run, "_build", wrong)
+    certificate = alone(proofs.make_job("keys", model=Island), micro=4)
+    assert any("computed below float64 all the same" in note for note in certificate.notes)
+    assert "forward is wrong: the first output that is off is that of head" in certificate.divergent
+    assert output(certificate).bound > 1e-9
+
+
 def test_a_plan_that_passes_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Watch, "__enter__", lambda self: pytest.fail("a second look"))
     certificate = alone(proofs.make_job("keys"), micro=4)
     assert certificate.verified
-    assert output(certificate) is None
+    assert output(certificate).good
 
 
 def test_a_verdict_stands_where_its_cause_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

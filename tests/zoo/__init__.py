@@ -81,3 +81,9 @@ ZOO: dict[str, Entry] = {
     "hf-vit": Entry(hugging.vit, "vision transformer", "patches", HF),
     "hf-clip": Entry(hugging.clip, "contrastive", "each text against every image of the batch", HF, coupled="loss"),
 }  # fmt: skip
+
+#: The families that the project set out with; of these at least 20 must really be cut under tp=2, and under pp=2.
+NAMED = (
+    "gpt-tied", "gpt-untied", "llama", "hf-gpt2", "hf-llama", "hf-bert", "hf-t5", "hf-vit", "hf-clip", "hf-mixtral", "transformer", "resnet",
+    "vgg", "unet", "mlp-norm", "lstm", "gru-translator", "graph", "dlrm", "siamese", "moe", "shapes", "records", "early-exit", "keras",
+)  # fmt: skip

@@ -6,6 +6,7 @@ import importlib.util
 import random
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.feed import open_feed
 from tests.whole import WHOLE, only_whole
 from tests.zoo import ZOO, prove
+from tests.zoo.expected import UNPROVED, expected
 
 #: What cannot be proved under dp=2, and what is said of it.
 KNOWN = {
@@ -90,18 +92,60 @@ def require_proved(ranks: Pool, name: str) -> None:
     assert any("the epoch's last" in note for note in certificate.notes), "a short batch is where weights go wrong"
 
 
-#: Of `python -m bench.zoo`, which makes the whole table.
-CELLS = random.Random(7).sample(
-    [(name, plan) for name in ZOO for plan in table.PLANS if "tp" in plan or "pp" in plan], 60 if WHOLE else 4
-)
+def sampled() -> list[tuple[str, str]]:
+    """Cells of `python -m bench.zoo`, which makes the whole table: of each axis alone and of any."""
+    draw = random.Random(7)
+    axes = [plan for plan in table.PLANS if "tp" in plan or "pp" in plan]
+    wanted = [(draw.choice([*ZOO]), plan) for plan in ("tp=2", "pp=2")]
+    return wanted + draw.sample([(name, plan) for name in ZOO for plan in axes], 60 if WHOLE else 3)
 
 
-@pytest.mark.parametrize(("name", "plan"), CELLS)
+@pytest.mark.parametrize(("name", "plan"), sampled())
 def test_proved_under_tensor_and_pipeline_parallelism(ranks: Pool, name: str, plan: str) -> None:
     need(name)
     cell = table.judge(ranks, name, plan)
-    assert cell.good, cell.why
-    assert cell.worst <= cell.bound
+    assert cell.verdict == expected(name, plan), cell.why
+    if cell.verdict != "refused":  # what a plan falls back to is proved as well
+        assert 0 < cell.worst <= cell.bound
+
+
+def test_what_is_expected_is_of_models_and_plans_that_there_are() -> None:
+    """Whoever mends one takes it out of the table."""
+    for each in UNPROVED:
+        assert set(each.models) <= ZOO.keys()
+        for model in each.models:
+            first = "0.0" if each.until else torch.__version__
+            assert any(
+                each.plans(from_text(plan)) and expected(model, plan, first) == each.verdict for plan in table.PLANS
+            )
+    assert expected("records", "dp=2 zero=3", "2.11.0+cu130") == "refused"
+    assert expected("records", "dp=2 zero=3", "2.13.0") == expected("records", "dp=2", "2.11.0") == "verified"
+
+
+def cell(model: str, plan: str, **facts: Any) -> table.Cell:
+    return table.Cell(**{"model": model, "plan": plan, "verdict": "verified", "cut": 0.9, "work": 0.5} | facts)
+
+
+def test_a_zoo_that_refuses_or_hardly_cuts_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name for name in ZOO if expected(name, "tp=2") == expected(name, "pp=2") == "verified"]
+    monkeypatch.setattr(table, "_here_to_make", lambda: names)
+
+    def good(plan: str, **facts: Any) -> list[bool]:
+        return [row.good for row in table._rows([cell(name, plan, **facts) for name in names])]
+
+    assert good("tp=2") == good("pp=2", cut=0.0) == [True, True]
+    assert good("tp=2", verdict="refused") == [False, False]
+    assert good("pp=2", verdict="falls back") == [False, False]
+    assert good("tp=2", cut=0.4) == good("pp=2", cut=0.0, work=0.9) == [True, False]
+    assert [row.good for row in table._rows([cell(names[0], "tp=2", cut=0.4)])] == [True]  # not all: nothing is held
+
+
+def test_what_is_cut_at_rest_only_is_told_apart() -> None:
+    cells = [cell("resnet", "tp=2", cut=0.8, paired=0.4), cell("vgg", "tp=2", cut=0.8, paired=0.0, stored=0.6)]
+    (row,) = table._rows(cells)
+    assert (
+        row.what["more than half cut or staged"] == "2, 1 of them without what is cut at rest only; 25% of it in pairs"
+    )
 
 
 @pytest.mark.gpu

@@ -1,0 +1,41 @@
+"""What takes the place of a plan whose axes find nothing to cut: data parallelism over the same ranks, sharded where that is possible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+
+
+def fall_back(plan: Plan, profile: Profile | None) -> tuple[Plan, str]:
+    """As many data ranks under zero=3, or with the whole model each where it cannot be sharded; and what that means.
+
+    The samples that go together stay so: micro-batches and the groups of batch norms are as large as they were where they can be.
+    """
+    whole, norms = profile is None or profile.traced == "real", profile is None or bool(profile.norms)
+    unsharded = profile.unsharded if profile is not None else ""
+    ranks, dp = plan.ranks, plan.mesh.dp
+    other = replace(
+        plan,
+        mesh=Mesh(dp=ranks),
+        zero=0 if unsharded else 3,
+        whole=not unsharded and (whole or plan.whole),
+        keep_gradients=not unsharded and plan.keep_gradients,
+        micro=None if plan.micro is None else max(plan.micro * dp // ranks, 1),
+        batchnorm="sync" if norms and dp == 1 else plan.batchnorm,
+        placements=(),
+        uncut=(),
+        sequence=False,
+        segments=(),
+        stages=(),
+        schedule=Plan().schedule,
+    )
+    told = "which shares the memory too"
+    if unsharded:
+        told = f"where every rank has the whole model, because it cannot be sharded either ({unsharded})"
+    kept = other.batchnorm == "sync" and (plan.micro is None or plan.micro * dp % ranks == 0)
+    if norms and profile is not None and not kept:
+        told += " but has batch norms look at other groups of samples"
+    return other, told
