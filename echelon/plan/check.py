@@ -13,7 +13,7 @@ from echelon.plan.cuts import cut_bytes
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile, Rule
-from echelon.plan.split import rounds, sizes
+from echelon.plan.split import largest_share, rounds
 from echelon.plan.stages import INTERLEAVING, UNCUT, stage_count
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
@@ -226,7 +226,7 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="micro", value=plan.micro, rule=f"{turns} micro-batch{'es' * (turns > 1)} through {stages} stages: ranks wait for each other most of the time",
             remedy=f"use micro={size}" + ("" if batch // dp >= stages else ", a larger batch or fewer stages"), severity="warning",
         )  # fmt: skip
-    share = max(sizes(batch, dp, plan.shares))
+    share = largest_share(batch, dp, plan.shares)
     if plan.micro is not None and plan.micro > share:
         yield Problem(
             path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} sample{'s' * (share > 1)}",

@@ -53,12 +53,19 @@ def sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[int]:
     return found
 
 
+def largest_share(batch: int, dp: int, shares: Sequence[int] = ()) -> int:
+    """Samples of the data rank that has most."""
+    if batch < dp:
+        raise ValueError(f"{batch} samples cannot feed {dp} data ranks: each needs at least one")
+    return max(sizes(batch, dp, shares)) if shares else -(-batch // dp)
+
+
 def rounds(batch: int, dp: int, micro: int | None, shares: Sequence[int] = ()) -> int:
     """How many micro-batches each data rank runs for a batch of `batch` samples."""
-    each = sizes(batch, dp, shares)
+    largest = largest_share(batch, dp, shares)
     if micro is None:
         return 1
-    largest, smallest = max(each), min(each)
+    smallest = min(sizes(batch, dp, shares)) if shares else batch // dp
     # The largest share decides, but the smallest must not run dry before it: then a micro-batch holds one sample more.
     return min(-(-largest // micro), smallest)
 

@@ -9,7 +9,7 @@ from echelon.errors import PlanError
 from echelon.plan.cluster import Cluster, Sheet
 from echelon.plan.forecast import Time
 from echelon.plan.plan import Plan
-from echelon.plan.split import rounds, sizes
+from echelon.plan.split import largest_share, rounds
 from echelon.plan.stages import INTERLEAVING, VIRTUAL, stage_ranges
 from echelon.simulator.fitted import Fitted
 from echelon.simulator.order import least, length
@@ -101,7 +101,7 @@ def lay_out(
         stages = _dealt(work.layers, mesh.pp * chunks)
     count = rounds(batch, mesh.dp, plan.micro, plan.shares)
     # Where shares are not alike the largest decides.
-    micro = -(-max(sizes(batch, mesh.dp, plan.shares)) // count)
+    micro = -(-largest_share(batch, mesh.dp, plan.shares) // count)
     return Layout(
         work,
         device.sheet,
