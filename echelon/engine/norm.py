@@ -39,7 +39,10 @@ def total_norm(grads: list[Tensor], copies: list[int], ranks: Ranks, *, alike: b
     if alike and list(kinds) == [ranks.size]:  # whole on every rank: nothing to add up
         return _norm(kinds[ranks.size], ranks)
     shares = [_norm(values, ranks).square() / count for count, values in kinds.items()]
-    return ranks.sum(torch.stack(shares or [torch.zeros((), device=ranks.device)]).sum()).sqrt()
+    # In one type on every rank: a stage without gradients has none of its own.
+    nothing = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    mine = torch.stack(shares).sum() if shares else nothing
+    return ranks.sum(mine.double()).sqrt().to(mine.dtype)
 
 
 def _norm(tensors: list[Tensor], ranks: Ranks) -> Tensor:

@@ -55,15 +55,15 @@ def run_script_again(prepared: Prepared) -> NoReturn:
 def run_ranks(verb: str, spec: str, prepared: Prepared, options: Mapping[str, Any], *, debug: bool = False) -> int:
     """Run a verb of the command line once per rank; returns the exit code."""
     command = [sys.executable, "-m", "echelon.flow.rank", verb, spec, json.dumps(dict(options))]
-    return _launch([*command, "--debug"] if debug else command, prepared)
+    return _launch([*command, "--debug"] if debug else command, prepared, in_turn=verb == "verify")
 
 
-def _launch(command: list[str], prepared: Prepared) -> int:
+def _launch(command: list[str], prepared: Prepared, *, in_turn: bool = False) -> int:
     plan = prepared.plan
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as folder:
         path = prepared.hand_over(Path(folder))
         environment = {handover.PLAN: str(path), **tell_command()}
-        return launch(command, plan.ranks, threads=plan.threads, environment=environment)
+        return launch(command, plan.ranks, threads=plan.threads, environment=environment, in_turn=in_turn)
 
 
 def begin(call: str) -> World:

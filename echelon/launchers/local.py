@@ -33,14 +33,22 @@ AGAIN = "interrupted again and ended at once; the last checkpoint stays"
 
 
 def launch(
-    command: Sequence[str], ranks: int, *, threads: int | None = None, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    ranks: int,
+    *,
+    threads: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    in_turn: bool = False,
 ) -> int:
     """Run `command` as `ranks` local processes; 0, or 130 when they were interrupted and stopped in order.
 
+    `in_turn`: now and then one of them computes while the others wait, and wants all cores; the products of OpenBLAS take no more threads
+    later than they were told at their start.
     Ranks that an interrupt ended before they could stop in order are a KeyboardInterrupt here too.
     """
     folder = Path(tempfile.mkdtemp(prefix="echelon-"))
-    base = {**child_environment(threads or _threads(ranks)), **(environment or {})}
+    most = _threads(1) if in_turn else threads or _threads(ranks)
+    base = {**child_environment(most), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):

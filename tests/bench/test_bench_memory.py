@@ -9,6 +9,7 @@ from bench.workloads import WORKLOADS
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
+from tests.whole import only_whole
 
 
 def test_fully_sharded_the_largest_rank_holds_a_quarter(ranks: Pool) -> None:
@@ -22,6 +23,7 @@ def test_fully_sharded_the_largest_rank_holds_a_quarter(ranks: Pool) -> None:
     assert sharded <= LIMIT * alone["state"] / 4
 
 
+@only_whole  # in CI tests/engine/test_pipeline.py holds what ranks have
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2"])
 def test_cut_over_tp_or_pp_the_largest_rank_holds_half(ranks: Pool, plan: str) -> None:
     alone, cut = _states(ranks, CUT, [plan])

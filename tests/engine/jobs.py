@@ -20,7 +20,7 @@ from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
-from tests.engine.staged import Auxiliary, Counting, Dropping, Noise, Turned, Twice, Watched
+from tests.engine.staged import Auxiliary, Counting, Dropping, Frozen, Noise, Turned, Twice, Watched
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -235,6 +235,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "twice": lambda: mlp(model=Twice, batch=17),
     "auxiliary": lambda: mlp(model=Auxiliary),
     "turned": lambda: mlp(model=Turned),
+    "frozen below": lambda: mlp(model=Frozen, clip=0.1),
     "watched": lambda: mlp(model=Watched, batch=17),
     "bare head": lambda: tokens(
         model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1

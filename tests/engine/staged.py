@@ -114,6 +114,20 @@ class Turned(nn.Module):
         return (x @ self.embed.weight.T @ self.whiten.matrix.mT)[:, :4]
 
 
+class Frozen(nn.Module):
+    """Nothing is trained below: the first stage has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8).requires_grad_(False) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
 class Watched(nn.Module):
     """Its running statistics are read between modules."""
 

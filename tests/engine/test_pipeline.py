@@ -47,6 +47,12 @@ def test_a_stage_that_holds_only_what_all_hold_clips_with_the_others(ranks: Pool
     close(one, ranks.run(2, "tests.engine.jobs:trained", "bare head", "pp=2 micro=4", timeout=60)[0])
 
 
+def test_a_stage_without_gradients_clips_with_the_others(ranks: Pool) -> None:
+    """In float64, which a stage that has nothing to tell by cannot know."""
+    one = trained(World(), "frozen below", "dp=1")
+    close(one, ranks.run(2, "tests.engine.jobs:trained", "frozen below", "pp=2 micro=4", timeout=60)[0])
+
+
 def test_zero_under_tensor_and_pipeline_axes_is_one_device(ranks: Pool) -> None:
     plan = "dp=2 tp=2 pp=2 zero=1 micro=2"
     one, many = trained(World(), "tied", "dp=1"), ranks.run(8, "tests.engine.jobs:trained", "tied", plan, timeout=240)

@@ -11,6 +11,7 @@ import pytest
 from echelon.events import Event
 from echelon.observer import read_events
 from tests.machine import ROOT, environment
+from tests.whole import only_whole
 
 
 def run(folder: Path, known_machine: Path, *command: str) -> list[Event]:
@@ -28,6 +29,7 @@ def run(folder: Path, known_machine: Path, *command: str) -> list[Event]:
 
 
 @pytest.mark.slow
+@only_whole  # in CI tests/examples/test_examples.py has the same of a smaller one
 def test_digits_under_torchrun_has_the_losses_of_our_own_launcher(tmp_path: Path, known_machine: Path) -> None:
     """Rank 0 of torchrun's two plans for both; our launcher is given the plan that it found."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
