@@ -179,7 +179,6 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         narrow={"fp8": "fp8", "nvfp4": "fp4"}.get(precision),  # type: ignore[arg-type]
         chunks=chunks,
         attention=_KERNELS.get(given["attention"], "flash2"),  # type: ignore[arg-type]
-        causal=model["arch"] != "bert",
         # Who says whether it was compiled ran plain PyTorch; other stacks bring kernels of their own.
         fused_loss=given["compile"] is None and given["zero_stage"] == 3,
         gradients=gradient_bytes(given, half=half),

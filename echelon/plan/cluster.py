@@ -265,7 +265,7 @@ class Cluster(Document):
     """The machines that a plan is for."""
 
     KIND: ClassVar[str] = "cluster"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     name: str
     nodes: tuple[Node, ...]

@@ -23,8 +23,6 @@ class Stack:
     chunks: int | None = None
     #: Which kernel a fused attention is.
     attention: Kernel = "flash2"
-    #: Whether attention looks back only: half of the scores are then never computed.
-    causal: bool = True
     #: Whether parameters of 2 bytes have a master copy of 4 and optimizer states of 4 bytes.
     master: bool = True
     #: Whether the loss is one kernel that works in place on a copy of the logits in float32.

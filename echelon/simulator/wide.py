@@ -277,11 +277,10 @@ def _priced(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> 
         dims = [fixed + per * samples for fixed, per in op.dims]
         moved = (op.moved[0] + op.moved[1] * samples) / share
         if op.kind == "attention":
-            half = 0.5 if stack.causal else 1.0
-            scores = half * dims[0] * dims[1] * dims[2] / share
+            # Forward computes 4 FLOPs for each number of a head and score; backward 10, and its scores twice (again, and their gradients).
+            scores = flops / dims[3] / 4 if phase == "forward" else flops / dims[3] / 5
             core += op.count * (
-                attention_seconds(sheet, fitted, precision, stack.attention, scores * flops_of_scores(op), flops * half)
-                + fitted.launch
+                attention_seconds(sheet, fitted, precision, stack.attention, scores, flops) + fitted.launch
             )
         elif op.kind == "inner":
             shape = (dims[0] / share, dims[1], dims[2], dims[3])
@@ -298,11 +297,6 @@ def _priced(layout: Layout, ops: tuple[Op, ...], phase: str, fitted: Fitted) -> 
             shape = _cut(dims, op, share)
             products += op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
     return Pass(products, core, rest)
-
-
-def flops_of_scores(op: Op) -> float:
-    """How often a pass of attention computes its scores: once forward; backward again, and their gradients."""
-    return 1.0 if op.phase == "forward" else 2.0
 
 
 def _cut(dims: list[float], op: Op, share: int) -> tuple[float, float, float, float]:
