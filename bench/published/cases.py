@@ -14,9 +14,9 @@ from echelon.plan.cluster import Cluster, Wire
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.simulator.fitted import Fitted
-from echelon.simulator.held import memory, reserved
+from echelon.simulator.sheet_memory import memory, reserved
 from echelon.simulator.stack import Stack
-from echelon.simulator.wide import Layout, lay_out, time
+from echelon.simulator.sheet_step import Layout, lay_out, time
 from echelon.simulator.work import Work
 
 #: (model, core, half, fused norm, layers) -> what the simulator needs of the model.

@@ -14,7 +14,7 @@ from scipy.optimize import differential_evolution, least_squares
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
 from echelon.simulator.fitted import Fitted, bounds, fitted
-from echelon.simulator.held import UNSURE, parts
+from echelon.simulator.sheet_memory import UNSURE, parts
 
 #: Constants of memory; all others are of time.
 MEMORY = ("slack", "cached", "context", "buffers", "spread")

@@ -2,7 +2,7 @@
 
 On a machine that was measured: every dp, thread count, ZeRO stage and micro-batch; where none of these fits, or none can be executed,
 blocks are computed again and the model is cut over tp and pp, which costs time and saves memory. On a cluster that is known by its data
-sheets: all axes at once (`wide`).
+sheets: all axes at once (`space`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.plan.profile import Profile
 from echelon.plan.stages import find_stages
 from echelon.plan.units import seconds
 from echelon.planner.goal import Goal
-from echelon.planner.wide import Space, best, devices_needed, with_shares
+from echelon.planner.space import Space, best, devices_needed, with_shares
 from echelon.simulator.load import require_one_kind
 from echelon.simulator.step import by_sheet, price
 

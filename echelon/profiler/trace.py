@@ -262,7 +262,12 @@ def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str,
         return "convolution", dims, _counted(func, args, kwargs, out)
     if "scaled_dot_product" in name and "attention" in name:
         q, k = (args[1], args[2]) if "backward" in name else (args[0], args[1])
-        lots, queries, keys, width = float(q.shape[0] * q.shape[1]), int(q.shape[-2]), int(k.shape[-2]), float(q.shape[-1])
+        lots, queries, keys, width = (
+            float(q.shape[0] * q.shape[1]),
+            int(q.shape[-2]),
+            int(k.shape[-2]),
+            float(q.shape[-1]),
+        )
         scores = lots * (_looking_back(queries, keys) if _causal(func, args, kwargs) else queries * keys)
         # Backward computes the scores again, then four products.
         flops = (10.0 if "backward" in name else 4.0) * scores * width

@@ -10,18 +10,24 @@ from functools import lru_cache
 
 #: Kinds of work: forward, backward (all of it, or of what was read only), backward of the weights.
 F, B, W = 0, 1, 2
+#: Times that differ by less than this part of themselves are the same.
+_EQUAL = 1e-9
 #: (rank, kind, stage, micro-batch, begin, end).
 Step = tuple[int, int, int, int, float, float]
-#: Micro-batches per rank from which on a step is reckoned and not walked.
-_LONG = 10
+
+
+def executed(schedule: str, ranks: int, chunks: int, count: int) -> str:
+    """Micro-batches that do not fill all rounds of an interleaved order go forward all first, then back, as with gpipe."""
+    return "gpipe" if chunks > 1 and count % ranks else schedule
 
 
 @lru_cache(maxsize=256)
 def order(schedule: str, ranks: int, chunks: int, count: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """For each rank its work in order: (kind, stage, micro-batch). Stage `n` is on rank `n % ranks`."""
+    schedule = executed(schedule, ranks, chunks, count)
     found = []
     for rank in range(ranks):
-        if schedule == "gpipe" or (chunks > 1 and count % ranks):
+        if schedule == "gpipe":
             forward = [(F, chunk * ranks + rank, micro) for chunk in range(chunks) for micro in range(count)]
             backward = [(B, chunk * ranks + rank, micro) for chunk in reversed(range(chunks)) for micro in range(count)]
             found.append(tuple(forward + backward))
@@ -73,18 +79,30 @@ def length(
     """Seconds from the first forward to the last backward. `forward`, `backward`: of each stage for one micro-batch, what it sends
     included. `weights`: the part of backward that is the weights', where the schedule parts them.
 
-    Once the pipe is full every further round of micro-batches takes about as long as the last: long steps are reckoned from short ones.
+    No round of micro-batches takes longer than `pace` says. Once one takes as long, the longest path goes through the slowest rank, and
+    every further round puts the same on it: those need not be walked.
     """
-    chunks = len(forward) // ranks
-    if count <= _LONG * ranks:
-        return _walk(schedule, forward, backward, ranks, chunks, count, weights)
-    extra = count % ranks
-    few, many = (
-        _walk(schedule, forward, backward, ranks, chunks, turns * ranks + extra, weights)
-        for turns in (_LONG - 2, _LONG)
-    )
-    reckoned = many + (count - _LONG * ranks - extra) / (2 * ranks) * (many - few)
-    return max(reckoned, least(schedule, forward, backward, ranks=ranks, count=count))
+    chunks, left = len(forward) // ranks, count % ranks
+    pace = _pace(executed(schedule, ranks, chunks, count), forward, backward, ranks)
+    turns = 1
+    while (turns + 1) * ranks + left < count:
+        few, more = (
+            _walk(schedule, forward, backward, ranks, chunks, each * ranks + left, weights)
+            for each in (turns, turns + 1)
+        )
+        if more - few >= ranks * pace * (1 - _EQUAL):
+            return more + (count - (turns + 1) * ranks - left) * pace
+        turns *= 2
+    return _walk(schedule, forward, backward, ranks, chunks, count, weights)
+
+
+def _pace(schedule: str, forward: Sequence[float], backward: Sequence[float], ranks: int) -> float:
+    """Seconds that each further micro-batch takes at most: all work of the slowest rank; where all go forward first each chunk has a
+    slowest rank of its own, there and back."""
+    if schedule != "gpipe":
+        return max(sum(forward[rank::ranks]) + sum(backward[rank::ranks]) for rank in range(ranks))
+    chunks = range(0, len(forward), ranks)
+    return sum(max(side[first : first + ranks]) for side in (forward, backward) for first in chunks)
 
 
 def walk(
@@ -94,6 +112,23 @@ def walk(
     events: list[Step] = []
     _walk(schedule, forward, backward, ranks, len(forward) // ranks, count, weights, events)
     return events
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: str, ranks: int, chunks: int, count: int, rank: int) -> float:
+    """How many micro-batches a rank keeps at once for their backward, in all that its stages keep of one. What the weights' part of
+    backward reads is kept until that is done."""
+    if executed(schedule, ranks, chunks, count) == "gpipe":
+        return float(count)
+    # Once the pipe is full nothing more comes in than goes out.
+    few = min(count, 4 * ranks + count % ranks)
+    steps = order(schedule, ranks, chunks, few)[rank]
+    ends = W if any(kind == W for kind, _, _ in steps) else B
+    held = most = 0
+    for kind, _, _ in steps:
+        held += (kind == F) - (kind == ends)
+        most = max(most, held)
+    return most / chunks
 
 
 def least(schedule: str, forward: Sequence[float], backward: Sequence[float], *, ranks: int, count: int) -> float:
@@ -118,7 +153,7 @@ def _walk(
 ) -> float:
     steps = order(schedule, ranks, chunks, count)
     last = ranks * chunks - 1
-    split = schedule == "zero-bubble"
+    split = executed(schedule, ranks, chunks, count) == "zero-bubble"
     took = (
         forward,
         [each * (1 - weights) for each in backward] if split else backward,

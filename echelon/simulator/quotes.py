@@ -10,10 +10,10 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds
 from echelon.simulator.fitted import fitted
-from echelon.simulator.held import parts, put_together
+from echelon.simulator.sheet_memory import parts, put_together
 from echelon.simulator.stack import Stack
 from echelon.simulator.step import forecast_of, slowest
-from echelon.simulator.wide import Layout, Pass, lay_out, passes, time
+from echelon.simulator.sheet_step import Layout, Pass, lay_out, passes, time
 from echelon.simulator.work import distil
 
 

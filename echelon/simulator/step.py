@@ -15,15 +15,15 @@ from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.fitted import Fitted, fitted
-from echelon.simulator.held import memory as held_memory
+from echelon.simulator.sheet_memory import memory as held_memory
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
 from echelon.simulator.shares import Shares
 from echelon.simulator.stack import Stack
-from echelon.simulator.wide import Layout, lay_out
-from echelon.simulator.wide import time as sheet_time
+from echelon.simulator.sheet_step import Layout, lay_out
+from echelon.simulator.sheet_step import time as sheet_time
 from echelon.simulator.work import Work, distil
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).

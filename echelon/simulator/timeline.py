@@ -11,8 +11,8 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import stage_count
 from echelon.simulator.fitted import fitted
-from echelon.simulator.held import parts as held_parts
-from echelon.simulator.held import put_together
+from echelon.simulator.sheet_memory import parts as held_parts
+from echelon.simulator.sheet_memory import put_together
 from echelon.simulator.load import load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.order import walk
@@ -20,7 +20,7 @@ from echelon.simulator.part import parts
 from echelon.simulator.schedule import runs_as
 from echelon.simulator.stack import Stack
 from echelon.simulator.step import by_sheet, rank_times, slowest
-from echelon.simulator.wide import lay_out, stage_seconds, time
+from echelon.simulator.sheet_step import lay_out, stage_seconds, time
 from echelon.simulator.work import distil
 
 #: Micro-batches that are shown: a longer step repeats itself.

@@ -92,7 +92,9 @@ def test_gpt_flops_are_6nd_and_attention() -> None:
 
 
 @pytest.mark.parametrize(("queries", "keys", "seen"), [(4, 4, 10), (4, 6, 10), (6, 4, 18)])
-def test_attention_that_looks_back_leaves_out_scores_that_no_kernel_computes(queries: int, keys: int, seen: int) -> None:
+def test_attention_that_looks_back_leaves_out_scores_that_no_kernel_computes(
+    queries: int, keys: int, seen: int
+) -> None:
     q, k = torch.randn(2, 3, queries, 8), torch.randn(2, 3, keys, 8)
     flops = []
     for causal in (False, True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.simulator import Stack, simulate
 from echelon.simulator.fitted import bounds, fitted
-from echelon.simulator.order import _walk, least, length
+from echelon.simulator.order import B, F, W, in_flight, least, length, order, walk
 from echelon.simulator.sheet import product_seconds
 from tests.simulator.cases import make_cluster, make_stack
 
@@ -45,22 +46,55 @@ def test_zero_bubble_leaves_a_third_of_the_bubble(ranks: int, rounds: int) -> No
     assert found == pytest.approx(3 * count + (ranks - 1))
 
 
-@given(st.sampled_from(["1f1b", "gpipe", "interleaved"]), st.lists(times, min_size=4, max_size=4), st.integers(44, 100))
-def test_long_steps_reckoned_from_short_ones_are_those_that_are_walked(
-    schedule: str, stages: list[float], count: int
+SCHEDULES = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, most: int = 30) -> tuple[str, list[float], list[float], int, int]:
+    """(schedule, forward, backward, ranks, micro-batches): one to three chunks, any remainder."""
+    schedule, ranks = draw(st.sampled_from(SCHEDULES)), draw(st.integers(1, 4))
+    stages = ranks * (draw(st.integers(1, 3)) if schedule != "1f1b" else 1)
+    forward, backward = (draw(st.lists(times, min_size=stages, max_size=stages)) for _ in range(2))
+    return schedule, forward, backward, ranks, draw(st.integers(1, most))
+
+
+@given(pipelines())
+def test_every_rank_does_all_of_its_work(pipeline: tuple[str, list[float], list[float], int, int]) -> None:
+    schedule, forward, backward, ranks, count = pipeline
+    events = walk(schedule, forward, backward, ranks=ranks, count=count)
+    for stage in range(len(forward)):
+        busy = sum(end - begin for _, _, at, _, begin, end in events if at == stage)
+        assert busy == pytest.approx(count * (forward[stage] + backward[stage]))
+
+
+@given(pipelines(most=120))
+def test_steps_of_which_the_end_is_reckoned_are_as_long_as_those_that_are_walked(
+    pipeline: tuple[str, list[float], list[float], int, int],
 ) -> None:
-    ranks = 2 if schedule == "interleaved" else 4
-    back = [2 * each for each in stages]
-    walked = _walk(schedule, stages, back, ranks, 4 // ranks, count, 0.5)
-    assert length(schedule, stages, back, ranks=ranks, count=count) == pytest.approx(walked, rel=0.02)
+    schedule, forward, backward, ranks, count = pipeline
+    walked = max(end for *_, end in walk(schedule, forward, backward, ranks=ranks, count=count))
+    assert length(schedule, forward, backward, ranks=ranks, count=count) == pytest.approx(walked, rel=1e-6)
 
 
-@given(st.lists(times, min_size=4, max_size=4), st.integers(0, 3), st.integers(1, 12))
-def test_a_faster_stage_never_makes_the_pipeline_slower(stages: list[float], which: int, count: int) -> None:
-    faster = [each / 2 if place == which else each for place, each in enumerate(stages)]
-    for schedule in ("1f1b", "gpipe", "zero-bubble"):
-        slow, fast = (length(schedule, each, each, ranks=4, count=count) for each in (stages, faster))
-        assert fast <= slow + 1e-9
+@given(pipelines(most=120), st.integers(0, 11))
+def test_a_faster_stage_never_makes_the_pipeline_slower(
+    pipeline: tuple[str, list[float], list[float], int, int], which: int
+) -> None:
+    schedule, forward, backward, ranks, count = pipeline
+    faster = [[t / 2 if at == which % len(side) else t for at, t in enumerate(side)] for side in (forward, backward)]
+    slow, fast = (length(schedule, *each, ranks=ranks, count=count) for each in ((forward, backward), faster))
+    assert fast <= slow * (1 + 1e-6)
+
+
+@given(pipelines())
+def test_in_flight_is_what_the_order_keeps(pipeline: tuple[str, list[float], list[float], int, int]) -> None:
+    schedule, forward, backward, ranks, count = pipeline
+    chunks = len(forward) // ranks
+    steps = order(schedule, ranks, chunks, count)
+    for rank in range(ranks):
+        ends = W if any(kind == W for kind, _, _ in steps[rank]) else B
+        held = list(accumulate((kind == F) - (kind == ends) for kind, _, _ in steps[rank]))
+        assert in_flight(schedule, ranks, chunks, count, rank) == pytest.approx(max(held) / chunks)
 
 
 def changed(
@@ -246,14 +280,12 @@ def test_networks_that_were_measured_reach_what_was_measured() -> None:
         replace(cluster.network, share=2)
 
 
-@given(
-    st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble"]),
-    st.lists(times, min_size=4, max_size=4),
-    st.integers(1, 60),
-)
-def test_the_bound_of_a_pipeline_is_never_above_its_length(schedule: str, stages: list[float], count: int) -> None:
-    ranks = 2 if schedule == "interleaved" else 4
-    bound, path = (way(schedule, stages, stages[::-1], ranks=ranks, count=count) for way in (least, length))
+@given(pipelines(most=60))
+def test_the_bound_of_a_pipeline_is_never_above_its_length(
+    pipeline: tuple[str, list[float], list[float], int, int],
+) -> None:
+    schedule, forward, backward, ranks, count = pipeline
+    bound, path = (way(schedule, forward, backward, ranks=ranks, count=count) for way in (least, length))
     assert bound <= path * (1 + 1e-12)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from echelon.plan.forecast import Memory
 from echelon.simulator.fitted import Fitted
-from echelon.simulator.wide import Layout
+from echelon.simulator.sheet_step import Layout
 
 #: Blocks whose parameters are gathered at once under zero=3: the one at work and the one fetched ahead.
 _GATHERED = 2
