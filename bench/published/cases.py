@@ -14,9 +14,10 @@ from echelon.plan.cluster import Cluster, Wire
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.simulator.fitted import Fitted
+from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.sheet_memory import memory, reserved
+from echelon.simulator.sheet_step import time
 from echelon.simulator.stack import Stack
-from echelon.simulator.sheet_step import Layout, lay_out, time
 from echelon.simulator.work import Work
 
 #: (model, core, half, fused norm, layers) -> what the simulator needs of the model.
@@ -167,7 +168,8 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         mesh=Mesh(dp=dp, tp=tp, pp=pp, cp=cp, ep=given["ep"] or 1),
         zero=given["zero_stage"] or 0,
         micro=min(micro, max(batch // dp, 1)),
-        precision="tf32" if precision == "tf32" else "bf16" if half else "fp32",
+        # Models of 2-byte numbers are built so.
+        precision="tf32" if precision == "tf32" else None,
         recompute="block" if recompute == "full" else "none",
         compile=given["compile"] is True or kernels,
         sequence=given["sequence_parallel"] is True,
@@ -181,6 +183,7 @@ def _case(row: Row, given: dict[str, Any], hardware: dict[str, Any], worker: Wor
         attention=_KERNELS.get(given["attention"], "flash2"),  # type: ignore[arg-type]
         # Who says whether it was compiled ran plain PyTorch; other stacks bring kernels of their own.
         fused_loss=given["compile"] is None and given["zero_stage"] == 3,
+        master=True,
         gradients=gradient_bytes(given, half=half),
         message=4 if not half or given["grad_reduce"] == "fp32" else 2,
         overlap=given["overlap"] is not False,

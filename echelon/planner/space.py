@@ -16,7 +16,7 @@ from itertools import count, product
 
 from echelon.errors import PlanError
 from echelon.plan.check import check
-from echelon.plan.cluster import Cluster, Device, Wire
+from echelon.plan.cluster import Cluster, Wire
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute, Schedule
@@ -26,6 +26,7 @@ from echelon.plan.stages import INTERLEAVING, VIRTUAL, divide
 from echelon.planner.goal import Goal
 from echelon.simulator import simulate
 from echelon.simulator.quotes import Quotes
+from echelon.simulator.step import distinct, on_ranks
 
 #: The tensor axis talks in every block: beyond the devices that share a fast link it is not searched.
 _TENSOR = 16
@@ -90,10 +91,17 @@ class Space:
 
     def least(self, family: Family) -> float:
         """Seconds that no plan of the family is faster than: the blocks of the fullest rank, one micro-batch after another."""
-        plan = self.plan(family)
-        _, block, _ = self.quotes.seconds_of_parts(plan)
+        # Norms and residuals take least where the sequence is cut.
+        plan = replace(self.plan(family), sequence=family.mesh.tp > 1)
+        block = max(block for _, block, _ in self.quotes.seconds_of_parts(plan))
         turns = rounds(self.profile.batch, family.mesh.dp, family.micro)
-        return turns * -(-self.quotes.work.layers // family.mesh.pp) * block
+        return turns * self._fullest(family.mesh.pp) * block
+
+    def _fullest(self, pp: int) -> float:
+        """Blocks that the fullest rank has at least: blocks alike are not cut in two."""
+        work = self.quotes.work
+        alike = all(place.blocks in (0.0, 1.0) for place in work.places)
+        return -(-work.layers // pp) if alike else work.layers / pp
 
     def plan(self, family: Family) -> Plan:
         """A plan of the family, without stages."""
@@ -130,7 +138,7 @@ class Space:
 
     def _split(self, plan: Plan) -> tuple[int, ...] | None:
         """Where the stages begin such that the slowest is as fast as can be."""
-        before, block, after = self.quotes.seconds_of_parts(plan)
+        before, block, after = max(self.quotes.seconds_of_parts(plan), key=sum)
         stages = plan.mesh.pp * (VIRTUAL if plan.schedule in INTERLEAVING else 1)
         # To a tenth of a block: finer differences would only make the same cuts be looked for again.
         early, late = round(10 * before / block) / 10, round(10 * after / block) / 10
@@ -141,16 +149,15 @@ class Space:
 
     def _weights(self, early: float, late: float) -> list[float]:
         """What each visit costs, in blocks: what is before the blocks and after them is shared by the visits there."""
-        blocks = self.quotes.work.visits
-        first = blocks.index(True) if True in blocks else 0
-        last = len(blocks) - 1 - blocks[::-1].index(True) if True in blocks else len(blocks) - 1
-        weights = [float(block) for block in blocks]
-        for place, cost in ((range(first), early), (range(last + 1, len(blocks)), late)):
+        weights = [place.blocks for place in self.quotes.work.places]
+        inner = [at for at, weight in enumerate(weights) if weight]
+        first, last = (inner[0], inner[-1]) if inner else (0, len(weights) - 1)
+        for place, cost in ((range(first), early), (range(last + 1, len(weights)), late)):
             for visit in place:
                 weights[visit] = cost / len(place)
         if not first:
             weights[0] += early
-        if last == len(blocks) - 1:
+        if last == len(weights) - 1:
             weights[-1] += late
         return weights
 
@@ -192,7 +199,7 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
             continue
         if space.refused(item):
             continue
-        forecast = space.quotes.forecast(space.quotes.layout(item))
+        forecast = space.quotes.forecast(space.quotes.layouts(item))
         if forecast.fits and forecast.time.step <= goal.limit:
             insort(found, (_cost(goal, forecast), forecast.time.step, str(item), forecast), key=lambda each: each[:3])
             enough = max(
@@ -203,32 +210,23 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
 
 def with_shares(space: Space, goal: Goal) -> list[Forecast]:
     """Plans of the data axis over all devices of an unequal cluster, with shares of the batch in proportion to the devices' speed."""
-    alike, profile = space.quotes.cluster, space.profile
-    devices = [device for node in space.cluster.nodes for device in node.devices[: len(alike.nodes[0].devices)]]
-    kinds = {device.name: device for device in devices}
+    profile, devices = space.profile, on_ranks(space.cluster)
+    kinds = distinct(devices)
     if len(kinds) < 2 or space.ranks not in (None, space.devices) or profile.batch < space.devices:
         return []
     found = []
-    for micro, zero, recompute in product(
-        micros(profile.batch), (0, 1, 2, 3), ("none", "selective", "block") if profile.units else ("none",)
-    ):
-        plan = Plan(mesh=Mesh(dp=space.devices), micro=micro, zero=zero, recompute=recompute, model=profile.model)  # type: ignore[arg-type]
-        speed = {name: 1 / _alone(space, device, plan) for name, device in kinds.items()}
-        plan = replace(plan, shares=_whole([speed[device.name] for device in devices]))
+    again: tuple[Recompute, ...] = ("none", "selective", "block") if profile.units else ("none",)
+    for micro, zero, recompute in product(micros(profile.batch), (0, 1, 2, 3), again):
+        plan = Plan(mesh=Mesh(dp=space.devices), micro=micro, zero=zero, recompute=recompute, model=profile.model)
+        layers = space.quotes.work.layers
+        took = [before + block * layers + after for before, block, after in space.quotes.seconds_of_parts(plan)]
+        plan = replace(plan, shares=_whole([1 / took[kinds.index(device)] for device in devices]))
         if micro > max(sizes(profile.batch, space.devices, plan.shares)) or space.refused(plan):
             continue
         forecast = simulate(profile, space.cluster, plan)
         if forecast.fits and forecast.time.step <= goal.limit:
             found.append(forecast)
     return found
-
-
-def _alone(space: Space, device: Device, plan: Plan) -> float:
-    """Seconds that this device computes on a micro-batch."""
-    nodes = tuple(replace(node, devices=(device,) * len(node.devices)) for node in space.quotes.cluster.nodes)
-    quotes = Quotes(space.profile, replace(space.quotes.cluster, nodes=nodes))
-    before, block, after = quotes.seconds_of_parts(plan)
-    return before + block * quotes.work.layers + after
 
 
 def _whole(speeds: list[float]) -> tuple[int, ...]:
@@ -241,14 +239,14 @@ def _whole(speeds: list[float]) -> tuple[int, ...]:
 
 def _bound(space: Space, goal: Goal, plan: Plan, *, exhaustive: bool) -> float | None:
     """What the plan costs at least; None: it cannot be what is looked for."""
-    layout = space.quotes.layout(plan)
+    layouts = space.quotes.layouts(plan)
     if exhaustive:
         return 0.0
-    if not space.quotes.may_fit(layout):
+    if not space.quotes.may_fit(layouts):
         return None
     if goal.kind == "memory":
-        return space.quotes.peak(layout)
-    seconds = space.quotes.least_seconds(layout)
+        return space.quotes.peak(layouts)
+    seconds = space.quotes.least_seconds(layouts)
     return goal.cost(seconds, plan.ranks, 0.0) if seconds <= goal.limit else None
 
 
@@ -265,7 +263,7 @@ def devices_needed(profile: Profile, cluster: Cluster, *, most: int = 2**20) -> 
         for family in space.families():
             if family.micro == 1 and family.recompute in ("block", "none"):
                 plans = (plan for plan in space.plans(family) if plan.zero in (0, 3))
-                if any(space.quotes.peak(layout) <= layout.capacity for layout in map(space.quotes.layout, plans)):
+                if any(space.quotes.fits(layouts) for layouts in map(space.quotes.layouts, plans)):
                     return size
         size *= 2
     return None

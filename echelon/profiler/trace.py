@@ -262,16 +262,10 @@ def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str,
         return "convolution", dims, _counted(func, args, kwargs, out)
     if "scaled_dot_product" in name and "attention" in name:
         q, k = (args[1], args[2]) if "backward" in name else (args[0], args[1])
-        lots, queries, keys, width = (
-            float(q.shape[0] * q.shape[1]),
-            int(q.shape[-2]),
-            int(k.shape[-2]),
-            float(q.shape[-1]),
-        )
-        scores = lots * (_looking_back(queries, keys) if _causal(func, args, kwargs) else queries * keys)
+        shape = (float(q.shape[0] * q.shape[1]), float(q.shape[-2]), float(k.shape[-2]), float(q.shape[-1]))
+        scores = shape[0] * (_looking_back(*shape[1:3]) if _causal(func, args, kwargs) else shape[1] * shape[2])
         # Backward computes the scores again, then four products.
-        flops = (10.0 if "backward" in name else 4.0) * scores * width
-        return "attention", (lots, float(queries), float(keys), width), flops
+        return "attention", shape, (10.0 if "backward" in name else 4.0) * scores * shape[3]
     return "stream", (), _counted(func, args, kwargs, out)
 
 
@@ -282,7 +276,7 @@ def _causal(func: Any, args: Any, kwargs: Any) -> bool:
     return given.get("is_causal", False) is True
 
 
-def _looking_back(queries: int, keys: int) -> float:
+def _looking_back(queries: float, keys: float) -> float:
     """Scores of so many queries of which the first sees one key, the second two, and so on."""
     few = min(queries, keys)
     return few * (few + 1) / 2 + (queries - few) * keys

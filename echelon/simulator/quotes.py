@@ -10,11 +10,12 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds
 from echelon.simulator.fitted import fitted
+from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.sheet_memory import parts, put_together
+from echelon.simulator.sheet_step import Known, passes, time
 from echelon.simulator.stack import Stack
-from echelon.simulator.step import forecast_of, slowest
-from echelon.simulator.sheet_step import Layout, Pass, lay_out, passes, time
-from echelon.simulator.work import distil
+from echelon.simulator.step import forecast_of, kinds, worst
+from echelon.simulator.work import Work, distil, recast
 
 
 class Quotes:
@@ -22,41 +23,66 @@ class Quotes:
 
     def __init__(self, profile: Profile, cluster: Cluster, stack: Stack | None = None) -> None:
         self.work, self.batch = distil(profile), profile.batch
-        self.cluster, self.stack, self.fitted = slowest(cluster), stack or Stack(), fitted()
-        self._known: dict[tuple[object, ...], Pass] = {}
-        self._parts: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self.stack, self.fitted = stack or Stack(), fitted()
+        #: The cluster as it would be with devices of each kind alone.
+        self.clusters = kinds(cluster)
+        self._known: list[Known] = [{} for _ in self.clusters]
+        self._works: dict[object, Work] = {}
+        self._parts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
 
-    def layout(self, plan: Plan) -> Layout:
-        """The plan on the cluster; refuses what cannot be."""
-        return lay_out(self.work, self.batch, self.cluster, plan, self.stack, self._known)
+    @property
+    def cluster(self) -> Cluster:
+        """One whose devices are all of the first kind."""
+        return self.clusters[0]
 
-    def seconds_of_parts(self, plan: Plan) -> tuple[float, float, float]:
-        """Seconds that a micro-batch of `plan` computes before the blocks, in one block and after them, there and back."""
+    def layouts(self, plan: Plan) -> list[Layout]:
+        """The plan on devices of each kind; refuses what cannot be."""
+        work = self._works.setdefault(plan.precision, recast(self.work, plan.precision))
+        return [lay_out(work, self.batch, cluster, plan, self.stack) for cluster in self.clusters]
+
+    def seconds_of_parts(self, plan: Plan) -> list[tuple[float, float, float]]:
+        """For each kind of device, seconds that a micro-batch of `plan` computes before the blocks, in one block and after them."""
         mesh = plan.mesh
         turns = rounds(self.batch, mesh.dp, plan.micro)
         samples = -(-self.batch // (mesh.dp * turns))
         key = (samples, mesh.cp, mesh.tp, plan.sequence, plan.recompute, plan.precision, plan.compile)
         if key not in self._parts:
             alone = replace(plan, mesh=replace(mesh, pp=1), stages=(), schedule="1f1b")
-            self._parts[key] = passes(self.layout(alone), self.fitted)
+            self._parts[key] = [
+                passes(layout, self.fitted, known)
+                for layout, known in zip(self.layouts(alone), self._known, strict=True)
+            ]
         return self._parts[key]
 
-    def least_seconds(self, layout: Layout) -> float:
+    def least_seconds(self, layouts: list[Layout]) -> float:
         """A step takes at least so long."""
-        return time(layout, self.cluster, self.fitted, walked=False).step
+        return max(
+            time(layout, cluster, self.fitted, walked=False, known=known).step
+            for layout, cluster, known in zip(layouts, self.clusters, self._known, strict=True)
+        )
 
-    def may_fit(self, layout: Layout) -> bool:
+    def may_fit(self, layouts: list[Layout]) -> bool:
         """Whether the ends of the pipeline fit: where they do not, the plan does not."""
-        return all(self._fits(layout, rank) for rank in {0, layout.plan.mesh.pp - 1})
+        return all(self._fits(layout, rank) for layout in layouts for rank in {0, layout.plan.mesh.pp - 1})
 
-    def peak(self, layout: Layout) -> float:
-        """Bytes of the fullest rank, what is unsure and the framework included."""
-        held = [put_together(each, self.fitted) for each in parts(layout)]
+    def fits(self, layouts: list[Layout]) -> bool:
+        """Whether all ranks of the pipeline fit."""
+        return all(self._fits(layout, rank) for layout in layouts for rank in range(layout.plan.mesh.pp))
+
+    def peak(self, layouts: list[Layout]) -> float:
+        """Bytes of the fullest rank, what is unsure and the framework included, on the device that it fills most."""
+        tightest = min(layouts, key=lambda each: each.capacity)
+        held = [put_together(each, self.fitted) for each in parts(tightest)]
         return max(each.high + each.framework for each in held)
 
-    def forecast(self, layout: Layout) -> Forecast:
+    def forecast(self, layouts: list[Layout]) -> Forecast:
         """What `simulate` says."""
-        return forecast_of(layout, self.cluster, self.fitted)
+        return worst(
+            [
+                forecast_of(layout, cluster, self.fitted, known)
+                for layout, cluster, known in zip(layouts, self.clusters, self._known, strict=True)
+            ]
+        )
 
     def _fits(self, layout: Layout, rank: int) -> bool:
         held = put_together(parts(layout, rank)[0], self.fitted)

@@ -19,6 +19,8 @@ _TILE = 128
 _LINE = 16
 #: Off that line numbers are loaded one by one, and the vector units wait for them half of the time (BLOOM-0089 against -0088).
 _LOADS = 2
+#: Bytes of a number that matrix units compute in.
+NARROW = {"fp32": 4, "tf32": 4, "half": 2, "fp8": 1, "fp4": 0.5}
 #: Power grows with about the third power of the clock, so that the clock falls with the third root of the power allowed.
 _CLOCK = 1 / 3
 #: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, about 1.9 x), cuDNN's uses the newest instructions.
@@ -30,7 +32,7 @@ def product_seconds(
 ) -> float:
     """`dims`: how many products, rows, columns, depth of each."""
     lots, rows, columns, depth = dims
-    width = {"fp32": 4, "tf32": 4, "half": 2, "fp8": 1, "fp4": 0.5}[precision]
+    width = NARROW[precision]
     clock = sheet.power**_CLOCK
     peak = sheet.peak(precision) * clock
     if width <= 2 and (columns * width % _LINE or depth * width % _LINE):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from echelon.plan.forecast import Memory
 from echelon.simulator.fitted import Fitted
-from echelon.simulator.sheet_step import Layout
+from echelon.simulator.layout import Layout
 
 #: Blocks whose parameters are gathered at once under zero=3: the one at work and the one fetched ahead.
 _GATHERED = 2
@@ -14,7 +14,7 @@ _GATHERED = 2
 UNSURE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Bytes that a rank of pp holds, before anything that was fitted."""
 
@@ -23,6 +23,7 @@ class Parts:
     optimizer: float
     activations: float
     temporary: float
+    buckets: float
     #: Of activations and what is temporary, what comes and goes in blocks of unequal size: the allocator holds gaps between them.
     uneven: float
     axes: int  #: that are in use: each has a communicator
@@ -30,9 +31,9 @@ class Parts:
 
 
 def memory(layout: Layout, fitted: Fitted) -> tuple[Memory, str]:
-    """(memory of the rank of pp that holds most, where it peaks)."""
+    """(memory of the rank of pp that may need most, where it peaks)."""
     found = [(put_together(each, fitted), each.where) for each in parts(layout)]
-    return max(found, key=lambda each: each[0].peak)
+    return max(found, key=lambda each: each[0].high + each[0].framework)
 
 
 def parts(layout: Layout, rank: int | None = None) -> list[Parts]:
@@ -43,7 +44,7 @@ def parts(layout: Layout, rank: int | None = None) -> list[Parts]:
 def put_together(held: Parts, fitted: Fitted) -> Memory:
     """With gaps, buffers and the driver. Parameters and states are counted; what a step makes is reckoned, and may lie off."""
     temporary = held.temporary + fitted.slack * held.uneven
-    peak = held.parameters + held.gradients + held.optimizer + held.activations + temporary
+    peak = held.parameters + held.gradients + held.optimizer + held.activations + temporary + held.buckets
     unsure = UNSURE * (held.activations + held.temporary) + fitted.spread * held.uneven
     return Memory(
         parameters=held.parameters,
@@ -51,7 +52,7 @@ def put_together(held: Parts, fitted: Fitted) -> Memory:
         optimizer=held.optimizer,
         activations=held.activations,
         temporary=temporary,
-        buckets=0.0,
+        buckets=held.buckets,
         framework=fitted.context + fitted.buffers * held.axes,
         low=peak - unsure,
         high=peak + unsure,
@@ -63,57 +64,26 @@ def reserved(held: Memory, capacity: float, fitted: Fitted) -> float:
     return max(min(held.peak * (1 + fitted.cached), capacity - held.framework), held.peak)
 
 
-def in_flight(layout: Layout, rank: int) -> float:
-    """Micro-batches that wait for their backward on a rank of pp, in blocks of all its stages."""
-    plan, count = layout.plan, layout.count
-    pp, chunks = plan.mesh.pp, len(layout.stages) // layout.plan.mesh.pp
-    if pp == 1:
-        return 1.0
-    if plan.schedule == "gpipe" or (chunks > 1 and count % pp):
-        return float(count)
-    if chunks == 1:
-        return float(min(count, pp - rank))
-    return min(count * chunks, 2 * (pp - rank - 1) + (chunks - 1) * pp + 1) / chunks
-
-
 def _rank(layout: Layout, rank: int) -> Parts:
     plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
-    size, shards, width = layout.elements(rank, divided=plan.zero < 3), layout.shards, work.width
-    master = stack.master and width < 4
-    # ZeRO's shards of experts are as small as of all else, whether ep parts them before or not.
-    state = layout.elements(rank, divided=not plan.zero) * (12.0 if master else 8.0)
-    block = (work.elements[1] - work.experts * (1 - 1 / mesh.ep)) / mesh.tp
-    passing = 0.0
-    if plan.zero == 3:
-        # At rest the master copy is all there is of a parameter.
-        parameters, state = size * (4 if master else width) / shards, size * 8.0 / shards
-        gradients = size * stack.gradients / shards
-        rest = size - block * sum(layout.stages[rank :: mesh.pp])
-        if shards > 1:
-            passing = width * (_GATHERED * block + rest) + (width + stack.gradients) * block
-    else:
-        parameters = size * width
-        gradients = size * stack.gradients / (shards if plan.zero == 2 else 1)
-        if plan.zero:
-            # The shard's gradients are widened to what the optimizer computes in.
-            state = (state + (4.0 * size if master and stack.gradients < 4 else 0.0)) / shards
+    parameters, gradients, state, buckets = _at_rest(layout, rank)
     blocks = sum(layout.stages[rank :: mesh.pp])
-    flying, samples = in_flight(layout, rank), layout.samples
+    flying, samples = layout.in_flight(rank), layout.samples
     full = work.kept.cut / mesh.tp + work.kept.whole / layout.along
     if plan.compile:
         # Fused kernels compute element-wise results again in backward: from products' outputs and from what the two norms read.
         full = min(full, work.kept.products / mesh.tp + 2 * work.given / layout.along)
     kept, making = _kept(layout, full)
     activations = flying * blocks * kept * samples
-    first, last = rank == 0, rank == (len(layout.stages) - 1) % mesh.pp
+    first, last = rank == 0, layout.last(rank)
     activations += flying * samples * work.outside[0] * first / layout.along
     loss = work.logits * (1 + 4 / work.width) if stack.fused_loss else work.loss
-    at_loss = samples * loss / mesh.tp if last else 0.0
+    at_loss = samples * loss / (mesh.tp if work.parted else 1) if last else 0.0
     at_block = samples * (making + work.working / mesh.tp)
     if last and work.layers == 1:
         at_block = 0.0
-    sent = flying * samples * work.given / layout.along if mesh.pp > 1 else 0.0
-    temporary = max(at_loss, at_block) + sent + passing + samples * work.inputs
+    sent = flying * samples * max(layout.crossing) / layout.along
+    temporary = max(at_loss, at_block) + sent + samples * work.inputs
     where = "loss" if at_loss > at_block else "backward of a block"
     scores = work.scores * samples / mesh.tp
     if plan.recompute == "none" and stack.recompute == "plan":
@@ -124,15 +94,36 @@ def _rank(layout: Layout, rank: int) -> Parts:
     alike = plan.recompute == "block" and stack.recompute == "plan"
     many = temporary + (0.0 if alike else activations) if flying > 1 else 0.0
     return Parts(
-        parameters,
-        gradients,
-        state,
-        activations,
-        temporary,
-        max(many, scores),
-        sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp")),
-        where,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        activations=activations,
+        temporary=temporary,
+        buckets=buckets,
+        uneven=max(many, scores),
+        axes=sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp")),
+        where=where,
     )
+
+
+def _at_rest(layout: Layout, rank: int) -> tuple[float, float, float, float]:
+    """Bytes of parameters, gradients, the optimizer's states, and of what ZeRO puts together for a while."""
+    plan, work, shards = layout.plan, layout.work, layout.shards
+    size, width, gradient = layout.elements(rank, divided=plan.zero < 3), work.width, layout.gradient * work.trained
+    whole = layout.gradient * work.trained * size
+    if plan.zero == 3:
+        # At rest the master copy is all there is of a parameter.
+        parameters = size * (4 if layout.master else width) / shards
+        state = size * work.trained * (layout.state - 4 * layout.master) / shards
+        block = work.held(1, plan.mesh.tp) - work.experts / plan.mesh.tp * (1 - 1 / plan.mesh.ep)
+        buckets = width * (_GATHERED * block + layout.outside(rank)) + (width + gradient) * block if shards > 1 else 0.0
+        return parameters, whole if plan.keep_gradients else whole / shards, state, buckets
+    # ZeRO's shards of experts are as small as of all else, whether ep parts them before or not.
+    state = layout.elements(rank, divided=not plan.zero) * work.trained * layout.state
+    if plan.zero:
+        # The shard's gradients are widened to what the optimizer computes in.
+        state = (state + (4.0 * size * work.trained if layout.master and layout.gradient < 4 else 0.0)) / shards
+    return size * width, whole / (shards if plan.zero == 2 and not plan.keep_gradients else 1), state, 0.0
 
 
 def _kept(layout: Layout, full: float) -> tuple[float, float]:

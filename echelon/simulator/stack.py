@@ -24,13 +24,13 @@ class Stack:
     #: Which kernel a fused attention is.
     attention: Kernel = "flash2"
     #: Whether parameters of 2 bytes have a master copy of 4 and optimizer states of 4 bytes.
-    master: bool = True
+    master: bool = False
     #: Whether the loss is one kernel that works in place on a copy of the logits in float32.
     fused_loss: bool = False
-    #: Bytes of one number of the gradients that are kept between micro-batches.
-    gradients: int = 4
-    #: Bytes of one number of the gradients in messages.
-    message: int = 4
+    #: Bytes of one number of the gradients that are kept between micro-batches; None: as wide as parameters.
+    gradients: int | None = None
+    #: Bytes of one number of the gradients in messages; None: as wide as parameters.
+    message: int | None = None
     #: Whether exchanges of the data ranks run beside compute.
     overlap: bool = True
     #: Whether collectives of tp run beside the products that they feed.

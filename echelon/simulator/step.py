@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from echelon.errors import PlanError
-from echelon.plan.cluster import Cluster, Device, Sheet
+from echelon.plan.cluster import Cluster, Device
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Operator, Phase, Profile
@@ -15,16 +15,17 @@ from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.fitted import Fitted, fitted
-from echelon.simulator.sheet_memory import memory as held_memory
+from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
 from echelon.simulator.shares import Shares
-from echelon.simulator.stack import Stack
-from echelon.simulator.sheet_step import Layout, lay_out
+from echelon.simulator.sheet_memory import memory as sheet_memory
+from echelon.simulator.sheet_step import Known
 from echelon.simulator.sheet_step import time as sheet_time
-from echelon.simulator.work import Work, distil
+from echelon.simulator.stack import Stack
+from echelon.simulator.work import distil
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -35,15 +36,31 @@ _SAMPLE = 1
 def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | None = None) -> Forecast:
     """What a step of `plan` takes and holds on `cluster`; `stack`: how others than echelon's engine execute it.
 
-    A device that was measured is priced by its curves, one that was not by its data sheet.
+    A device that was measured is priced by its curves, one that was not by its data sheet. On devices that are not alike every rank waits
+    for the one that takes longest.
     """
-    if by_sheet(cluster):
-        alike = slowest(cluster)
-        if plan.shares and alike is not cluster and plan.ranks == plan.mesh.dp:
-            return _shared(distil(profile), profile.batch, cluster, alike, plan, stack or Stack())
-        return forecast_of(lay_out(distil(profile), profile.batch, alike, plan, stack or Stack()), alike, fitted())
-    require_one_kind(cluster)
-    return price(profile, cluster, plan)
+    if not by_sheet(cluster):
+        require_one_kind(cluster)
+        return price(profile, cluster, plan)
+    constants = fitted()
+    return worst([forecast_of(*each, constants) for each in laid_out(profile, cluster, plan, stack)])
+
+
+def laid_out(
+    profile: Profile, cluster: Cluster, plan: Plan, stack: Stack | None = None
+) -> list[tuple[Layout, Cluster]]:
+    """The plan on each kind of device of the cluster, with the most samples that a rank on such a device has."""
+    work, dp, placed = distil(profile, plan), plan.mesh.dp, on_ranks(cluster)
+    apart = plan.shares and plan.ranks == dp <= profile.batch
+    each = sizes(profile.batch, dp, plan.shares) if apart else []
+    made = []
+    for alike in kinds(cluster):
+        device = alike.nodes[0].devices[0]
+        largest = max((size for size, on in zip(each, placed, strict=False) if on == device), default=None)
+        if largest is None and apart:
+            continue  # no rank is on such a device
+        made.append((lay_out(work, profile.batch, alike, plan, stack or Stack(), largest=largest), alike))
+    return made
 
 
 def by_sheet(cluster: Cluster) -> bool:
@@ -52,75 +69,69 @@ def by_sheet(cluster: Cluster) -> bool:
     return device.sheet is not None and not device.curves
 
 
-def slowest(cluster: Cluster) -> Cluster:
-    """A cluster whose devices are all as slow, and as small, as the worst of this one: ranks with the same work wait for it."""
-    devices = {id(device): device for node in cluster.nodes for device in node.devices}
-    first = next(iter(devices.values()))
-    if all(device == first for device in devices.values()):
-        return cluster
-    sheets = [device.sheet for device in devices.values() if device.sheet is not None]
-    if len(sheets) < len(devices):
-        bare = next(device.name for device in devices.values() if device.sheet is None)
+def kinds(cluster: Cluster) -> list[Cluster]:
+    """For each kind of device the cluster as it would be with that kind alone, as many in each node as all nodes have, over the slowest
+    link that there is."""
+    devices = distinct(device for node in cluster.nodes for device in node.devices)
+    if len(devices) == 1:
+        return [cluster]
+    bare = next((device.name for device in devices if device.sheet is None), None)
+    if bare is not None:
         raise PlanError(
             f"{cluster.name}: {bare} has no data sheet and others have; describe it in the cluster's file too"
         )
-    names = {name for sheet in sheets for name in sheet.peaks}
-    sheet = Sheet(
-        peaks={name: min(each.peak(name) for each in sheets) for name in sorted(names)},
-        vector=min(each.vector for each in sheets),
-        bandwidth=min(each.bandwidth for each in sheets),
-        units=min(each.units for each in sheets),
-        power=min(each.power for each in sheets),
-        legacy=min(each.legacy for each in sheets),
-    )
-    kinds = sorted({device.name for device in devices.values()})
-    worst = replace(first, name=" and ".join(kinds), memory=min(each.memory for each in devices.values()), sheet=sheet)
+    fewest = min(len(node.devices) for node in cluster.nodes)
     wires = [node.wire for node in cluster.nodes if node.wire is not None]
     wire = min(wires, key=lambda each: each.rate) if wires else None
+    names = " and ".join(sorted({device.name for device in devices}))
+    notes = [f"{names}: all wait for the slowest, and a plan must fit on each"]
+    left = sum(len(node.devices) for node in cluster.nodes) - fewest * len(cluster.nodes)
+    notes += [f"{left} devices of larger nodes are not used"] if left else []
+    return [
+        replace(
+            cluster,
+            nodes=tuple(replace(node, devices=(device,) * fewest, wire=wire) for node in cluster.nodes),
+            notes=(*cluster.notes, *notes),
+        )
+        for device in devices
+    ]
+
+
+def on_ranks(cluster: Cluster) -> list[Device]:
+    """The devices that ranks are on, in their order: as many of each node as all nodes have."""
     fewest = min(len(node.devices) for node in cluster.nodes)
-    whole = [replace(node, devices=(worst,) * fewest, wire=wire) for node in cluster.nodes]
-    note = f"{' and '.join(kinds)}: every rank has the same work, so that all wait for the slowest and hold what the smallest can"
-    left = sum(len(node.devices) for node in cluster.nodes) - fewest * len(whole)
-    return replace(
-        cluster,
-        nodes=tuple(whole),
-        notes=(*cluster.notes, note, *([f"{left} devices of larger nodes are not used"] if left else [])),
-    )
+    return [device for node in cluster.nodes for device in node.devices[:fewest]]
 
 
-def _shared(work: Work, batch: int, cluster: Cluster, alike: Cluster, plan: Plan, stack: Stack) -> Forecast:
-    """A step in which each device has its own share of the batch: the device that takes longest decides the time, the one with the least
-    room left the memory."""
-    devices = [device for node in cluster.nodes for device in node.devices[: len(alike.nodes[0].devices)]]
-    largest: dict[str, tuple[Device, int]] = {}
-    for device, size in zip(devices, sizes(batch, plan.mesh.dp, plan.shares), strict=False):
-        known = largest.get(device.name, (device, 0))
-        largest[device.name] = (device, max(size, known[1]))
-    made = []
-    for device, size in largest.values():
-        nodes = tuple(replace(node, devices=(device,) * len(node.devices)) for node in alike.nodes)
-        mine = replace(alike, nodes=nodes, notes=cluster.notes)
-        layout = lay_out(work, batch, mine, plan, stack)
-        made.append(forecast_of(replace(layout, micro=-(-size // layout.count)), mine, fitted()))
+def distinct(devices: Iterable[Device]) -> list[Device]:
+    """Each device once of those that are alike in everything."""
+    found: list[Device] = []
+    for device in {id(each): each for each in devices}.values():
+        if device not in found:
+            found.append(device)
+    return found
+
+
+def worst(made: Sequence[Forecast]) -> Forecast:
+    """The device that takes longest decides the time, the one with the least room left the memory."""
     longest = max(made, key=lambda each: each.time.step)
     tightest = max(made, key=lambda each: (each.memory.high + each.memory.framework) / each.capacity)
-    notes = [note for each in made for note in each.notes]
     return replace(
         longest,
         memory=tightest.memory,
         capacity=tightest.capacity,
         peak_at=tightest.peak_at,
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(note for each in made for note in each.notes)),
     )
 
 
-def forecast_of(layout: Layout, cluster: Cluster, constants: Fitted) -> Forecast:
+def forecast_of(layout: Layout, cluster: Cluster, constants: Fitted, known: Known | None = None) -> Forecast:
     """The forecast of a plan that was laid out on a cluster by its data sheets."""
-    held, where = held_memory(layout, constants)
+    held, where = sheet_memory(layout, constants)
     return Forecast(
         plan=layout.plan,
         batch=layout.batch,
-        time=sheet_time(layout, cluster, constants),
+        time=sheet_time(layout, cluster, constants, known=known),
         memory=held,
         capacity=layout.capacity,
         peak_at=where,

@@ -11,17 +11,16 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import stage_count
 from echelon.simulator.fitted import fitted
-from echelon.simulator.sheet_memory import parts as held_parts
-from echelon.simulator.sheet_memory import put_together
 from echelon.simulator.load import load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.order import walk
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import runs_as
+from echelon.simulator.sheet_memory import parts as held_parts
+from echelon.simulator.sheet_memory import put_together
+from echelon.simulator.sheet_step import stage_seconds
 from echelon.simulator.stack import Stack
-from echelon.simulator.step import by_sheet, rank_times, slowest
-from echelon.simulator.sheet_step import lay_out, stage_seconds, time
-from echelon.simulator.work import distil
+from echelon.simulator.step import by_sheet, forecast_of, laid_out, rank_times
 
 #: Micro-batches that are shown: a longer step repeats itself.
 SHOWN = 24
@@ -57,15 +56,14 @@ def timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
     """What every rank of pp does in a step, one data rank as all others."""
     pp = plan.mesh.pp
     if by_sheet(cluster):
-        alike, constants = slowest(cluster), fitted()
-        layout = lay_out(distil(profile), profile.batch, alike, plan, stack or Stack())
+        constants = fitted()
+        found = [(forecast_of(*each, constants), *each) for each in laid_out(profile, cluster, plan, stack)]
+        forecast, layout, alike = max(found, key=lambda each: each[0].time.step)
         forward, backward, exchange = stage_seconds(layout, alike, constants)
-        count, schedule = layout.count, plan.schedule
-        if len(layout.stages) > pp and schedule == "1f1b":
-            schedule = "interleaved"
+        count, schedule = layout.count, layout.schedule
         held = tuple(put_together(each, constants) for each in held_parts(layout))
-        capacity, per_node = layout.capacity, len(alike.nodes[0].devices)
-        tail = (exchange, time(layout, alike, constants).optimizer)
+        capacity, per_node = forecast.capacity, len(alike.nodes[0].devices)
+        tail = (exchange, forecast.time.optimizer)
     else:
         require_one_kind(cluster)
         load = load_of(profile, cluster, plan)
@@ -75,8 +73,7 @@ def timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
         each = stages // pp
         forward = [times[stage % pp].forward / count / each for stage in range(stages)]
         backward = [times[stage % pp].backward / count / each for stage in range(stages)]
-        kind = runs_as(plan, count) if pp > 1 else "1f1b"
-        schedule = kind  # type: ignore[assignment]
+        schedule = runs_as(plan, count) if pp > 1 else "1f1b"
         held = tuple(
             memory(part.profile, plan, load, part.waiting, part.freed)[0] for part in parts(profile, plan, load.micros)
         )

@@ -1,26 +1,34 @@
 """A profile as a cluster's forecast needs it: one repeated block, what comes before the blocks, and what comes after them.
 
 Where a plan leaves open how tp cuts the model the ideal rule holds: products in blocks and of the vocabulary are divided, and so is all
-that lies beside them in modules that hold products; norms, dropouts and residuals are whole, or divided along the sequence.
+that lies beside them in modules that hold products; norms, dropouts and residuals are whole, or divided along the sequence. A plan
+that says how it cuts is taken at its word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from echelon.plan.profile import WIDTH, Operator, Phase, Profile, fold_path
+from echelon.plan.mesh import Mesh
+from echelon.plan.placement import cut_parameters
+from echelon.plan.plan import Plan, Precision
+from echelon.plan.profile import WIDTH, Operator, Parameter, Phase, Profile, fold_path
 from echelon.simulator.again import own_kept
-from echelon.simulator.shares import inside
+from echelon.simulator.shares import Shares, inside
 
 #: Products of weights; other products (written-out attention) are of activations alone.
 _WEIGHTS = ("mm", "addmm", "_int_mm")
+#: Sums of tp per block and pass by the ideal rule: one behind attention, one behind the feed-forward part.
+_SUMS = 2
+_PARTS = ("before", "block", "after")
 #: Samples at which an amount per sample is read.
 _MANY = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """Operators that are alike, as one block (or the part outside of blocks) runs them."""
 
@@ -35,7 +43,7 @@ class Op:
     cut: bool  #: divided by tp
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """Bytes per sample that one block, or what is outside of blocks, keeps for backward."""
 
@@ -45,7 +53,16 @@ class Kept:
     products: float = 0.0  #: outputs of products and attention; tp divides about all of them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A visit: a place where a stage may begin. Over all places `blocks` and `elements` add up to the number of blocks."""
+
+    blocks: float  #: what it computes, in blocks
+    elements: float  #: parameters of blocks that it holds, in blocks
+    crossing: float  #: bytes per sample that pass to a stage that begins here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The model. Figures of `block` are of one; `before` and `after` are what a pipeline's first and last rank do besides."""
 
@@ -54,19 +71,30 @@ class Work:
     block: tuple[Op, ...]
     after: tuple[Op, ...]
     elements: tuple[float, float, float]  #: parameters before the blocks, in one block, after them
+    whole: tuple[float, float, float]  #: of these, what tp leaves whole on every rank
     tied: float  #: of those before, what is used after the blocks too
     width: int  #: bytes of one parameter as traced
+    precision: Precision  #: as traced
+    state: float  #: bytes of the optimizer's state for one parameter
+    trained: float  #: share of the parameters that is trained
+    clip: bool  #: whether gradients are clipped
     kept: Kept
     outside: tuple[float, float]  #: bytes per sample kept before and after the blocks
     given: float  #: bytes per sample that one block passes to the next
+    keys: float  #: bytes per sample of one block's keys and values
     loss: float  #: bytes per sample alive at the loss beside what is kept anywhere
     logits: float  #: bytes per sample of the largest output behind the blocks
+    parted: bool  #: whether tp divides that output and the loss
+    sums: float  #: how often ranks of tp add up in one pass of a block
     working: float  #: bytes per sample that the largest operator of a block reads and writes: alive while it runs
     inputs: float  #: bytes per sample that come from the data
     experts: float = 0.0  #: of one block's parameters, those of experts: ep divides them
     routed: float = 0.0  #: bytes per sample that go to one block's experts, and come back
-    #: Of each place where a stage may begin, whether it is a block; empty: not known.
-    visits: tuple[bool, ...] = ()
+    places: tuple[Place, ...] = ()  #: empty: not known
+
+    def held(self, part: int, tp: int) -> float:
+        """Parameters that a rank of tp holds: 0 before the blocks, 1 of one block, 2 after them."""
+        return (self.elements[part] - self.whole[part]) / tp + self.whole[part]
 
     @property
     def scores(self) -> float:
@@ -76,79 +104,205 @@ class Work:
         return max(self.kept.core - 3 * self.given, 0.0) if written else 0.0
 
 
-def distil(profile: Profile) -> Work:
-    """The work of a profile. A model without repeated blocks is one block."""
+def distil(profile: Profile, plan: Plan | None = None) -> Work:
+    """The work of a profile. A model without repeated blocks is one block. `plan`: whose cuts hold, where it has some."""
     units = tuple(dict.fromkeys(map(fold_path, profile.units)))
     layers = max(len(profile.units), 1)
     late = _after(profile, units)
     core = {each.module for each in profile.operators if _kind(each) in ("inner", "attention")}
-    holders = _holders(profile, units)
-    parts: dict[str, list[Op]] = {"before": [], "block": [], "after": []}
+    cuts = _Cuts(profile, units, plan)
+    parts: dict[str, list[Op]] = {name: [] for name in _PARTS}
     for each in profile.operators:
         where = _where(each.module, units, late)
-        count = each.count / layers if where == "block" else float(each.count)
         kind = _kind(each)
-        cut = where == "after" or (where == "block" and (kind != "stream" or _within(each.module, holders)))
         parts[where].append(
             Op(
-                kind,
-                each.phase,
-                each.dtype,
-                count,
-                tuple((dim.fixed, dim.per_sample) for dim in each.dims),
-                (each.flops.fixed, each.flops.per_sample),
-                (each.moved.fixed, each.moved.per_sample),
-                each.module in core and each.module not in units,
-                cut,
+                kind=kind,
+                phase=each.phase,
+                dtype=each.dtype,
+                count=each.count / layers if where == "block" else float(each.count),
+                dims=tuple((dim.fixed, dim.per_sample) for dim in each.dims),
+                flops=(each.flops.fixed, each.flops.per_sample),
+                moved=(each.moved.fixed, each.moved.per_sample),
+                core=each.module in core and each.module not in units,
+                cut=cuts.work(each.module, where, kind),
             )
         )
-    elements = {"before": 0.0, "block": 0.0, "after": 0.0}
-    tied = 0.0
+    elements, whole, tied = dict.fromkeys(_PARTS, 0.0), dict.fromkeys(_PARTS, 0.0), 0.0
     for parameter in profile.parameters:
         where = _where(fold_path(parameter.name), units, late)
         elements[where] += parameter.elements
+        whole[where] += parameter.elements * (not cuts.parameter(parameter))
         if where == "before" and any(_where(fold_path(name), units, late) == "after" for name in parameter.aliases):
             tied += parameter.elements
     expert = _experts(profile, units)
     own = {path: size / _MANY for path, size in own_kept(profile, _MANY).items()}
-    blocks = sum(size for path, size in own.items() if _where(path, units, late) == "block")
-    kept = Kept(
-        cut=sum(s for p, s in own.items() if _where(p, units, late) == "block" and _within(p, holders)) / layers,
-        whole=sum(s for p, s in own.items() if _where(p, units, late) == "block" and not _within(p, holders)) / layers,
-        core=sum(s for p, s in own.items() if p in core and _where(p, units, late) == "block") / layers,
-        products=sum(_output(each) for each in parts["block"] if each.phase == "forward"),
+    inner = {path: size for path, size in own.items() if _where(path, units, late) == "block"}
+    cut = sum(size for path, size in inner.items() if cuts.kept(path))
+    before, after = (
+        sum(size for path, size in own.items() if _where(path, units, late) == where) for where in ("before", "after")
     )
-    before = sum(size for path, size in own.items() if _where(path, units, late) == "before")
-    after = sum(size for path, size in own.items() if _where(path, units, late) == "after")
     peak = max(moment.alive.per_sample for moment in profile.moments)
     modules = [module for module in profile.modules if fold_path(module.path) in units]
     given = max((module.output.per_sample for module in modules), default=0.0)
+    behind = [m for m in profile.modules if m.path and _where(fold_path(m.path), units, late) == "after"]
+    trained = sum(rule.elements for rule in profile.optimizers)
     return Work(
         layers=layers,
         before=merged(parts["before"]),
         block=merged(parts["block"]),
         after=merged(parts["after"]),
         elements=(elements["before"], elements["block"] / layers, elements["after"]),
+        whole=(whole["before"], whole["block"] / layers, whole["after"]),
         tied=tied,
         width=WIDTH.get(profile.parameters[0].dtype, 4) if profile.parameters else 4,
-        kept=kept,
+        precision=profile.precision,
+        state=profile.state_bytes / max(trained, 1),
+        trained=min(trained / max(profile.elements, 1), 1.0),
+        clip=profile.clip,
+        kept=Kept(
+            cut=cut / layers,
+            whole=(sum(inner.values()) - cut) / layers,
+            core=sum(size for path, size in inner.items() if path in core) / layers,
+            products=sum(_output(each) for each in parts["block"] if each.phase == "forward"),
+        ),
         outside=(before, after),
         given=given,
-        loss=max(peak - blocks - before, after),
-        logits=max(
-            (
-                m.output.per_sample
-                for m in profile.modules
-                if m.path and _where(fold_path(m.path), units, late) == "after"
-            ),
-            default=0.0,
-        ),
+        keys=_keys(profile, core, layers, given),
+        loss=max(peak - sum(inner.values()) - before, after),
+        logits=max((module.output.per_sample for module in behind), default=0.0),
+        parted=cuts.logits,
+        sums=cuts.sums(layers),
         working=max((op.moved[1] for op in parts["block"]), default=0.0),
         inputs=float(profile.input_bytes),
         experts=sum(each.elements for each in profile.parameters if _within(fold_path(each.name), expert)) / layers,
         routed=given * _choices(profile, units, expert) if expert else 0.0,
-        visits=tuple(fold_path(visit.path) in units for visit in profile.visits),
+        places=_places(profile, layers),
     )
+
+
+def recast(work: Work, precision: Precision | None) -> Work:
+    """The work in another precision than it was traced in: products, and about all that lies between them, are as wide as that says."""
+    half = precision in ("bf16", "fp16")
+    if precision is None or half == (work.precision in ("bf16", "fp16")):
+        return work if precision in (None, work.precision) else replace(work, precision=precision)
+    traced, wanted = ("float32", "bfloat16") if half else ("bfloat16", "float32")
+    products = [op for op in work.block if op.kind != "stream"]
+    # A model that was built narrow is so in any precision.
+    if not products or (WIDTH.get(products[0].dtype, 4) <= 2) == half:
+        return replace(work, precision=precision)
+    times = WIDTH[wanted] / WIDTH[traced]
+
+    def changed(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        return tuple(
+            replace(op, dtype=wanted, moved=(op.moved[0] * times, op.moved[1] * times))
+            if (WIDTH.get(op.dtype, 4) <= 2) != half
+            else op
+            for op in ops
+        )
+
+    kept = work.kept
+    return replace(
+        work,
+        before=changed(work.before), block=changed(work.block), after=changed(work.after), precision=precision,
+        kept=replace(kept, cut=kept.cut * times, whole=kept.whole * times, core=kept.core * times, products=kept.products * times),
+        outside=(work.outside[0] * times, work.outside[1] * times),
+        places=tuple(replace(each, crossing=each.crossing * times) for each in work.places),
+        **{name: getattr(work, name) * times for name in ("given", "keys", "loss", "logits", "working", "routed")},
+    )  # fmt: skip
+
+
+class _Cuts:
+    """What tp divides: as a plan says, or by the ideal rule where no plan has cuts."""
+
+    def __init__(self, profile: Profile, units: tuple[str, ...], plan: Plan | None) -> None:
+        known = plan is not None and plan.mesh.tp > 1 and bool(plan.placements or plan.uncut)
+        self._plan = plan if known else None
+        self._shares = Shares(profile, replace(plan, mesh=Mesh(tp=plan.mesh.tp), stages=())) if plan and known else None
+        self._names = cut_parameters(plan.placements) if plan and known else {}
+        self._holders = _holders(profile, units)
+        self._units = units
+
+    def work(self, path: str, where: str, kind: str) -> bool:
+        """Of what a module computes."""
+        if self._shares:
+            return self._shares.work(path, 0) < 1
+        return where == "after" or (where == "block" and (kind != "stream" or _within(path, self._holders)))
+
+    def kept(self, path: str) -> bool:
+        """Of what a module of a block keeps."""
+        return self._shares.kept(path, 0) < 1 if self._shares else _within(path, self._holders)
+
+    def parameter(self, parameter: Parameter) -> bool:
+        """Of what is held."""
+        return not self._shares or any(name in self._names for name in (parameter.name, *parameter.aliases))
+
+    @property
+    def logits(self) -> bool:
+        """Whether the loss is computed on parts."""
+        return self._plan is None or any(each.cut == "logits" for each in self._plan.placements)
+
+    def sums(self, layers: int) -> float:
+        """How often what a block gives, or about as much, is added up in one pass; to put parts together is half of that."""
+        if self._plan is None:
+            return float(_SUMS)
+        inner = [
+            each for each in self._plan.placements if any(inside(fold_path(each.path), unit) for unit in self._units)
+        ]
+        often = {"row": 1.0, "attention": 1.0, "gather": 0.5, "stored": 0.5}
+        return sum(often.get(each.cut, 0.0) for each in inner) / layers
+
+
+def _keys(profile: Profile, core: set[str], layers: int, given: float) -> float:
+    """Bytes per sample of the keys and values of one block: what the products around an attention give, less the queries, which are as
+    large as what attention gives, and less what the last of them gives the block. Where that is not told, twice what the block gives."""
+    attention = [each for each in profile.operators if each.phase == "forward" and _kind(each) == "attention"]
+    if not attention:
+        return 2 * given
+    (_, lots), (queries, _), _, (size, _) = ((d.fixed, d.per_sample) for d in attention[0].dims)
+    asked = lots * queries * size * WIDTH.get(attention[0].dtype, 4)
+    holder = attention[0].module
+    while holder:
+        products = [
+            each for each in profile.operators
+            if each.phase == "forward" and _kind(each) == "product" and inside(each.module, holder)
+        ]  # fmt: skip
+        if products:
+            out = sum(
+                o.count * o.dims[1].per_sample * o.dims[2].fixed * WIDTH.get(o.dtype, 4) for o in products
+            ) / layers  # fmt: skip
+            return min(max(out - asked - given, 0.0), 2 * given) or 2 * given
+        holder = holder.rpartition(".")[0]
+    return 2 * given
+
+
+def _places(profile: Profile, layers: int) -> tuple[Place, ...]:
+    """What each visit is in blocks, of those that are blocks or lie in one; all of them where the model has no blocks."""
+    blocks = [not profile.units or any(inside(visit.path, unit) for unit in profile.units) for visit in profile.visits]
+    own = {visit.path: 0.0 for visit, block in zip(profile.visits, blocks, strict=True) if block}
+    for parameter in profile.parameters:
+        path = next((path for path in _prefixes(parameter.name) if path in own), None)
+        if path is not None:
+            own[path] += parameter.elements
+    times = Counter(visit.path for visit in profile.visits)
+    work = sum(visit.work for visit, block in zip(profile.visits, blocks, strict=True) if block)
+    size = sum(own.values())
+    return tuple(
+        Place(
+            blocks=layers * visit.work / work if block and work else 0.0,
+            # One that is called several times is held once, by a part for each call.
+            elements=layers * own[visit.path] / times[visit.path] / size if block and size else 0.0,
+            crossing=visit.crossing.per_sample,
+        )
+        for visit, block in zip(profile.visits, blocks, strict=True)
+    )
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The modules that a parameter lies in, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _experts(profile: Profile, units: tuple[str, ...]) -> frozenset[str]:

@@ -88,7 +88,7 @@ def test_a_faster_stage_never_makes_the_pipeline_slower(
 
 @given(pipelines())
 def test_in_flight_is_what_the_order_keeps(pipeline: tuple[str, list[float], list[float], int, int]) -> None:
-    schedule, forward, backward, ranks, count = pipeline
+    schedule, forward, _, ranks, count = pipeline
     chunks = len(forward) // ranks
     steps = order(schedule, ranks, chunks, count)
     for rank in range(ranks):
