@@ -74,6 +74,12 @@ def test_two_blocks_tell_of_six(arch: str, core: str) -> None:
     assert a.loss == pytest.approx(b.loss, rel=0.02)
 
 
+def test_keys_and_values_are_as_wide_as_the_model_makes_them() -> None:
+    work = distil(shallow(key_of(SMALL, core="flash", half=True, fused_norm=True)))
+    assert work.keys == 2 * 32 * 2 * 2 * 16  # bytes, tokens, keys and values, heads of them, their size
+    assert work.given == 2 * 32 * 64
+
+
 def test_models_have_the_parameters_that_the_rows_print() -> None:
     """Those that say so: within half a percent, biases and positions aside."""
     seen = set()
