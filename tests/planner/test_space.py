@@ -19,17 +19,20 @@ from echelon.plan.profile import Profile
 from echelon.plan.stages import divide
 from echelon.plan.text import from_text
 from echelon.planner import Candidate, Goal, search, why_not
+from echelon.planner.space import Space
 from echelon.simulator import simulate
-from tests.simulator.cases import make_stack
+from tests.simulator.cases import make_language, make_stack
 from tests.simulator.test_sheets import changed, with_experts
 
 clusters = st.sampled_from(["4xA100-40GB", "2x2xV100-16GB", "8xH100-80GB"])
-models = st.builds(
-    make_stack,
-    blocks=st.sampled_from([4, 6]),
-    width=st.sampled_from([512, 4096]),
-    batch=st.sampled_from([4, 12]),
-    length=st.sampled_from([64, 2048]),
+shapes = {
+    "blocks": st.sampled_from([4, 6]),
+    "width": st.sampled_from([512, 4096]),
+    "batch": st.sampled_from([4, 12]),
+    "length": st.sampled_from([64, 2048]),
+}
+models = st.one_of(
+    st.builds(make_stack, **shapes), st.builds(make_language, vocab=st.sampled_from([1024, 65536]), **shapes)
 )
 goals = st.sampled_from(
     [Goal(), Goal(kind="memory"), Goal(kind="cheapest", price=2.5), Goal(kind="devices", within=20.0)]
@@ -49,6 +52,20 @@ def found(profile: Profile, cluster: Cluster, **options: object) -> list[tuple[s
 def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: str, goal: Goal) -> None:
     cluster = catalogue.cluster(name)
     assert found(profile, cluster, goal=goal, top=3) == found(profile, cluster, goal=goal, top=3, exhaustive=True)
+
+
+@given(models, clusters, st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_bounds_are_never_above_what_they_bound(profile: Profile, name: str, beyond: bool) -> None:
+    space = Space(profile, catalogue.cluster(name), ranks=None, beyond=beyond)
+    for family in space.families():
+        for plan in space.plans(family):
+            layouts = space.quotes.layouts(plan)
+            bound, forecast = space.quotes.least_seconds(layouts), space.quotes.forecast(layouts)
+            assert space.least(family) <= bound * (1 + 1e-9), plan
+            assert bound <= forecast.time.step * (1 + 1e-9), plan
+            assert space.quotes.peak(layouts) == forecast.memory.high + forecast.memory.framework, plan
+            assert space.quotes.may_fit(layouts) or not forecast.fits, plan
 
 
 @given(models, clusters)
