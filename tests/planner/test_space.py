@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import PlanError
@@ -32,7 +32,8 @@ shapes = {
     "length": st.sampled_from([64, 2048]),
 }
 models = st.one_of(
-    st.builds(make_stack, **shapes), st.builds(make_language, vocab=st.sampled_from([1024, 65536]), **shapes)
+    st.builds(make_stack, **shapes),
+    st.builds(make_language, vocab=st.sampled_from([1024, 65536]), norms=st.sampled_from([8, 100]), **shapes),
 )
 goals = st.sampled_from(
     [Goal(), Goal(kind="memory"), Goal(kind="cheapest", price=2.5), Goal(kind="devices", within=20.0)]
@@ -55,6 +56,7 @@ def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: s
 
 
 @given(models, clusters, st.booleans())
+@example(make_language(blocks=6, width=4096, batch=64, length=2048, norms=100), "8xH100-80GB", False)
 @settings(max_examples=8, deadline=None)
 def test_bounds_are_never_above_what_they_bound(profile: Profile, name: str, beyond: bool) -> None:
     space = Space(profile, catalogue.cluster(name), ranks=None, beyond=beyond)

@@ -106,9 +106,16 @@ def make_stack(*, blocks: int = 4, width: int = 256, batch: int = 16, length: in
 
 
 def make_language(
-    *, blocks: int = 4, width: int = 256, batch: int = 16, length: int = 64, vocab: int = 1024, tied: bool = False
+    *,
+    blocks: int = 4,
+    width: int = 256,
+    batch: int = 16,
+    length: int = 64,
+    vocab: int = 1024,
+    tied: bool = False,
+    norms: int = 8,
 ) -> Profile:
-    """A language model in 2-byte numbers: a table, blocks with norms that move much, and a head whose logits are large."""
+    """A language model in 2-byte numbers: a table, blocks with norms of so many operators, and a head whose logits are large."""
     plain = make_stack(blocks=blocks, width=width, batch=batch, length=length)
     size, logits = 2.0 * length * width, 2.0 * length * vocab
     table = Parameter(name="embed.weight", shape=(vocab, width), aliases=("head.weight",) if tied else ())
@@ -122,7 +129,7 @@ def make_language(
             kind="stream",
             phase=phase,
             module="blocks.*.norm",
-            count=8 * blocks,
+            count=norms * blocks,
             moved=Amount(0.0, 4 * size),
         )  # type: ignore[arg-type]
 
