@@ -13,7 +13,7 @@ from echelon.plan.cuts import cut_bytes
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile, Rule
-from echelon.plan.split import largest_share, rounds
+from echelon.plan.split import largest_micro, largest_share, rounds
 from echelon.plan.stages import INTERLEAVING, UNCUT, stage_count
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
@@ -231,6 +231,12 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} sample{'s' * (share > 1)}",
             remedy=f"use micro={share} or less",
+        )  # fmt: skip
+    most = largest_micro(batch, dp, plan.micro, plan.shares)
+    if plan.micro is not None and most > plan.micro + 1:
+        yield Problem(
+            path="micro", value=plan.micro, rule=f"the smallest share of batch={batch} lasts for {turns} micro-batch{'es' * (turns > 1)}, so that the "
+            f"largest share needs {most} samples in each", remedy=f"use micro={most}, a larger batch or shares that are nearer to each other",
         )  # fmt: skip
     if profile.coupled and (dp > 1 or (plan.micro is not None and plan.micro < batch)):
         parted = ("dp", dp) if dp > 1 else ("micro", plan.micro)

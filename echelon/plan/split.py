@@ -44,12 +44,16 @@ def sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[int]:
         return [part.size for part in cut(0, batch, dp)]
     if len(shares) != dp:
         raise ValueError(f"{len(shares)} shares for {dp} data ranks")
-    left, whole = batch - dp, sum(shares)
-    found = [1 + left * share // whole for share in shares]
+    whole = sum(shares)
+    found = [batch * share // whole for share in shares]
     # What rounding left over goes where the most was cut off, the first of those alike.
-    behind = sorted(range(dp), key=lambda rank: -(left * shares[rank] % whole))
+    behind = sorted(range(dp), key=lambda rank: -(batch * shares[rank] % whole))
     for rank in behind[: batch - sum(found)]:
         found[rank] += 1
+    # Nobody may be without a sample: those that have most give.
+    while 0 in found:
+        found[found.index(max(found))] -= 1
+        found[found.index(0)] = 1
     return found
 
 
@@ -66,8 +70,14 @@ def rounds(batch: int, dp: int, micro: int | None, shares: Sequence[int] = ()) -
     if micro is None:
         return 1
     smallest = min(sizes(batch, dp, shares)) if shares else batch // dp
-    # The largest share decides, but the smallest must not run dry before it: then a micro-batch holds one sample more.
+    # The largest share decides, but the smallest must not run dry before it: then micro-batches hold more than was asked for, by one sample
+    # where shares are alike. `check` refuses more than that.
     return min(-(-largest // micro), smallest)
+
+
+def largest_micro(batch: int, dp: int, micro: int | None, shares: Sequence[int] = ()) -> int:
+    """Samples of the largest micro-batch of all ranks."""
+    return -(-largest_share(batch, dp, shares) // rounds(batch, dp, micro, shares))
 
 
 def split(batch: int, dp: int, micro: int | None = None, shares: Sequence[int] = ()) -> list[list[Slice]]:

@@ -108,7 +108,7 @@ def _meant(name: str) -> str:
 def explain(plan: Plan, batch: int | None = None) -> str:
     """The plan in words, one decision a line."""
     from echelon.plan.cuts import runs
-    from echelon.plan.split import largest_share, rounds
+    from echelon.plan.split import largest_micro, rounds
     from echelon.plan.stages import stage_count
 
     ranks, dp = plan.ranks, plan.mesh.dp
@@ -140,7 +140,7 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         lines.append(f"a batch of {batch} cannot feed {dp} data ranks")
     elif batch is not None:
         turns = rounds(batch, dp, plan.micro, plan.shares)
-        most = plan.micro or largest_share(batch, dp, plan.shares)
+        most = largest_micro(batch, dp, plan.micro, plan.shares)
         lines.append(
             f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {_of(most, 'sample')} per rank"
         )

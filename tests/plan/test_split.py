@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.split import rounds, sizes, split
+from echelon.plan.split import largest_micro, rounds, sizes, split
 
 ranks = st.integers(1, 64)
 
@@ -51,8 +51,22 @@ def test_unequal_shares_are_the_batch_too(shares: list[int], more: int, micro: i
     assert {len(rank) for rank in parts} == {rounds(batch, dp, micro, shares)}
     assert min(part.size for rank in parts for part in rank) >= 1
     found = sizes(batch, dp, shares)
-    # One sample each first; the rest in proportion, to less than a sample.
-    assert all(abs(size - 1 - more * share / sum(shares)) < 1 for size, share in zip(found, shares, strict=True))
+    # In proportion, to less than a sample; where somebody would have none others give.
+    exact = [batch * share / sum(shares) for share in shares]
+    assert all(abs(size - wanted) < 1 for size, wanted in zip(found, exact, strict=True)) or min(exact) < 1
+    assert max(part.size for rank in parts for part in rank) == largest_micro(batch, dp, micro, shares)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shares", "found"),
+    [
+        (10, (9, 1), [9, 1]),
+        (16, (13, 13, 13, 13, 4, 4, 4, 4), [3, 3, 3, 3, 1, 1, 1, 1]),
+        (4, (97, 1, 1, 1), [1, 1, 1, 1]),
+    ],
+)
+def test_shares_are_in_proportion(batch: int, shares: tuple[int, ...], found: list[int]) -> None:
+    assert sizes(batch, len(shares), shares) == found
 
 
 def test_shares_alike_are_no_shares() -> None:
