@@ -45,15 +45,20 @@ def pairs(plan: Plan) -> Iterator[tuple[list[Placement], Placement]]:
 
 
 def find_stages(plan: Plan, visits: Sequence[Visit]) -> tuple[int, ...] | None:
-    """Where the stages of `plan` begin, but the first; None: there are too few places. What is cut between a column and its row must
-    not pass from one stage to another, and what changes a buffer must have one copy of it."""
+    """Where the stages of `plan` begin, but the first; None: there are too few places."""
+    return divide([visit.work for visit in visits], stage_count(plan), bound_places(plan, visits))
+
+
+def bound_places(plan: Plan, visits: Sequence[Visit]) -> frozenset[int]:
+    """Visits at which no stage begins: what is cut between a column and its row must not pass from one stage to another, and what
+    changes a buffer must have one copy of it."""
     bound: set[int] = set()
     together = [{each.path for each in (*columns, row)} for columns, row in pairs(plan)]
     together += [{visit.path} for visit in visits if visit.changes]
     for paths in together:
         places = [place for place, visit in enumerate(visits) if visit.path in paths]
         bound |= set(range(min(places) + 1, max(places) + 1)) if places else set()
-    return divide([visit.work for visit in visits], stage_count(plan), bound)
+    return frozenset(bound)
 
 
 def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) -> tuple[int, ...] | None:

@@ -26,7 +26,7 @@ class Goal:
             raise PlanError(
                 "goal=devices: the fewest devices for what? give the time that there is (--within) and the steps (--steps)"
             )
-        if self.within is not None and self.within <= 0:
+        if self.within is not None and not 0 < self.within < float("inf"):
             raise PlanError(f"within={self.within}: a deadline is in the future; give seconds above 0")
         if self.steps < 1:
             raise PlanError(f"steps={self.steps}: a training has at least one step")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from echelon.errors import PlanError
-from echelon.plan.check import Problem, check
+from echelon.plan.check import Problem, check, require
 from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute
 from echelon.plan.profile import Profile
-from echelon.plan.stages import find_stages
+from echelon.plan.stages import bound_places, find_stages
 from echelon.plan.units import seconds
 from echelon.planner.goal import Goal
 from echelon.planner.space import Space, best, devices_needed, with_shares
@@ -86,34 +86,63 @@ def search(
 def _wide(space: Space, goal: Goal, top: int, complete: Complete | None, *, exhaustive: bool) -> tuple[Candidate, ...]:
     """On a cluster by its data sheets."""
     wanted = top
+    known: dict[tuple[object, ...], Plan | PlanError] = {}
     while True:
         found = best(space, goal, top=wanted, near=_WORTH if goal.kind != "devices" else 0.0, exhaustive=exhaustive)
         found = sorted((*found, *with_shares(space, goal)), key=lambda each: (_price(goal, each), each.time.step))
-        done, refused = _completed(found, complete)
-        if len(done) >= min(top, 1) or not refused or len(found) < wanted:
+        done, refused = _completed(space, goal, found, complete, known)
+        if len(found) < wanted or (done and _cost(goal, done[0]) <= _price(goal, found[-1])):
             break
-        wanted *= 4  # those that were found cannot cut the model: look further
+        wanted *= 4  # with the cuts that the model allows they cost more than what comes after them may: look further
     if not done:
         raise _nothing(space, goal, refused)
     return _simplest_first(done, goal, top)
 
 
-def _completed(found: Sequence[Forecast], complete: Complete | None) -> tuple[list[Candidate], list[PlanError]]:
-    """What was found, with its cuts; and why others have none."""
+def _completed(
+    space: Space,
+    goal: Goal,
+    found: Sequence[Forecast],
+    complete: Complete | None,
+    known: dict[tuple[object, ...], Plan | PlanError],
+) -> tuple[list[Candidate], list[PlanError]]:
+    """What was found, with its cuts and priced with them, best first; and why others have none. `known`: cuts by what decides them."""
     done: list[Candidate] = []
-    refused: dict[int, PlanError] = {}
+    refused: list[PlanError] = []
     for forecast in found:
-        plan = forecast.plan
-        if complete is not None and plan.open:
-            if plan.mesh.tp in refused:
-                continue
+        if complete is not None and forecast.plan.open:
             try:
-                plan = complete(plan)
+                plan = _cut(space, forecast.plan, complete, known)
             except PlanError as error:
-                refused[plan.mesh.tp] = error
+                refused.append(error)
                 continue
-        done.append(Candidate(plan=plan, forecast=replace(forecast, plan=plan)))
-    return done, list(refused.values())
+            forecast = space.quotes.forecast(space.quotes.layouts(plan))
+        if forecast.fits and forecast.time.step <= goal.limit:
+            done.append(Candidate(plan=forecast.plan, forecast=forecast))
+    done.sort(key=lambda each: (_cost(goal, each), each.forecast.time.step))
+    return done, refused
+
+
+def _cut(space: Space, plan: Plan, complete: Complete, known: dict[tuple[object, ...], Plan | PlanError]) -> Plan:
+    """A plan with its cuts, whose stages do not begin between a column and its row, and that can be executed."""
+    kind = plan.mesh.tp, plan.sequence, plan.mesh.pp > 1
+    if kind not in known:
+        try:
+            known[kind] = complete(plan)
+        except PlanError as error:
+            known[kind] = error
+    like, visits = known[kind], space.profile.visits
+    if isinstance(like, PlanError):
+        raise like
+    plan = replace(plan, placements=like.placements, uncut=like.uncut, segments=like.segments)
+    if set(plan.stages) & bound_places(plan, visits):
+        stages = find_stages(plan, visits)
+        if stages is None:
+            raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
+        plan = replace(plan, stages=stages)
+    if space.refused(plan):
+        require(plan, space.profile, space.quotes.cluster)
+    return plan
 
 
 def _nothing(space: Space, goal: Goal, refused: Sequence[PlanError]) -> PlanError:
@@ -125,11 +154,11 @@ def _nothing(space: Space, goal: Goal, refused: Sequence[PlanError]) -> PlanErro
             return _late(fastest[0], goal)
     profile, cluster = space.profile, space.cluster
     asked = f" of {space.ranks} devices" if space.ranks is not None else f" of {cluster.name} ({space.devices} devices)"
-    needed = devices_needed(profile, cluster)
+    needed = devices_needed(profile, cluster, above=space.ranks or space.devices)
     error = PlanError(
         f"{profile.name}: {profile.elements:,} parameters fit no plan{asked}; "
         + (
-            f"{max(needed, space.devices + 1)} devices of this kind would hold it"
+            f"{needed} devices of this kind would hold it"
             if needed is not None
             else "one sample and one block alone fill a device: larger devices, smaller blocks or shorter samples are needed"
         )

@@ -12,7 +12,7 @@ import math
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count, product
+from itertools import count, cycle, islice, product
 
 from echelon.errors import PlanError
 from echelon.plan.check import check
@@ -22,7 +22,7 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute, Schedule
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds, sizes
-from echelon.plan.stages import INTERLEAVING, VIRTUAL, divide
+from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound_places, divide
 from echelon.planner.goal import Goal
 from echelon.simulator import simulate
 from echelon.simulator.quotes import Quotes
@@ -34,9 +34,11 @@ _TENSOR = 16
 _FINE = 8
 #: Sequences are not cut finer than this.
 _CONTEXT = 16
+#: Where few devices are wanted, numbers of nodes between one and the double of it that are looked at.
+_STEPS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Plans that compute the same on a rank: they differ in ZeRO's stage, the schedule and how the sequence is cut."""
 
@@ -56,46 +58,66 @@ class Space:
         self.precisions = precisions
         self.quotes = Quotes(profile, cluster)
         self.devices = sum(len(node.devices) for node in self.quotes.cluster.nodes)
+        self._efficiency: float | None = None
         self._splits: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         node = self.quotes.cluster.nodes[0]
         self._near = max(node.wire.domain if node.wire else 1, len(node.devices))
 
-    def families(self) -> Iterator[Family]:
-        """Meshes over 1, 2, 4 ... and all devices."""
+    def families(self, size: int) -> Iterator[Family]:
+        """Meshes over so many devices."""
         profile, work = self.profile, self.quotes.work
         again: list[Recompute] = ["none", "selective", "block"] if profile.units else ["none"]
-        for size in self.sizes():
-            for tp, pp, cp in product(
-                powers(min(size, _TENSOR, self._near)), divisors(size), powers(min(size, _CONTEXT))
-            ):
-                dp, left = divmod(size, tp * pp * cp)
-                if left or dp > profile.batch or pp > max(len(profile.visits), 1) or (cp > 1 and not self.beyond):
+        for tp, pp, cp in product(powers(min(size, _TENSOR, self._near)), divisors(size), powers(min(size, _CONTEXT))):
+            dp, left = divmod(size, tp * pp * cp)
+            if left or dp > profile.batch or pp > max(len(profile.visits), 1) or (cp > 1 and not self.beyond):
+                continue
+            share = -(-profile.batch // dp)
+            for ep in powers(dp * cp) if self.beyond and work.experts else [1]:
+                if (dp * cp) % ep:
                     continue
-                share = -(-profile.batch // dp)
-                for ep in powers(dp * cp) if self.beyond and work.experts else [1]:
-                    if (dp * cp) % ep:
-                        continue
-                    mesh = Mesh(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-                    for micro, recompute, precision in product(micros(share), again, self.precisions):
-                        yield Family(mesh, micro, recompute, precision)
+                mesh = Mesh(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+                for micro, recompute, precision in product(micros(share), again, self.precisions):
+                    yield Family(mesh=mesh, micro=micro, recompute=recompute, precision=precision)
 
-    def sizes(self) -> list[int]:
-        """Numbers of devices."""
+    def sizes(self, *, fine: bool) -> list[int]:
+        """Numbers of devices: 1, 2, 4 ... and all; `fine`: whole nodes too, all up to 16, then 16 for each doubling."""
         if self.ranks is not None:
             if not 1 <= self.ranks <= self.devices:
                 raise PlanError(
                     f"ranks={self.ranks}: {self.cluster.name} has {self.devices} devices; use 1 to {self.devices}"
                 )
             return [self.ranks]
-        return sorted({*powers(self.devices), self.devices})
+        found = {*powers(self.devices), self.devices}
+        per_node, nodes = len(self.quotes.cluster.nodes[0].devices), 1
+        while fine and nodes * per_node <= self.devices:
+            found.add(nodes * per_node)
+            nodes += max(2 ** (nodes.bit_length() - 1) // _STEPS, 1)
+        return sorted(found)
+
+    def least_at(self, size: int) -> float:
+        """Seconds that no plan of so many devices is faster than: blocks computed as well as any micro-batch and tp compute them."""
+        if self._efficiency is None:
+            share, found = self.profile.batch, []
+            wide = [
+                (tp, cp)
+                for tp, cp in product(powers(_TENSOR), powers(_CONTEXT if self.beyond else 1))
+                if tp * cp <= self.devices
+            ]
+            for (tp, cp), micro, precision in product(wide, micros(share), self.precisions):
+                family = Family(mesh=Mesh(tp=tp, cp=cp), micro=micro, recompute="none", precision=precision)
+                found.append(self._block(family) * tp * cp / -(-share // rounds(share, 1, micro)))
+            self._efficiency = min(found)
+        return self.profile.batch * self.quotes.work.layers * self._efficiency / size
+
+    def _block(self, family: Family) -> float:
+        """Seconds of one block, there and back; norms and residuals take least where the sequence is cut."""
+        plan = replace(self.plan(family), sequence=family.mesh.tp > 1)
+        return max(block for _, block, _ in self.quotes.seconds_of_parts(plan))
 
     def least(self, family: Family) -> float:
         """Seconds that no plan of the family is faster than: the blocks of the fullest rank, one micro-batch after another."""
-        # Norms and residuals take least where the sequence is cut.
-        plan = replace(self.plan(family), sequence=family.mesh.tp > 1)
-        block = max(block for _, block, _ in self.quotes.seconds_of_parts(plan))
         turns = rounds(self.profile.batch, family.mesh.dp, family.micro)
-        return turns * self._fullest(family.mesh.pp) * block
+        return turns * self._fullest(family.mesh.pp) * self._block(family)
 
     def _fullest(self, pp: int) -> float:
         """Blocks that the fullest rank has at least: blocks alike are not cut in two."""
@@ -144,7 +166,7 @@ class Space:
         early, late = round(10 * before / block) / 10, round(10 * after / block) / 10
         key = (stages, early, late)
         if key not in self._splits:
-            self._splits[key] = divide(self._weights(early, late), stages, self._bound())
+            self._splits[key] = divide(self._weights(early, late), stages, bound_places(plan, self.profile.visits))
         return self._splits[key]
 
     def _weights(self, early: float, late: float) -> list[float]:
@@ -161,14 +183,6 @@ class Space:
             weights[-1] += late
         return weights
 
-    def _bound(self) -> frozenset[int]:
-        """Visits at which no stage begins: a module that changes a buffer is called on one stage only."""
-        found: set[int] = set()
-        for path in {visit.path for visit in self.profile.visits if visit.changes}:
-            places = [place for place, visit in enumerate(self.profile.visits) if visit.path == path]
-            found |= set(range(min(places) + 1, max(places) + 1))
-        return frozenset(found)
-
     def refused(self, plan: Plan) -> bool:
         """Whether the engine cannot execute it; with `beyond` axes that it lacks are no reason."""
         problems = check(plan, self.profile, self.quotes.cluster)
@@ -180,17 +194,24 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
     """The `top` plans that fit and every other whose cost is within `near` of the least; best first. Empty: nothing fits."""
     found: list[tuple[float, float, str, Forecast]] = []
     order = count()
-    queue: list[tuple[float, int, Family | Plan]] = []
-    for family in space.families():
-        seconds = space.least(family)
+    queue: list[tuple[float, int, int | Family | Plan]] = []
+
+    def put(seconds: float, item: int | Family) -> None:
         if exhaustive or seconds <= goal.limit:
-            queue.append((goal.cost(seconds, family.mesh.ranks, 0.0), next(order), family))
-    heapq.heapify(queue)
+            ranks = item if isinstance(item, int) else item.mesh.ranks
+            heapq.heappush(queue, (goal.cost(seconds, ranks, 0.0), next(order), item))
+
+    for size in space.sizes(fine=goal.kind in ("devices", "cheapest")):
+        put(space.least_at(size), size)
     enough = float("inf")
     while queue:
         bound, _, item = heapq.heappop(queue)
         if not exhaustive and bound > enough:
             break
+        if isinstance(item, int):
+            for family in space.families(item):
+                put(space.least(family), family)
+            continue
         if isinstance(item, Family):
             for plan in space.plans(item):
                 cost = _bound(space, goal, plan, exhaustive=exhaustive)
@@ -250,22 +271,21 @@ def _bound(space: Space, goal: Goal, plan: Plan, *, exhaustive: bool) -> float |
     return goal.cost(seconds, plan.ranks, 0.0) if seconds <= goal.limit else None
 
 
-def devices_needed(profile: Profile, cluster: Cluster, *, most: int = 2**20) -> int | None:
-    """The fewest devices of this kind (as a power of two) that some plan fits on; None: one sample fills a device whatever is done."""
-    node = cluster.nodes[0]
-    size = 1
-    while size <= most:
-        nodes = max(size // len(node.devices), 1)
-        larger = replace(cluster, nodes=(replace(node, devices=node.devices[: min(size, len(node.devices))]),) * nodes)
-        if larger.network is None and nodes > 1:
+def devices_needed(profile: Profile, cluster: Cluster, *, above: int, most: int = 2**20) -> int | None:
+    """More than `above` devices of such nodes (the first power of two) that some plan fits on; None: one sample fills a device whatever
+    is done."""
+    per_node = min(len(node.devices) for node in cluster.nodes)
+    for size in (2**k for k in range(above.bit_length(), most.bit_length())):
+        nodes = tuple(islice(cycle(cluster.nodes), -(-size // per_node)))
+        larger = replace(cluster, nodes=nodes)
+        if larger.network is None and len(nodes) > 1:
             larger = replace(larger, network=Wire(kind="assumed", rate=1e9))
         space = Space(profile, larger, ranks=size, beyond=False)
-        for family in space.families():
+        for family in space.families(size):
             if family.micro == 1 and family.recompute in ("block", "none"):
                 plans = (plan for plan in space.plans(family) if plan.zero in (0, 3))
                 if any(space.quotes.fits(layouts) for layouts in map(space.quotes.layouts, plans)):
                     return size
-        size *= 2
     return None
 
 

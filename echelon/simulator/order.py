@@ -10,6 +10,8 @@ from functools import lru_cache
 
 #: Kinds of work: forward, backward (all of it, or of what was read only), backward of the weights.
 F, B, W = 0, 1, 2
+#: Rounds after which nothing of an interleaved order waits any more for what was done before them.
+_MEMORY = 5
 #: Times that differ by less than this part of themselves are the same.
 _EQUAL = 1e-9
 #: (rank, kind, stage, micro-batch, begin, end).
@@ -79,21 +81,46 @@ def length(
     """Seconds from the first forward to the last backward. `forward`, `backward`: of each stage for one micro-batch, what it sends
     included. `weights`: the part of backward that is the weights', where the schedule parts them.
 
-    No round of micro-batches takes longer than `pace` says. Once one takes as long, the longest path goes through the slowest rank, and
-    every further round puts the same on it: those need not be walked.
+    Further rounds of micro-batches need not be walked once it is certain what each of them takes (`_settled`).
     """
     chunks, left = len(forward) // ranks, count % ranks
-    pace = _pace(executed(schedule, ranks, chunks, count), forward, backward, ranks)
-    turns = 1
+    turns = 1 if chunks == 1 else _MEMORY + 1
     while (turns + 1) * ranks + left < count:
         few, more = (
             _walk(schedule, forward, backward, ranks, chunks, each * ranks + left, weights)
             for each in (turns, turns + 1)
         )
-        if more - few >= ranks * pace * (1 - _EQUAL):
-            return more + (count - (turns + 1) * ranks - left) * pace
+        round_ = _settled(executed(schedule, ranks, chunks, count), forward, backward, ranks, few, more)
+        if round_ is not None:
+            return max(map(_last, more)) + (count - (turns + 1) * ranks - left) / ranks * round_
         turns *= 2
-    return _walk(schedule, forward, backward, ranks, chunks, count, weights)
+    return max(map(_last, _walk(schedule, forward, backward, ranks, chunks, count, weights)))
+
+
+def _settled(
+    schedule: str,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    ranks: int,
+    few: list[list[float]],
+    more: list[list[float]],
+) -> float | None:
+    """Seconds that every further round takes; None: not known yet. `few` and `more` have one round more of each other.
+
+    With one stage on each rank, and where all go forward first, no round takes longer than `_pace` says. Once one takes as long, the
+    longest path goes through the slowest rank, and every further round puts the same on it. With several stages on each rank: where all
+    that is done in the last rounds is done later by the same time on all ranks, the next round starts as this one did.
+    """
+    took = max(map(_last, more)) - max(map(_last, few))
+    if schedule == "gpipe" or len(forward) == ranks:
+        pace = ranks * _pace(schedule, forward, backward, ranks)
+        return pace if took >= pace * (1 - _EQUAL) else None
+    near = _EQUAL * max(map(_last, more))
+    for before, after in zip(few, more, strict=True):
+        tail = _MEMORY * (len(after) - len(before))
+        if any(abs(b - a - took) > near for a, b in zip(before[-tail:], after[-tail:], strict=True)):
+            return None
+    return took
 
 
 def _pace(schedule: str, forward: Sequence[float], backward: Sequence[float], ranks: int) -> float:
@@ -141,6 +168,10 @@ def least(schedule: str, forward: Sequence[float], backward: Sequence[float], *,
     return most
 
 
+def _last(clocks: list[float]) -> float:
+    return clocks[-1]
+
+
 def _walk(
     schedule: str,
     forward: Sequence[float],
@@ -150,7 +181,8 @@ def _walk(
     count: int,
     weights: float,
     events: list[Step] | None = None,
-) -> float:
+) -> list[list[float]]:
+    """For each rank when it has done each of its steps."""
     steps = order(schedule, ranks, chunks, count)
     last = ranks * chunks - 1
     split = executed(schedule, ranks, chunks, count) == "zero-bubble"
@@ -160,12 +192,14 @@ def _walk(
         [each * weights for each in backward],
     )
     done: tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]] = ({}, {})
-    clock, place = [0.0] * ranks, [0] * ranks
+    clock: list[list[float]] = [[0.0] for _ in range(ranks)]
+    place = [0] * ranks
     moving = True
     while moving:
         moving = False
         for rank in range(ranks):
-            mine, at, now = steps[rank], place[rank], clock[rank]
+            mine, at, ends = steps[rank], place[rank], clock[rank]
+            now = ends[-1]
             while at < len(mine):
                 kind, stage, micro = mine[at]
                 if kind == F:
@@ -182,10 +216,11 @@ def _walk(
                     events.append((rank, kind, stage, micro, begin, now))
                 if kind != W:
                     done[kind][stage, micro] = now
+                ends.append(now)
                 at += 1
                 moving = True
-            place[rank], clock[rank] = at, now
+            place[rank] = at
     assert all(at == len(mine) for at, mine in zip(place, steps, strict=True)), (
         "an order in which ranks wait for each other"
     )
-    return max(clock)
+    return clock

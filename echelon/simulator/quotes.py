@@ -22,7 +22,7 @@ class Quotes:
     """Bounds are cheap and never above the forecast, so that whoever looks for the best plan need not forecast all of them."""
 
     def __init__(self, profile: Profile, cluster: Cluster, stack: Stack | None = None) -> None:
-        self.work, self.batch = distil(profile), profile.batch
+        self.profile, self.work, self.batch = profile, distil(profile), profile.batch
         self.stack, self.fitted = stack or Stack(), fitted()
         #: The cluster as it would be with devices of each kind alone.
         self.clusters = kinds(cluster)
@@ -37,8 +37,16 @@ class Quotes:
 
     def layouts(self, plan: Plan) -> list[Layout]:
         """The plan on devices of each kind; refuses what cannot be."""
-        work = self._works.setdefault(plan.precision, recast(self.work, plan.precision))
+        work = self._work(plan)
         return [lay_out(work, self.batch, cluster, plan, self.stack) for cluster in self.clusters]
+
+    def _work(self, plan: Plan) -> Work:
+        """What the model computes in the plan's precision, cut as it says where it does."""
+        key = (plan.precision, plan.placements, plan.uncut)
+        if key not in self._works:
+            cuts = bool(plan.placements or plan.uncut)
+            self._works[key] = recast(distil(self.profile, plan) if cuts else self.work, plan.precision)
+        return self._works[key]
 
     def seconds_of_parts(self, plan: Plan) -> list[tuple[float, float, float]]:
         """For each kind of device, seconds that a micro-batch of `plan` computes before the blocks, in one block and after them."""

@@ -161,7 +161,7 @@ def _pass(layout: Layout, part: str, phase: str, fitted: Fitted, known: Known | 
     if known is None:
         return _priced(layout, part, phase, fitted)
     plan = layout.plan
-    cuts = plan.mesh.tp, layout.along, len(plan.placements), len(plan.uncut)
+    cuts = plan.mesh.tp, layout.along, plan.placements, plan.uncut
     key = (part, phase, layout.samples, cuts, plan.compile, layout.work.precision)
     if key not in known:
         known[key] = _priced(layout, part, phase, fitted)

@@ -14,6 +14,7 @@ from echelon.plan import catalogue
 from echelon.plan.check import check
 from echelon.plan.cluster import Cluster
 from echelon.plan.mesh import Mesh
+from echelon.plan.placement import Placement, Slice
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import divide
@@ -21,7 +22,7 @@ from echelon.plan.text import from_text
 from echelon.planner import Candidate, Goal, search, why_not
 from echelon.planner.space import Space
 from echelon.simulator import simulate
-from tests.simulator.cases import make_language, make_stack
+from tests.simulator.cases import cut, make_language, make_stack
 from tests.simulator.test_sheets import changed, with_experts
 
 clusters = st.sampled_from(["4xA100-40GB", "2x2xV100-16GB", "8xH100-80GB"])
@@ -60,7 +61,8 @@ def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: s
 @settings(max_examples=8, deadline=None)
 def test_bounds_are_never_above_what_they_bound(profile: Profile, name: str, beyond: bool) -> None:
     space = Space(profile, catalogue.cluster(name), ranks=None, beyond=beyond)
-    for family in space.families():
+    for family in (family for size in space.sizes(fine=True) for family in space.families(size)):
+        assert space.least_at(family.mesh.ranks) <= space.least(family) * (1 + 1e-9), family
         for plan in space.plans(family):
             layouts = space.quotes.layouts(plan)
             bound, forecast = space.quotes.least_seconds(layouts), space.quotes.forecast(layouts)
@@ -134,6 +136,7 @@ def test_each_goal_finds_what_it_asks_for() -> None:
         ({"kind": "devices"}, "fewest devices for what"),
         ({"kind": "quickest"}, "not one of fastest"),
         ({"within": -1.0}, "a deadline is in the future"),
+        ({"within": float("nan")}, "a deadline is in the future"),
         ({"kind": "memory", "within": 5.0}, "goal=memory with a deadline"),
         ({"steps": 0}, "at least one step"),
         ({"price": 0.0}, "above 0"),
@@ -160,6 +163,23 @@ def test_a_model_larger_than_the_cluster_says_how_many_devices_hold_it() -> None
     assert caught.value.exit_code == 1
     count = int(str(caught.value).split("; ")[1].split()[0])
     assert search(profile, catalogue.cluster(f"{count // 2}x2xV100-16GB"), top=1)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("6xV100-16GB", None), ("3xV100-16GB", 1), ("8xV100-16GB", 2)])
+def test_as_many_devices_as_are_told_hold_it(name: str, ranks: int | None) -> None:
+    profile = make_stack(blocks=48 if ranks is None else 24, width=4096, batch=64, length=128)
+    with pytest.raises(PlanError, match="devices of this kind would hold it") as caught:
+        search(profile, catalogue.cluster(name), ranks=ranks)
+    count = int(str(caught.value).split("; ")[1].split()[0])
+    assert count > (ranks or 6)
+    assert search(profile, catalogue.cluster(f"{count}x{name}"), ranks=count, top=1)
+
+
+def test_the_fewest_devices_are_whole_nodes_too() -> None:
+    profile, cluster = make_stack(blocks=16, width=4096, batch=144, length=2048), catalogue.cluster("16x8xA100-80GB")
+    step = search(profile, cluster, ranks=72, top=1)[0].forecast.time.step
+    few = search(profile, cluster, goal=Goal(kind="devices", within=step * 1.001), top=1)[0]
+    assert few.plan.ranks <= 72
 
 
 def test_a_number_of_devices_that_is_not_there_is_refused() -> None:
@@ -190,8 +210,38 @@ def test_cuts_that_a_model_does_not_allow_are_left_out() -> None:
             raise PlanError(f"{plan}: no")
         return plan
 
+    def whole_sequences(plan: Plan) -> Plan:
+        if plan.sequence:
+            raise PlanError(f"{plan}: no blocks work on a part of the sequence")
+        return cut(plan, profile)
+
     assert search(profile, cluster, top=1)[0].plan.mesh.tp > 1
     assert {each.plan.mesh.tp for each in search(profile, cluster, complete=never)} == {1}
+    # One that cannot cut the sequence can still cut the model.
+    found = search(profile, cluster, complete=whole_sequences)
+    assert found[0].plan.mesh.tp > 1
+    assert not any(each.plan.sequence for each in found)
+
+
+def test_plans_are_priced_with_the_cuts_that_the_model_allows() -> None:
+    """A model of which tp cuts the head alone is neither fast nor small under it."""
+    profile, cluster = make_language(blocks=4, width=8192, batch=1, length=512), catalogue.cluster("8xA100-80GB")
+
+    def little(plan: Plan) -> Plan:
+        if plan.mesh.tp == 1 or plan.sequence:
+            raise PlanError("no")
+        head = Placement(path="head", cut="gather", slices=(Slice("weight", 0),))
+        return replace(plan, placements=(head,))
+
+    assert search(profile, cluster, top=1)[0].plan.mesh.tp > 1
+    found = search(profile, cluster, complete=little, top=20)
+    assert found[0].plan.mesh.tp == 1
+    for each in found:
+        assert each.forecast.time.step == pytest.approx(simulate(profile, cluster, each.plan).time.step)
+        assert each.forecast.fits
+        assert not [problem for problem in check(each.plan, profile, cluster) if problem.severity == "error"]
+    (tensor, *_) = [each for each in found if each.plan.mesh.tp > 1]
+    assert tensor.forecast.memory.parameters > 0.9 * 2 * profile.elements / tensor.plan.mesh.pp
 
 
 def test_why_not_tells_differences_by_cause_and_what_binds() -> None:
