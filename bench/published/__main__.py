@@ -120,22 +120,27 @@ def report(rows: list[Row], found: dict[str, Outcome], scores: dict[str, Any]) -
             f"  {each['rows']:4d}  {each['median_abs']:6.1%} {each['median']:+7.1%} {each['p90_abs']:6.1%}{behind}  {source}"
         )
     for name, group in (("in sample", scores), ("left out", left)):
-        if not group or not group["time"]:
+        if not group:
             continue
         time, rank, fit, memory = group["time"], group["rank"], group["fit"], group["memory"]
-        print(
-            f"{name}: time macro-median {time['macro_median']:.1%}, p90 {time['p90']:.1%} ({time['rows']} rows, {time['sources']} sources)"
-        )
-        print(
-            f"  rank: Spearman {rank['spearman_median']:.3f} over {rank['groups']} groups; regret median {rank['regret_median']:.1%}, "
-            f"worst {rank['regret_worst']:.1%}, choices that ran out of memory {rank['oom_choices']}"
-        )
-        print(
-            f"  fit: balanced accuracy {fit['balanced_accuracy']:.3f}, false fits {fit['false_fits']:.1%} ({fit['rows']} rows)"
-        )
+        if time:
+            print(
+                f"{name}: time macro-median {time['macro_median']:.1%}, p90 {time['p90']:.1%} ({time['rows']} sets of repeats, "
+                f"{time['sources']} sources)"
+            )
+        if rank["groups"]:
+            print(
+                f"{name}: rank: Spearman {rank['spearman_median']:.3f} over {rank['groups']} groups; regret median "
+                f"{_share(rank['regret_median'])}, worst {_share(rank['regret_worst'])}, choices that ran out of memory {rank['oom_choices']}"
+            )
+        if fit["rows"]:
+            print(
+                f"{name}: fit: balanced accuracy {_share(fit['balanced_accuracy'])}, false fits {_share(fit['false_fits'])}, "
+                f"false refusals {_share(fit['false_oom'])} ({fit['rows']} sets)"
+            )
         if memory:
             print(
-                f"  memory: median |error| {memory['median_abs']:.1%} ({memory['rows']} rows) "
+                f"{name}: memory: median |error| {memory['median_abs']:.1%} ({memory['rows']} sets) "
                 + str({k: round(v["median"], 3) for k, v in group["memory_by_source"].items()})
             )
     for each in choices(rows, found):
@@ -143,6 +148,10 @@ def report(rows: list[Row], found: dict[str, Outcome], scores: dict[str, Any]) -
         print(
             f"  group {each.group:18} {each.plans:3d} plans, Spearman {each.spearman:+.2f}, regret {regret}, chose {each.chosen}"
         )
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ _UNKNOWN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One printed result. `model`, `hardware`, `plan` and `measured` are as the file has them."""
 
@@ -103,6 +104,7 @@ def _row(plain: dict[str, Any], where: str) -> Row:
         for field, values in (("counts", _COUNTS), ("unknown", _UNKNOWN)):
             for value in plain[field]:
                 _check(where, field, value, values)
+        _numbers(plain, where)
         return Row(
             id=plain["id"],
             source=plain["source"],
@@ -120,6 +122,51 @@ def _row(plain: dict[str, Any], where: str) -> Row:
         raise EchelonError(
             f"{where}: {error} is missing or not of the form that docs/published.md describes"
         ) from error
+
+
+#: Fields that a row must have, a number above 0 or null; and those that may not be null.
+_NUMBERS = {
+    "plan": ("dp", "tp", "pp", "cp", "ep", "vp", "zero_scope", "micro_batch", "global_batch", "grad_accum", "local_batch"),
+    "hardware": ("mem_gb", "hbm_gb_s", "power_cap_w", "gpus_per_node"),
+    "measured": ("iteration_s", "peak_mem_gib"),
+    "model": (),
+}  # fmt: skip
+_SHAPES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq_len")
+
+
+def _numbers(plain: dict[str, Any], where: str) -> None:
+    """Numbers are numbers, there is what the row is scored on, and what must agree does."""
+    shapes = _SHAPES if plain["model"]["arch"] in TRANSFORMERS else ()
+    needed = {"num_gpus": plain["num_gpus"], "hardware.gpus_per_node": plain["hardware"]["gpus_per_node"]}
+    needed |= {f"model.{name}": plain["model"][name] for name in shapes}
+    for part, fields in _NUMBERS.items():
+        for field in fields:
+            value = plain[part][field]
+            if value is not None and not _positive(value):
+                raise EchelonError(f"{where}: {part}.{field}={value!r} is no number above 0")
+    for link in ("intra", "inter"):
+        value = plain["hardware"][link]["gb_s"]
+        if value is not None and not _positive(value):
+            raise EchelonError(f"{where}: hardware.{link}.gb_s={value!r} is no number above 0")
+    measured, plan, counts = plain["measured"], plain["plan"], plain["counts"]
+    for count, field in (("time", "iteration_s"), ("rank", "iteration_s"), ("memory", "peak_mem_gib"), ("fit", "oom")):
+        if count in counts:
+            needed[f"measured.{field}"] = measured[field] if field != "oom" or measured[field] is None else 1
+    for name, value in needed.items():
+        if not _positive(value):
+            raise EchelonError(f"{where}: {name}={value!r}, and a row of this kind needs it")
+    axes = [plan[axis] for axis in ("dp", "tp", "pp", "cp")]
+    if None not in axes and "axes" not in plain["unknown"] and math.prod(axes) != plain["num_gpus"]:
+        raise EchelonError(f"{where}: dp x tp x pp x cp is {math.prod(axes)} and num_gpus={plain['num_gpus']}")
+    parts = [plan[name] for name in ("dp", "micro_batch", "grad_accum")]
+    if None not in (*parts, plan["global_batch"]) and math.prod(parts) != plan["global_batch"]:
+        raise EchelonError(
+            f"{where}: dp x micro_batch x grad_accum is {math.prod(parts)} and global_batch={plan['global_batch']}"
+        )
+
+
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _check(where: str, field: str, value: Any, values: tuple[Any, ...]) -> None:

@@ -66,7 +66,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return top / bottom if bottom else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """How well a group's plans are ranked, and what the chosen one costs."""
 
@@ -96,44 +96,51 @@ def choices(rows: Sequence[Row], found: Outcomes) -> list[Choice]:
         worst = max(tied, key=lambda name: measured.get(name, math.inf))
         best = min(measured.values())
         result.append(
-            Choice(group, len(plans), order, measured[worst] / best - 1 if worst in measured else None, worst)
+            Choice(
+                group=group,
+                plans=len(plans),
+                spearman=order,
+                regret=measured[worst] / best - 1 if worst in measured else None,
+                chosen=worst,
+            )
         )
     return result
 
 
-def rank_scores(found: Sequence[Choice]) -> dict[str, float]:
-    """Median correlation; median and worst regret; choices that ran out of memory."""
+def rank_scores(found: Sequence[Choice]) -> dict[str, float | None]:
+    """Median correlation; median and worst regret; choices that ran out of memory. None: there is nothing to tell it by."""
     regrets = [each.regret for each in found if each.regret is not None]
     return {
         "groups": len(found),
-        "spearman_median": median(each.spearman for each in found) if found else math.nan,
-        "regret_median": median(regrets) if regrets else math.nan,
-        "regret_worst": max(regrets) if regrets else math.nan,
+        "spearman_median": median(each.spearman for each in found) if found else None,
+        "regret_median": median(regrets) if regrets else None,
+        "regret_worst": max(regrets) if regrets else None,
         "oom_choices": sum(each.regret is None for each in found),
     }
 
 
-def fit_scores(rows: Sequence[Row], found: Outcomes) -> dict[str, float]:
-    """Balanced accuracy of fits / ran out of memory, and the share of the latter that was said to fit."""
-    scored = [row for row in rows if "fit" in row.counts]
-    failed = [found[row.id].fits for row in scored if row.measured["oom"]]
-    ran = [found[row.id].fits for row in scored if not row.measured["oom"]]
-    wrong = sum(failed) / len(failed) if failed else math.nan
-    right = sum(ran) / len(ran) if ran else math.nan
+def fit_scores(rows: Sequence[Row], found: Outcomes) -> dict[str, float | None]:
+    """Balanced accuracy of fits / ran out of memory, and the share of the latter that was said to fit; a set of repeats once."""
+    failed, ran = [], []
+    for alike in sets(row for row in rows if "fit" in row.counts):
+        out = 2 * sum(bool(row.measured["oom"]) for row in alike) > len(alike)
+        (failed if out else ran).append(found[alike[0].id].fits)
+    wrong = sum(failed) / len(failed) if failed else None
+    right = sum(ran) / len(ran) if ran else None
     return {
-        "rows": len(scored),
-        "balanced_accuracy": ((1 - wrong) + right) / 2,
+        "rows": len(failed) + len(ran),
+        "balanced_accuracy": None if wrong is None or right is None else ((1 - wrong) + right) / 2,
         "false_fits": wrong,
-        "false_oom": 1 - right,
+        "false_oom": None if right is None else 1 - right,
     }
 
 
 def memory_errors(rows: Sequence[Row], found: Outcomes) -> dict[str, list[float]]:
-    """By source: signed relative errors of the peak."""
+    """By source: signed relative errors of the peak, a set of repeats once, at its median."""
     errors: dict[str, list[float]] = {}
-    for row in rows:
-        if "memory" in row.counts:
-            errors.setdefault(row.source, []).append(found[row.id].gib / row.measured["peak_mem_gib"] - 1)
+    for alike in sets(row for row in rows if "memory" in row.counts):
+        measured = median(row.measured["peak_mem_gib"] for row in alike)
+        errors.setdefault(alike[0].source, []).append(median(found[row.id].gib for row in alike) / measured - 1)
     return errors
 
 

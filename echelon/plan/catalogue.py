@@ -7,6 +7,7 @@
     [device]
     name = "H100-80GB"          # of the catalogue; any figure below it replaces the catalogue's
     count = 8                   # per node
+    legacy = 0.63               # share of the peak that kernels with matrix instructions of earlier devices reach
     [inside]                    # between the devices of a node
     kind = "nvswitch"
     gb_s = 450                  # per device and direction
@@ -30,25 +31,29 @@ _TERA, _GIGA = 1e12, 1e9
 #: Of a card's name-plate memory (in GiB) what torch sees: "80GB" cards show about 79 GiB.
 SEEN = 0.99
 
-# name: (memory GB, bandwidth GB/s, multiprocessors, vector fp32, {precision: TFLOP/s dense}, source)
-_DEVICES: dict[str, tuple[float, float, int, float, dict[str, float], str]] = {
-    "P100-16GB": (16, 732, 56, 10.6, {"fp32": 10.6, "half": 21.2}, "NVIDIA Tesla P100 SXM2 data sheet, 2016"),
-    "V100-16GB": (16, 900, 80, 15.7, {"fp32": 15.7, "half": 125}, "NVIDIA V100 SXM2 data sheet, 2020"),
-    "V100-32GB": (32, 900, 80, 15.7, {"fp32": 15.7, "half": 125}, "NVIDIA V100 SXM2 data sheet, 2020"),
-    "A100-40GB": (40, 1555, 108, 19.5, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A100 SXM data sheet, 2021"),
-    "A100-80GB": (80, 2039, 108, 19.5, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A100 SXM data sheet, 2021"),
-    "A800-80GB": (80, 2039, 108, 19.5, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A800: an A100 with NVLink at 400 GB/s"),
-    "H100-80GB": (80, 3350, 132, 66.9, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H100 SXM5 white paper, 2022"),
-    "H100-96GB": (96, 2400, 132, 66.9, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "H100 SXM5 with 96 GB of HBM2e, as torchtitan's clusters have"),
-    "H200-141GB": (141, 4800, 132, 66.9, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H200 SXM data sheet, 2024"),
-    "B200-192GB": (180, 8000, 148, 75, {"fp32": 75, "tf32": 1125, "half": 2250, "fp8": 4500, "fp4": 9000}, "NVIDIA HGX B200 data sheet, 2024, halved for dense"),
-    "GB200-192GB": (186, 8000, 148, 80, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 10000}, "NVIDIA GB200 NVL72 data sheet, 2024, halved for dense"),
-    "GB300-288GB": (279, 8000, 148, 80, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 15000}, "NVIDIA GB300 NVL72 data sheet, 2025"),
-    "MI300X-192GB": (192, 5300, 304, 163.4, {"fp32": 163.4, "tf32": 653.7, "half": 1307.4, "fp8": 2614.9}, "AMD Instinct MI300X data sheet, 2023"),
-    "L4-24GB": (24, 300, 58, 30.3, {"fp32": 30.3, "tf32": 60, "half": 121, "fp8": 242}, "NVIDIA L4 data sheet, 2023, halved for dense"),
-    "L40S-48GB": (48, 864, 142, 91.6, {"fp32": 91.6, "tf32": 183, "half": 362, "fp8": 733}, "NVIDIA L40S data sheet, 2023"),
-    "RTX4090-24GB": (24, 1008, 128, 82.6, {"fp32": 82.6, "tf32": 82.6, "half": 165.2, "fp8": 330.3}, "NVIDIA Ada white paper, 2022: fp16 with fp32 accumulation"),
-    "RTX5090-32GB": (32, 1792, 170, 104.8, {"fp32": 104.8, "tf32": 104.8, "half": 209.5, "fp8": 419, "fp4": 1676}, "NVIDIA Blackwell RTX white paper, 2025: fp32 accumulation"),
+#: Share of the peak that `mma` reaches where `wgmma` or its successors are needed for all of it (Luo et al. 2024, "Benchmarking and
+#: Dissecting the Nvidia Hopper GPU Architecture": 62 to 63 %; later devices are taken to be alike).
+_NEW = 0.63
+
+# name: (memory GB, bandwidth GB/s, multiprocessors, vector fp32, share of the peak with earlier instructions, {precision: TFLOP/s dense}, source)
+_DEVICES: dict[str, tuple[float, float, int, float, float, dict[str, float], str]] = {
+    "P100-16GB": (16, 732, 56, 10.6, 1.0, {"fp32": 10.6, "half": 21.2}, "NVIDIA Tesla P100 SXM2 data sheet, 2016"),
+    "V100-16GB": (16, 900, 80, 15.7, 1.0, {"fp32": 15.7, "half": 125}, "NVIDIA V100 SXM2 data sheet, 2020"),
+    "V100-32GB": (32, 900, 80, 15.7, 1.0, {"fp32": 15.7, "half": 125}, "NVIDIA V100 SXM2 data sheet, 2020"),
+    "A100-40GB": (40, 1555, 108, 19.5, 1.0, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A100 SXM data sheet, 2021"),
+    "A100-80GB": (80, 2039, 108, 19.5, 1.0, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A100 SXM data sheet, 2021"),
+    "A800-80GB": (80, 2039, 108, 19.5, 1.0, {"fp32": 19.5, "tf32": 156, "half": 312}, "NVIDIA A800: an A100 with NVLink at 400 GB/s"),
+    "H100-80GB": (80, 3350, 132, 66.9, _NEW, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H100 SXM5 white paper, 2022"),
+    "H100-96GB": (96, 2400, 132, 66.9, _NEW, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "H100 SXM5 with 96 GB of HBM2e, as torchtitan's clusters have"),
+    "H200-141GB": (141, 4800, 132, 66.9, _NEW, {"fp32": 66.9, "tf32": 494.7, "half": 989.4, "fp8": 1979}, "NVIDIA H200 SXM data sheet, 2024"),
+    "B200-192GB": (180, 8000, 148, 75, _NEW, {"fp32": 75, "tf32": 1125, "half": 2250, "fp8": 4500, "fp4": 9000}, "NVIDIA HGX B200 data sheet, 2024, halved for dense"),
+    "GB200-192GB": (186, 8000, 148, 80, _NEW, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 10000}, "NVIDIA GB200 NVL72 data sheet, 2024, halved for dense"),
+    "GB300-288GB": (279, 8000, 148, 80, _NEW, {"fp32": 80, "tf32": 1250, "half": 2500, "fp8": 5000, "fp4": 15000}, "NVIDIA GB300 NVL72 data sheet, 2025"),
+    "MI300X-192GB": (192, 5300, 304, 163.4, 1.0, {"fp32": 163.4, "tf32": 653.7, "half": 1307.4, "fp8": 2614.9}, "AMD Instinct MI300X data sheet, 2023"),
+    "L4-24GB": (24, 300, 58, 30.3, 1.0, {"fp32": 30.3, "tf32": 60, "half": 121, "fp8": 242}, "NVIDIA L4 data sheet, 2023, halved for dense"),
+    "L40S-48GB": (48, 864, 142, 91.6, 1.0, {"fp32": 91.6, "tf32": 183, "half": 362, "fp8": 733}, "NVIDIA L40S data sheet, 2023"),
+    "RTX4090-24GB": (24, 1008, 128, 82.6, 1.0, {"fp32": 82.6, "tf32": 82.6, "half": 165.2, "fp8": 330.3}, "NVIDIA Ada white paper, 2022: fp16 with fp32 accumulation"),
+    "RTX5090-32GB": (32, 1792, 170, 104.8, 1.0, {"fp32": 104.8, "tf32": 104.8, "half": 209.5, "fp8": 419, "fp4": 1676}, "NVIDIA Blackwell RTX white paper, 2025: fp32 accumulation"),
 }  # fmt: skip
 
 # Processors as one device of all cores: (memory GB, bandwidth GB/s, cores, fp32 TFLOP/s, half TFLOP/s or 0, source)
@@ -101,21 +106,12 @@ _BETWEEN: dict[str, tuple[str, float, str]] = {
     "RTX5090-32GB": ("ethernet", 3.125, "25 Gb/s"),
 }  # fmt: skip
 
-#: Share of the rate that collectives reach on networks whose messages the hosts' processors carry: Omni-Path gave 135 of 400 Gb/s
-#: between two nodes (bigscience-workshop/bigscience, experiments/README.md, 2021). Others reach what `between` of fitted.json says.
-SHARES = {"omnipath": 0.34}
-
 #: Rated power in watts, from the same data sheets.
 _WATTS = {
     "P100-16GB": 300, "V100-16GB": 300, "V100-32GB": 300, "A100-40GB": 400, "A100-80GB": 400, "A800-80GB": 400, "H100-80GB": 700,
     "H100-96GB": 700, "H200-141GB": 700, "B200-192GB": 1000, "GB200-192GB": 1200, "GB300-288GB": 1400, "MI300X-192GB": 750, "L4-24GB": 72,
     "L40S-48GB": 350, "RTX4090-24GB": 450, "RTX5090-32GB": 575,
 }  # fmt: skip
-
-#: Share of the peak that `mma` reaches where `wgmma` or its successors are needed for all of it (Luo et al. 2024, "Benchmarking and
-#: Dissecting the Nvidia Hopper GPU Architecture": 62 to 63 %; later devices are taken to be alike).
-_LEGACY = 0.63
-_NEWER = ("H100", "H200", "B200", "GB200", "GB300")
 
 #: Host cores and memory of a node of GPUs: enough that they do not bind.
 _HOST_CORES, _HOST_MEMORY = 96, 2**40
@@ -128,6 +124,8 @@ def names() -> tuple[str, ...]:
 
 def watts(name: str) -> float:
     """Rated power of a device of the catalogue."""
+    if name not in _WATTS:
+        raise DocumentError(f"{name}: the catalogue knows no rated power of it; it has {', '.join(_WATTS)}")
     return _WATTS[name]
 
 
@@ -142,13 +140,13 @@ def device(name: str) -> Device:
         raise DocumentError(
             f"{name}: no such device in the catalogue; it has {', '.join(names())}, a TOML file gives any other"
         )
-    memory, bandwidth, units, vector, rates, source = _DEVICES[name]
+    memory, bandwidth, units, vector, legacy, rates, source = _DEVICES[name]
     sheet = Sheet(
         peaks={key: value * _TERA for key, value in rates.items()},
         vector=vector * _TERA,
         bandwidth=bandwidth * _GIGA,
         units=units,
-        legacy=_LEGACY if name.startswith(_NEWER) else 1.0,
+        legacy=legacy,
         source=source,
     )
     return Device(kind="cuda", name=name, memory=int(memory * SEEN * 2**30), sheet=sheet)
@@ -202,7 +200,18 @@ def build(name: str, device: Device, count: int, nodes: int, *, inside: Wire | N
     return Cluster(name=name, nodes=(node,) * nodes, versions={}, network=between if nodes > 1 else None)
 
 
-_DEVICE_KEYS = ("name", "count", "memory_gb", "bandwidth_gb_s", "units", "vector_tflops", "tflops", "power", "source")
+_DEVICE_KEYS = (
+    "name",
+    "count",
+    "memory_gb",
+    "bandwidth_gb_s",
+    "units",
+    "vector_tflops",
+    "tflops",
+    "power",
+    "legacy",
+    "source",
+)
 _WIRE_KEYS = ("kind", "gb_s", "domain", "share", "source")
 
 
@@ -258,6 +267,7 @@ def _device(path: str | Path, given: dict[str, Any]) -> Device:
                 ("bandwidth_gb_s", "bandwidth", _GIGA),
                 ("vector_tflops", "vector", _TERA),
                 ("power", "power", 1.0),
+                ("legacy", "legacy", 1.0),
             )
             if key in given
         }
@@ -281,7 +291,7 @@ def _wire(path: str | Path, plain: dict[str, Any], name: str) -> Wire | None:
             kind=str(given["kind"]),
             rate=float(given["gb_s"]) * _GIGA,
             domain=int(given.get("domain", 0)),
-            share=float(given["share"]) if "share" in given else SHARES.get(given["kind"]),
+            share=float(given["share"]) if "share" in given else None,
             source=str(given.get("source", path)),
         )
     except (TypeError, ValueError) as error:

@@ -17,11 +17,9 @@ from echelon.simulator.fitted import Fitted
 _TILE = 128
 #: Rows of narrow numbers must lie on so many bytes for matrix units to read them (cuBLAS: "Tensor Core usage", 16-byte alignment).
 _LINE = 16
-#: Off that line numbers are loaded one by one, and the vector units wait for them half of the time (BLOOM-0089 against -0088).
-_LOADS = 2
 #: Bytes of a number that matrix units compute in.
 NARROW = {"fp32": 4, "tf32": 4, "half": 2, "fp8": 1, "fp4": 0.5}
-#: Power grows with about the third power of the clock, so that the clock falls with the third root of the power allowed.
+#: Power goes by the clock and the square of the voltage, and the voltage by the clock: the clock falls with the third root of the power.
 _CLOCK = 1 / 3
 #: Time of a fused attention over FlashAttention-2's: version 1 from Dao 2023 (A100, about 1.9 x), cuDNN's uses the newest instructions.
 KERNELS = {"flash1": 1.9, "flash2": 1.0, "cudnn": 1.0}
@@ -36,7 +34,7 @@ def product_seconds(
     clock = sheet.power**_CLOCK
     peak = sheet.peak(precision) * clock
     if width <= 2 and (columns * width % _LINE or depth * width % _LINE):
-        peak = sheet.vector * clock / _LOADS
+        peak = sheet.vector * clock
     exact = lots * rows * columns / (_TILE * _TILE * sheet.units)
     tiles = lots * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
     waves = math.ceil(tiles / sheet.units)

@@ -207,7 +207,7 @@ def _priced(layout: Layout, part: str, phase: str, fitted: Fitted) -> Pass:
                 precision = stack.narrow
                 # Both factors are read as they are and written narrow before.
                 lots, rows, columns, depth = shape
-                wide = WIDTH.get(op.dtype, 4)
+                wide = WIDTH.get(op.dtype, 4) * (2 if stack.scanned else 1)
                 narrowed = lots * depth * (rows + columns) * (wide + NARROW[stack.narrow])
                 rest += op.count * fused * stream_seconds(sheet, fitted, narrowed)
         seconds = op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
@@ -289,7 +289,7 @@ def _sharded(layout: Layout, wires: Wires) -> tuple[float, float]:
         return 0.0, 0.0
     fetch = give = 0.0
     for held in _alike(layout, work.held(1, plan.mesh.tp), work.experts / plan.mesh.tp):
-        fetch += _gather(layout, wires, held, work.width)
+        fetch += _gather(layout, wires, held, layout.stack.fetched or work.width)
         give += _gather(layout, wires, held, layout.message * work.trained)
     return fetch, fetch + (0.0 if plan.keep_gradients else give)
 

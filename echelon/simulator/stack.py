@@ -19,6 +19,10 @@ class Stack:
     recompute: Recompute = "plan"
     #: Products of repeated blocks in a precision that plans do not know.
     narrow: Literal["fp8", "fp4"] | None = None
+    #: Whether their factors are read once more before, for the largest number that decides their scale.
+    scanned: bool = False
+    #: Bytes of one parameter where zero=3 fetches it; None: as wide as it is.
+    fetched: int | None = None
     #: Chunks of the model on each rank of pp; None: the schedule's own number.
     chunks: int | None = None
     #: Which kernel a fused attention is.

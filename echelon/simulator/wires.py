@@ -30,18 +30,24 @@ class Wires:
     inside: float  #: bytes/s per device
     between: float  #: bytes/s per domain that collectives reach
     domain: int  #: devices that share the fast link
+    mesh: bool  #: whether each pair of devices has links of its own and no switch between them
     fitted: Fitted
 
     def group(self, ranks: int, stride: int) -> Group:
         """A group whose members are `stride` ranks apart."""
         return Group(ranks, max(min(ranks, self.domain // stride), 1))
 
+    def _rate(self, near: int) -> float:
+        """Bytes/s of each of so many devices of a domain among themselves: in a mesh the links to all others lie idle."""
+        share = (near - 1) / (self.domain - 1) if self.mesh and 1 < near < self.domain else 1.0
+        return self.inside * self.fitted.inside * share
+
     def gather(self, size: float, group: Group) -> float:
         """Every rank gets all of `size` bytes, of which each has its part; a scatter of sums takes as long."""
         if group.ranks < 2 or not size:
             return 0.0
         moved = size * (group.ranks - 1) / group.ranks
-        inside = moved / (self.inside * self.fitted.inside) if group.near > 1 else 0.0
+        inside = moved / self._rate(group.near) if group.near > 1 else 0.0
         seconds = self.fitted.latency_inside + inside
         if group.spans > 1:
             # Groups side by side share the network of a node: this one has as much of it as it has ranks there.
@@ -60,7 +66,7 @@ class Wires:
         if group.ranks < 2 or not size:
             return 0.0
         near, far = (group.near - 1) / group.ranks, (group.ranks - group.near) / group.ranks
-        seconds = self.fitted.latency_inside + size * near / (self.inside * self.fitted.inside)
+        seconds = self.fitted.latency_inside + size * near / self._rate(group.near)
         if group.spans > 1:
             # All devices of a domain send at once.
             seconds += size * far * self.domain / self.between + self.fitted.latency_between * math.log2(group.spans)
@@ -74,7 +80,7 @@ class Wires:
         if parts > 1:
             return self.send(size / parts, stride, ranks) + self.gather(size, self.group(parts, 1))
         if stride * ranks <= self.domain:
-            return self.fitted.latency_inside + size / (self.inside * self.fitted.inside)
+            return self.fitted.latency_inside + size / self._rate(2)
         # Of the ranks in a domain, those whose neighbour is in another send through the network.
         crossing = min(stride, self.domain)
         rate = self.between / crossing
@@ -99,4 +105,5 @@ def wires_of(cluster: Cluster, ranks: int, fitted: Fitted) -> Wires:
     if cluster.network:
         share = fitted.between if cluster.network.share is None else cluster.network.share
         between = cluster.network.rate * share * (domain / count)
-    return Wires(node.wire.rate if node.wire else math.inf, between, domain, fitted)
+    mesh = node.wire is not None and node.wire.kind.endswith("mesh")
+    return Wires(node.wire.rate if node.wire else math.inf, between, domain, mesh, fitted)
