@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.published.cases import Case, Outcome, cases, outcome
-from bench.published.fit import fit_memory, fit_time
+from bench.published.fit import STARTS, fit
 from bench.published.rows import ROWS, Row, read
 from bench.published.scores import choices, summary
 from echelon.errors import EchelonError
-from echelon.simulator.fitted import Fitted, fitted, keep
+from echelon.simulator.fitted import Fitted, fitted, written
 from echelon.simulator.work import Work
 
 
@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="?", default=ROWS, help="rows of published runs, one JSON object a line")
     parser.add_argument("--json", metavar="OUT", help="write every forecast and all scores there")
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each source, forecast it")
-    parser.add_argument("--fit", action="store_true", help="fit the constants to these rows and keep them")
+    parser.add_argument(
+        "--fit", metavar="FILE", help="fit the constants to these rows, forecast with them, and write them there"
+    )
     parser.add_argument("--quiet", action="store_true", help="print the scores only")
     given = parser.parse_args(arguments)
     try:
@@ -36,16 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EchelonError as error:
         print(error, file=sys.stderr)
         return 2
+    constants = fit(rows, made) if given.fit else fitted()
     if given.fit:
-        keep(fit_memory(rows, made, fit_time(rows, made)))
+        Path(given.fit).write_text(written(constants), encoding="utf-8")
     begun = clock.perf_counter()
-    found = {row.id: outcome(row, made[row.id], fitted()) for row in rows}
+    found = {row.id: outcome(row, made[row.id], constants) for row in rows}
     took = clock.perf_counter() - begun
     if not given.quiet:
         table(rows, found)
     scores = summary(rows, found)
     if given.leave_one_out:
-        scores["leave_one_out"] = left_out(rows, made)
+        scores["leave_one_out"] = left_out(rows, made, constants)
     report(rows, found, scores)
     print(f"{len(rows)} rows: profiles {profiled:.0f} s, forecasts {took:.1f} s")
     if given.json:
@@ -62,13 +65,16 @@ def worker(model: dict[str, Any], *, core: str, half: bool, fused_norm: bool, la
     return work(key_of(model, core=core, half=half, fused_norm=fused_norm), layers)
 
 
-def left_out(rows: list[Row], made: dict[str, list[Case]]) -> dict[str, Any]:
-    """Scores of forecasts by constants that were fitted without the source that they are for."""
+def left_out(
+    rows: list[Row], made: dict[str, list[Case]], everything: Fitted, starts: Sequence[float] = STARTS
+) -> dict[str, Any]:
+    """Scores of forecasts by constants that were fitted without the source that they are for. `everything`: those of all rows, for
+    sources of which nothing is scored, so that leaving them out changes nothing."""
     found: dict[str, Outcome] = {}
     for source in dict.fromkeys(row.source for row in rows):
         others = [row for row in rows if row.source != source]
         counted = [row for row in rows if row.source == source and row.counts]
-        constants: Fitted = fit_memory(others, made, fit_time(others, made, rounds=6)) if counted else fitted()
+        constants = fit(others, made, starts) if counted else everything
         found |= {row.id: outcome(row, made[row.id], constants) for row in rows if row.source == source}
     return summary(rows, found)
 

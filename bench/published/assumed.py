@@ -17,7 +17,7 @@ from echelon.plan.plan import Plan
 from echelon.simulator.stack import Stack
 
 _GIGA, _TERA = 1e9, 1e12
-#: How attention is built in the model. Where it is not said which of the fused kernels ran, it is the current one.
+#: How attention is built in the model.
 CORES = {
     "flash1": "flash", "flash2": "flash", "flash": "flash", "cudnn": "flash", "fused-softmax": "fused", "no-flash": "fused", "eager": "eager",
     "none": "flash", "unknown": "flash", None: "flash",

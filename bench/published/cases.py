@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from statistics import median
 from typing import Any
 
 from bench.published.assumed import CORES, cluster_of, is_half, kernels, plan_of, stack_of, usual_length
@@ -56,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What is forecast of a row: the middle of its cases, and their range."""
+    """What is forecast of a row: the median of its cases, and their range."""
 
     seconds: float
     gib: float
@@ -77,15 +78,14 @@ def outcome(row: Row, cases: list[Case], constants: Fitted) -> Outcome:
         fits = held.high + held.framework <= case.layout.capacity
         found.append((case.seconds(constants), size, fits, case.layout.batch))
     rows = [each for each in found if each[2]] or found
-    rows.sort()
-    middle = rows[len(rows) // 2]
+    seconds, sizes = [each[0] for each in rows], [each[1] for each in rows]
     return Outcome(
-        seconds=middle[0],
-        gib=middle[1],
-        fits=middle[2],
-        seconds_range=(rows[0][0], rows[-1][0]),
-        gib_range=(min(each[1] for each in rows), max(each[1] for each in rows)),
-        samples=middle[3],
+        seconds=median(seconds),
+        gib=median(sizes),
+        fits=rows[0][2],
+        seconds_range=(min(seconds), max(seconds)),
+        gib_range=(min(sizes), max(sizes)),
+        samples=median(each[3] for each in rows),
     )
 
 
@@ -112,6 +112,8 @@ def _variants(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     choices: dict[str, tuple[Any, ...]] = {name: values for name, values in _RANGES.items() if name in unknown}
     if row.plan["recompute"] == "some":
         choices["recompute"] = ("none", "alternate", "full")
+    if row.plan["attention"] == "flash":
+        choices["attention"] = ("flash1", "flash2")
     if row.gpus <= row.hardware["gpus_per_node"]:
         choices.pop("inter", None)
     if "intra" in unknown:

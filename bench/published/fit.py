@@ -13,7 +13,7 @@ from scipy.optimize import differential_evolution, least_squares
 
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
-from echelon.simulator.fitted import Fitted, bounds, fitted
+from echelon.simulator.fitted import Fitted, bounds
 from echelon.simulator.sheet_memory import UNSURE, parts
 
 #: Constants of memory; all others are of time.
@@ -21,42 +21,60 @@ MEMORY = ("slack", "cached", "context", "buffers", "spread")
 TIME = tuple(field.name for field in fields(Fitted) if field.name not in MEMORY)
 #: Errors beyond this count less and less: rows that ran other physics than they print must not bend everything.
 _ROBUST = 0.1
-#: How strongly a constant is held to its present value, in units of its range: decides only what the rows leave open.
+#: How strongly a constant is held to the middle of its range, in units of the range: decides only what the rows leave open.
 _HOLD = 0.003
+#: Where fits begin, in parts of each constant's range; the best of what they find counts.
+STARTS = (0.5, 0.25, 0.75)
+#: A fit ends where a step brings less than this, or after so many.
+_ENOUGH, _STEPS = 1e-4, 60
 
-#: Rows of one source that a fit looks at.
+#: Sets of repeats of one source that a fit looks at.
 _MOST = 30
 
 #: How near to a device's capacity a forecast of memory is neither right nor wrong, in parts of it.
 _EDGE = 0.01
-#: Share of runs out of memory that may be said to fit, and how much more each above that counts.
-_WANTED, _FALSE = 0.045, 4.0
 #: How strongly constants of memory are held to the middle of their range.
 _OPEN = 0.005
 
 Cases = Mapping[str, Sequence[Case]]
 
 
-def fit_time(rows: Sequence[Row], cases: Cases, start: Fitted | None = None, *, rounds: int = 30) -> Fitted:
-    """Constants that bring the step times of `rows` nearest, every source weighing the same."""
-    first = start or fitted()
+def fit(rows: Sequence[Row], cases: Cases, starts: Sequence[float] = STARTS) -> Fitted:
+    """The constants by these rows alone: nothing that was fitted before is looked at."""
+    middle = Fitted(**{name: (low + high) / 2 for name, (low, high) in bounds().items()})
+    return fit_memory(rows, cases, fit_time(rows, cases, middle, starts))
+
+
+def fit_time(rows: Sequence[Row], cases: Cases, first: Fitted, starts: Sequence[float]) -> Fitted:
+    """Constants that bring the step times of `rows` nearest, every source weighing the same; those of memory as in `first`."""
     scored = spread_out(list(sets(row for row in rows if "time" in row.counts)))
+    if not scored:
+        return first
     sources = Counter(alike[0].source for alike in scored)
     targets = [
-        (cases[alike[0].id][0], math.log(median(row.measured["iteration_s"] for row in alike)), 1 / math.sqrt(sources[alike[0].source]))
+        (cases[alike[0].id], math.log(median(row.measured["iteration_s"] for row in alike)), 1 / math.sqrt(sources[alike[0].source]))
         for alike in scored
     ]  # fmt: skip
     low, high = (numpy.array([bounds()[name][side] for name in TIME]) for side in (0, 1))
-    middle = numpy.array([getattr(first, name) for name in TIME])
+
+    def at(point: numpy.ndarray) -> Fitted:
+        return replace(first, **dict(zip(TIME, map(float, low + point * (high - low)), strict=True)))
 
     def residuals(point: numpy.ndarray) -> numpy.ndarray:
-        constants = replace(first, **dict(zip(TIME, map(float, low + point * (high - low)), strict=True)))
-        found = [weight * _soft(math.log(case.seconds(constants)) - target) for case, target, weight in targets]
-        return numpy.array([*found, *(_HOLD * (point - begin))])
+        constants = at(point)
+        found = [
+            weight * _soft(math.log(median(case.seconds(constants) for case in each)) - target)
+            for each, target, weight in targets
+        ]
+        return numpy.array([*found, *(_HOLD * (point - 0.5))])
 
-    begin = numpy.clip((middle - low) / (high - low), 0.001, 0.999)
-    answer = least_squares(residuals, begin, bounds=(0, 1), diff_step=1e-3, max_nfev=rounds)
-    return replace(first, **dict(zip(TIME, map(float, low + answer.x * (high - low)), strict=True)))
+    answers = [
+        least_squares(
+            residuals, numpy.full(len(TIME), start), bounds=(0, 1), diff_step=1e-3, ftol=_ENOUGH, max_nfev=_STEPS
+        )
+        for start in starts
+    ]
+    return at(min(answers, key=lambda answer: answer.cost).x)
 
 
 def spread_out(scored: list[list[Row]]) -> list[list[Row]]:
@@ -72,10 +90,12 @@ def _soft(error: float) -> float:
     return math.copysign(_ROBUST * math.sqrt(math.log1p((error / _ROBUST) ** 2)), error)
 
 
-def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -> Fitted:
-    """Constants that bring the peaks nearest and tell best what fits. `fits` is a step: found by trying, not by slopes."""
-    first = start or fitted()
+def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
+    """Constants that bring the peaks nearest and tell best what fits; the others as in `first`. `fits` is a step: found by trying, not
+    by slopes. To call what failed possible is as bad as to call impossible what ran."""
     scored = [row for row in rows if {"memory", "fit"} & set(row.counts)]
+    if not scored:
+        return first
     held = [parts(cases[row.id][0].layout) for row in scored]
     begins = numpy.cumsum([0, *map(len, held)])[:-1]
     made, counted, uneven, axes = (
@@ -116,7 +136,7 @@ def fit_memory(rows: Sequence[Row], cases: Cases, start: Fitted | None = None) -
         error = sum(float(numpy.mean(errors[each])) for each in printing) / max(len(printing), 1)
         # What the rows leave open stays in the middle of its range.
         open_ = _OPEN * float(numpy.mean(numpy.abs((point - low) / (high - low) - 0.5)))
-        return float(error + sum(wrong) + _FALSE * max(wrong[0] - _WANTED, 0.0)) + open_
+        return float(error + sum(wrong)) + open_
 
     answer = differential_evolution(loss, list(zip(low, high, strict=True)), rng=0, maxiter=60, popsize=12, tol=1e-6)
     return replace(first, **dict(zip(MEMORY, map(float, answer.x), strict=True)))

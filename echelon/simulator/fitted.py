@@ -1,14 +1,16 @@
 """The constants that no data sheet prints: each with a meaning, a unit and physical bounds, fitted to published runs.
 
-All of them stand in `fitted.json`; `python -m bench.published --fit` finds their values. None depends on a model, a device or a source.
+All of them stand in `fitted.json`; `python -m bench.published --fit FILE` finds their values. None depends on a model, a device or a source.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _FILE = Path(__file__).with_name("fitted.json")
 
@@ -42,22 +44,29 @@ class Fitted:
 @cache
 def fitted() -> Fitted:
     """The constants as they stand in the file."""
-    plain = json.loads(_FILE.read_text(encoding="utf-8"))
-    return Fitted(**{field.name: float(plain[field.name]["value"]) for field in fields(Fitted)})
+    return Fitted(**{field.name: float(_plain()[field.name]["value"]) for field in fields(Fitted)})
+
+
+def bounds() -> dict[str, tuple[float, float]]:
+    """The physical range of each constant."""
+    return {name: (float(each["low"]), float(each["high"])) for name, each in _plain().items()}
 
 
 @cache
-def bounds() -> dict[str, tuple[float, float]]:
-    """The physical range of each constant."""
-    plain = json.loads(_FILE.read_text(encoding="utf-8"))
-    return {name: (float(each["low"]), float(each["high"])) for name, each in plain.items()}
+def digest() -> str:
+    """Tells one set of constants from another."""
+    return hashlib.sha256(repr(fitted()).encode()).hexdigest()[:8]
 
 
-def keep(constants: Fitted) -> None:
-    """Write new values into the file."""
-    plain = json.loads(_FILE.read_text(encoding="utf-8"))
-    for name in plain:
-        plain[name]["value"] = float(f"{getattr(constants, name):.4g}")
-    lines = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in plain.items()]
-    _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    fitted.cache_clear()
+def written(constants: Fitted) -> str:
+    """The file with other values."""
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(each | {'value': float(f'{getattr(constants, name):.4g}')})}"
+        for name, each in _plain().items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _plain() -> dict[str, dict[str, Any]]:
+    plain: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return plain

@@ -14,7 +14,7 @@ from echelon.plan.split import sizes
 from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
-from echelon.simulator.fitted import Fitted, fitted
+from echelon.simulator.fitted import Fitted, digest, fitted
 from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
@@ -140,7 +140,8 @@ def forecast_of(layout: Layout, cluster: Cluster, constants: Fitted, known: Know
 
 
 def _sheet_notes(cluster: Cluster) -> list[str]:
-    return [f"priced by the data sheet of {cluster.nodes[0].devices[0].name}: nothing was measured there"]
+    name = cluster.nodes[0].devices[0].name
+    return [f"priced by the data sheet of {name} and constants {digest()}: nothing was measured there"]
 
 
 def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
