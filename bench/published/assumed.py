@@ -22,7 +22,8 @@ CORES = {
     "flash1": "flash", "flash2": "flash", "flash": "flash", "cudnn": "flash", "fused-softmax": "fused", "no-flash": "fused", "eager": "eager",
     "none": "flash", "unknown": "flash", None: "flash",
 }  # fmt: skip
-_KERNELS = {"flash1": "flash1", "cudnn": "cudnn"}
+#: Before there was a second version nobody said which: where it is not said it is the first.
+_KERNELS = {"flash1": "flash1", "flash": "flash1", "cudnn": "cudnn"}
 #: Tokens of a bin of samples alike in length, and the longest samples that are not binned.
 _BIN, _UNBINNED = 64, 128
 

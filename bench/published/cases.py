@@ -112,8 +112,6 @@ def _variants(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     choices: dict[str, tuple[Any, ...]] = {name: values for name, values in _RANGES.items() if name in unknown}
     if row.plan["recompute"] == "some":
         choices["recompute"] = ("none", "alternate", "full")
-    if row.plan["attention"] == "flash":
-        choices["attention"] = ("flash1", "flash2")
     if row.gpus <= row.hardware["gpus_per_node"]:
         choices.pop("inter", None)
     if "intra" in unknown:

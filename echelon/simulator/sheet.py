@@ -13,8 +13,11 @@ from echelon.plan.cluster import Sheet
 from echelon.plan.profile import WIDTH
 from echelon.simulator.fitted import Fitted
 
-#: Rows and columns of the tile that one multiprocessor computes at a time.
-_TILE = 128
+#: Rows and columns of the tiles that one multiprocessor computes at a time, the largest first: libraries have kernels of all these sizes
+#: and take what is fastest (cuBLAS and CUTLASS name them so).
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+#: What a number of the result costs in operands with the largest tiles.
+_LEAST = 1 / 256 + 1 / 128
 #: Rows of narrow numbers must lie on so many bytes for matrix units to read them (cuBLAS: "Tensor Core usage", 16-byte alignment).
 _LINE = 16
 #: Bytes of a number that matrix units compute in.
@@ -35,11 +38,15 @@ def product_seconds(
     peak = sheet.peak(precision) * clock
     if width <= 2 and (columns * width % _LINE or depth * width % _LINE):
         peak = sheet.vector * clock
-    exact = lots * rows * columns / (_TILE * _TILE * sheet.units)
-    tiles = lots * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
-    waves = math.ceil(tiles / sheet.units)
-    busy = flops * (fitted.product / peak + fitted.traffic * width / 2 / sheet.bandwidth)
-    return max(busy * waves / exact, moved / (sheet.bandwidth * fitted.stream))
+    fetched = fitted.traffic * width / 2 / sheet.bandwidth
+    units, area = sheet.units, lots * rows * columns
+    busy = math.inf
+    for tall, wide in _TILES:
+        waves = math.ceil(lots * math.ceil(rows / tall) * math.ceil(columns / wide) / units)
+        # Small tiles fetch their operands more often.
+        again = (1 / tall + 1 / wide) / _LEAST
+        busy = min(busy, waves * units * tall * wide / area * (fitted.product / peak + again * fetched))
+    return max(flops * busy, moved / (sheet.bandwidth * fitted.stream))
 
 
 def attention_seconds(sheet: Sheet, fitted: Fitted, precision: str, kernel: str, scores: float, flops: float) -> float:
