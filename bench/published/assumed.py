@@ -84,8 +84,6 @@ def stack_of(given: dict[str, Any]) -> Stack:
         chunks=_chunks(given),
         attention=_KERNELS.get(given["attention"], "flash2"),  # type: ignore[arg-type]
         master=True,
-        # Stacks for large vocabularies compute the loss in place.
-        fused_loss=True,
         gradients=_gradient_bytes(given, half=half),
         message=4 if not half or given["grad_reduce"] == "fp32" else 2,
         overlap=given["overlap"] is not False,

@@ -77,8 +77,7 @@ def _rank(layout: Layout, rank: int) -> Parts:
     activations = flying * blocks * kept * samples
     first, last = rank == 0, layout.last(rank)
     activations += flying * samples * work.outside[0] * first / layout.along
-    loss = work.logits * (1 + 4 / work.width) if stack.fused_loss else work.loss
-    at_loss = samples * loss / (mesh.tp if work.parted else 1) if last else 0.0
+    at_loss = samples * work.loss / (mesh.tp if work.parted else 1) if last else 0.0
     at_block = samples * (making + work.working / mesh.tp)
     if last and work.layers == 1:
         at_block = 0.0

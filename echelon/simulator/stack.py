@@ -29,8 +29,6 @@ class Stack:
     attention: Kernel = "flash2"
     #: Whether parameters of 2 bytes have a master copy of 4 and optimizer states of 4 bytes.
     master: bool = False
-    #: Whether the loss is one kernel that works in place on a copy of the logits in float32.
-    fused_loss: bool = False
     #: Bytes of one number of the gradients that are kept between micro-batches; None: as wide as parameters.
     gradients: int | None = None
     #: Bytes of one number of the gradients in messages; None: as wide as parameters.

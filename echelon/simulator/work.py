@@ -83,8 +83,7 @@ class Work:
     given: float  #: bytes per sample that one block passes to the next
     keys: float  #: bytes per sample of one block's keys and values
     loss: float  #: bytes per sample alive at the loss beside what is kept anywhere
-    logits: float  #: bytes per sample of the largest output behind the blocks
-    parted: bool  #: whether tp divides that output and the loss
+    parted: bool  #: whether tp divides the loss
     sums: float  #: how often ranks of tp add up in one pass of a block
     working: float  #: bytes per sample that the largest operator of a block reads and writes: alive while it runs
     inputs: float  #: bytes per sample that come from the data
@@ -145,7 +144,6 @@ def distil(profile: Profile, plan: Plan | None = None) -> Work:
     peak = max(moment.alive.per_sample for moment in profile.moments)
     modules = [module for module in profile.modules if fold_path(module.path) in units]
     given = max((module.output.per_sample for module in modules), default=0.0)
-    behind = [m for m in profile.modules if m.path and _where(fold_path(m.path), units, late) == "after"]
     trained = sum(rule.elements for rule in profile.optimizers)
     return Work(
         layers=layers,
@@ -170,7 +168,6 @@ def distil(profile: Profile, plan: Plan | None = None) -> Work:
         given=given,
         keys=_keys(profile, core, layers, given),
         loss=max(peak - sum(inner.values()) - before, after),
-        logits=max((module.output.per_sample for module in behind), default=0.0),
         parted=cuts.logits,
         sums=cuts.sums(layers),
         working=max((op.moved[1] for op in parts["block"]), default=0.0),
@@ -208,7 +205,7 @@ def recast(work: Work, precision: Precision | None) -> Work:
         kept=replace(kept, cut=kept.cut * times, whole=kept.whole * times, core=kept.core * times, products=kept.products * times),
         outside=(work.outside[0] * times, work.outside[1] * times),
         places=tuple(replace(each, crossing=each.crossing * times) for each in work.places),
-        **{name: getattr(work, name) * times for name in ("given", "keys", "loss", "logits", "working", "routed")},
+        **{name: getattr(work, name) * times for name in ("given", "keys", "loss", "working", "routed")},
     )  # fmt: skip
 
 
@@ -221,6 +218,7 @@ class _Cuts:
         self._shares = Shares(profile, replace(plan, mesh=Mesh(tp=plan.mesh.tp), stages=())) if plan and known else None
         self._names = cut_parameters(plan.placements) if plan and known else {}
         self._holders = _holders(profile, units)
+        self._columns = _columns(profile, units)
         self._units = units
 
     def work(self, path: str, where: str, kind: str) -> bool:
@@ -230,8 +228,10 @@ class _Cuts:
         return where == "after" or (where == "block" and (kind != "stream" or _within(path, self._holders)))
 
     def kept(self, path: str) -> bool:
-        """Of what a module of a block keeps."""
-        return self._shares.kept(path, 0) < 1 if self._shares else _within(path, self._holders)
+        """Of what a module of a block keeps: a column keeps its input, which is whole."""
+        if self._shares:
+            return self._shares.kept(path, 0) < 1
+        return _within(path, self._holders) and path not in self._columns
 
     def parameter(self, parameter: Parameter) -> bool:
         """Of what is held."""
@@ -400,6 +400,35 @@ def _holders(profile: Profile, units: tuple[str, ...]) -> frozenset[str]:
         while path and path not in units and any(inside(path, unit) for unit in units):
             found.add(path)
             path = path.rpartition(".")[0]
+    return frozenset(found)
+
+
+def _columns(profile: Profile, units: tuple[str, ...]) -> frozenset[str]:
+    """Modules of products that read what passes from block to block, and whose outputs tp divides. In each part of a block the last
+    product ends a pair; one that is such a part by itself does where it gives as much as the block."""
+    given = {
+        unit: max((m.output.per_sample for m in profile.modules if fold_path(m.path) == unit), default=0.0)
+        for unit in units
+    }
+    inner: dict[str, list[Operator]] = {}
+    for operator in profile.operators:
+        unit = next((each for each in units if inside(operator.module, each)), None)
+        if (
+            unit is not None
+            and operator.phase == "forward"
+            and _kind(operator) == "product"
+            and operator.module != unit
+        ):
+            part = operator.module[len(unit) + 1 :].partition(".")[0]
+            inner.setdefault(f"{unit}.{part}", []).append(operator)
+    found: set[str] = set()
+    for part, products in inner.items():
+        if [each.module for each in products] == [part]:
+            each = products[0]
+            wide = each.dims[1].per_sample * each.dims[2].fixed * WIDTH.get(each.dtype, 4)
+            found |= {part} if wide != given[part.rpartition(".")[0]] else set()
+        else:
+            found |= {each.module for each in products} - {products[-1].module}
     return frozenset(found)
 
 

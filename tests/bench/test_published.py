@@ -80,6 +80,14 @@ def test_keys_and_values_are_as_wide_as_the_model_makes_them() -> None:
     assert work.given == 2 * 32 * 64
 
 
+def test_columns_keep_their_inputs_whole_whatever_tp() -> None:
+    """Of each block the residuals and norms keep what is whole, and so do the first products of attention and of the feed-forward part."""
+    work = distil(shallow(key_of(SMALL, core="flash", half=True, fused_norm=True)))
+    hidden = 2 * 32 * 64
+    # Two norms keep what they read, the two columns what the norms gave.
+    assert work.kept.whole == pytest.approx(4 * hidden, rel=0.05)
+
+
 def test_models_have_the_parameters_that_the_rows_print() -> None:
     """Those that say so: within half a percent, biases and positions aside."""
     seen = set()

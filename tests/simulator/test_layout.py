@@ -172,8 +172,10 @@ def test_zero_3_fetches_what_is_outside_of_blocks_too() -> None:
 
 def test_stages_that_share_a_table_add_up_its_gradients() -> None:
     apart, tied = (make_language(blocks=4, width=1024, vocab=65_536, tied=each) for each in (False, True))
-    plan = "pp=2 micro=1"
-    assert exchange(tied, plan).exchange > 1.5 * exchange(apart, plan).exchange
+    plan, wire = "pp=2 micro=1", A100.nodes[0].wire
+    assert wire is not None
+    # Each of the two gives its half of the sums and gets the other's.
+    assert exchange(tied, plan).exchange - exchange(apart, plan).exchange >= 2 * 65_536 * 1024 / wire.rate
 
 
 def test_what_tp_says_outside_of_blocks_is_exchange_and_not_compute() -> None:
