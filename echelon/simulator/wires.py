@@ -43,23 +43,25 @@ class Wires:
         return self.inside * self.fitted.inside * share
 
     def gather(self, size: float, group: Group) -> float:
-        """Every rank gets all of `size` bytes, of which each has its part; a scatter of sums takes as long."""
+        """Every rank gets all of `size` bytes, of which each has its part; a scatter of sums takes as long. Round a ring: from node to
+        node as often as there are others."""
+        return self._passed(size, group, group.spans - 1)
+
+    def reduce(self, size: float, group: Group) -> float:
+        """Every rank gets the sum: a scatter of sums, then a gather; along a tree where there are many nodes, which takes fewer hops."""
+        return 2 * self._passed(size, group, min(group.spans - 1, math.log2(max(group.spans, 1))))
+
+    def _passed(self, size: float, group: Group, hops: float) -> float:
+        """Once through all ranks, inside nodes and between them at the same time."""
         if group.ranks < 2 or not size:
             return 0.0
-        moved = size * (group.ranks - 1) / group.ranks
-        inside = moved / self._rate(group.near) if group.near > 1 else 0.0
-        seconds = self.fitted.latency_inside + inside
+        inside = size * (group.ranks - 1) / group.ranks / self._rate(group.near) if group.near > 1 else 0.0
+        crossing = 0.0
         if group.spans > 1:
             # Groups side by side share the network of a node: this one has as much of it as it has ranks there.
             rate = self.between * group.near / self.domain
             crossing = size * (group.spans - 1) / group.spans / rate
-            seconds = max(inside, crossing) + self.fitted.latency_inside
-            seconds += self.fitted.latency_between * math.log2(group.spans)
-        return seconds
-
-    def reduce(self, size: float, group: Group) -> float:
-        """Every rank gets the sum: a scatter of sums, then a gather."""
-        return 2 * self.gather(size, group)
+        return max(inside, crossing) + self.fitted.latency_inside + self.fitted.latency_between * hops
 
     def swap(self, size: float, group: Group) -> float:
         """Every rank has `size` bytes, of which each other rank gets an equal part."""
@@ -68,8 +70,8 @@ class Wires:
         near, far = (group.near - 1) / group.ranks, (group.ranks - group.near) / group.ranks
         seconds = self.fitted.latency_inside + size * near / self._rate(group.near)
         if group.spans > 1:
-            # All devices of a domain send at once.
-            seconds += size * far * self.domain / self.between + self.fitted.latency_between * math.log2(group.spans)
+            # All devices of a domain send at once, to all others at once.
+            seconds += size * far * self.domain / self.between + self.fitted.latency_between
         return seconds
 
     def send(self, size: float, stride: int, ranks: int, parts: int = 1) -> float:
