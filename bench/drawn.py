@@ -125,9 +125,12 @@ def rows(drawn: Sequence[Drawn], measured: dict[int, float], cores: int) -> list
             for place, each in enumerate(drawn)
             if each.model == model and each.plan.ranks <= cores
         }
-        chosen = next(measured[place] for place in times if drawn[place].chosen)
-        ratio = chosen / min(times.values())
-        made.append(_row(model, "chosen over best measured", "", "", ratio, f"{ratio:.3f}", CHOICE))
+        chosen = [measured[place] for place in times if drawn[place].chosen]
+        if not chosen:
+            made.append(_row(model, "chosen plan has more ranks than cores", "", "", 0.0, "not compared", None))
+            continue
+        ratio = chosen[0] / min(times.values())
+        made.append(_row(model, "chosen over best of those drawn", "", "", ratio, f"{ratio:.3f}", CHOICE))
     return made
 
 

@@ -14,6 +14,18 @@
     [between]                   # between nodes
     kind = "infiniband"
     gb_s = 400                  # per node and direction
+
+Machines that are not alike are groups of such nodes, in the order of their ranks, with one [between] for all:
+
+    [[group]]
+    nodes = 2
+    device = { name = "H100-80GB", count = 8 }
+    [[group]]
+    nodes = 4
+    device = { name = "A100-80GB", count = 8 }
+    [between]
+    kind = "infiniband"
+    gb_s = 200
 """
 
 from __future__ import annotations
@@ -221,7 +233,26 @@ def from_toml(path: str | Path) -> Cluster:
         plain = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DocumentError(f"{path}: cannot be read as a cluster ({error})") from error
-    _known(path, plain, ("name", "nodes", "device", "inside", "between"))
+    if "group" not in plain:
+        _known(path, plain, ("name", "nodes", "device", "inside", "between"))
+        return _alike(path, plain, str(plain.get("name", Path(path).stem)))
+    _known(path, plain, ("name", "group", "between"))
+    groups = plain["group"]
+    if not isinstance(groups, list) or not groups or not all(isinstance(each, dict) for each in groups):
+        raise DocumentError(f"{path}: [[group]] is a list of groups of nodes, each with a device")
+    made = []
+    for each in groups:
+        _known(path, each, ("nodes", "device", "inside"), "group.")
+        made.append(_alike(path, each | {"between": plain.get("between")}, str(plain.get("name", Path(path).stem))))
+    nodes = tuple(node for cluster in made for node in cluster.nodes)
+    network = _wire(path, plain, "between")
+    if network is None and len(nodes) > 1:
+        raise DocumentError(f"{path}: groups of nodes and no link between them; describe it under [between]")
+    return replace(made[0], nodes=nodes, network=network)
+
+
+def _alike(path: str | Path, plain: dict[str, Any], title: str) -> Cluster:
+    """Nodes that are alike."""
     given = plain.get("device")
     if not isinstance(given, dict) or "name" not in given:
         raise DocumentError(
@@ -229,10 +260,9 @@ def from_toml(path: str | Path) -> Cluster:
         )
     _known(path, given, _DEVICE_KEYS, "device.")
     name = given["name"]
-    made = _device(path, given)
     return build(
-        plain.get("name", Path(path).stem),
-        made,
+        title,
+        _device(path, given),
         _whole(path, "device.count", given.get("count", 1)),
         _whole(path, "nodes", plain.get("nodes", 1)),
         inside=_wire(path, plain, "inside") or inside(name),

@@ -18,6 +18,7 @@ from echelon.observer.report import write_report
 from echelon.plan import catalogue
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
+from echelon.simulator.fitted import fitted
 from echelon.simulator.timeline import Timeline, timeline
 from tests.simulator.cases import cut, make_gpus, make_stack
 
@@ -43,7 +44,7 @@ def test_the_last_event_ends_when_the_step_is_forecast_to() -> None:
     told = simulate(PROFILE, cluster, plan).time
     # What the host does between steps is no event.
     ends = max(event.end for event in timeline(PROFILE, cluster, plan).events)
-    assert ends == pytest.approx(told.step - told.overhead + 8 * 0.005, rel=0.05)
+    assert ends == pytest.approx(told.step - told.overhead + 8 * fitted().micro, rel=0.05)
 
 
 def test_a_machine_that_was_measured_has_a_timeline_too() -> None:

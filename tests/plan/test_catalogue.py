@@ -103,3 +103,31 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         catalogue.cluster("8xK80")
     with pytest.raises(DocumentError, match="a cluster is written 8xH100-80GB"):
         catalogue.cluster("8 H100")
+
+
+def test_a_file_may_have_groups_of_nodes_that_are_not_alike(tmp_path: Path) -> None:
+    groups = """
+    name = "both"
+    [[group]]
+    nodes = 2
+    device = { name = "H100-80GB", count = 8 }
+    [[group]]
+    device = { name = "A100-80GB", count = 4, legacy = 0.9 }
+    """
+    between = """
+    [between]
+    kind = "infiniband"
+    gb_s = 100
+    """
+    cluster = catalogue.cluster(str(write(tmp_path, groups + between)))
+    assert [(node.devices[0].name, len(node.devices)) for node in cluster.nodes] == [("H100-80GB", 8)] * 2 + [
+        ("A100-80GB", 4)
+    ]
+    assert cluster.network is not None
+    assert cluster.network.rate == 100e9
+    sheets = [node.devices[0].sheet for node in cluster.nodes]
+    assert [sheet.legacy for sheet in sheets if sheet is not None] == [0.63, 0.63, 0.9]
+    with pytest.raises(DocumentError, match="no link between them"):
+        catalogue.cluster(str(write(tmp_path, groups)))
+    with pytest.raises(DocumentError, match=r"group\.count"):
+        catalogue.cluster(str(write(tmp_path, groups.replace("nodes = 2", "count = 2") + between)))

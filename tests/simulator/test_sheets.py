@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import accumulate
 
@@ -9,15 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon import planner, simulator
 from echelon.errors import DocumentError, PlanError
 from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster, Sheet, Wire
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.simulator import Stack, simulate
-from echelon.simulator.fitted import bounds, fitted
+from echelon.simulator.fitted import bounds, fitted, written
 from echelon.simulator.order import B, F, W, in_flight, least, length, order, walk
 from echelon.simulator.sheet import product_seconds
+from echelon.simulator.wires import wires_of
 from tests.simulator.cases import make_cluster, make_stack
 
 times = st.floats(0.1, 5.0)
@@ -255,7 +258,10 @@ def test_the_expert_axis_divides_experts_and_sends_tokens_to_them() -> None:
     cluster, profile = catalogue.cluster("2x8xH100-80GB"), with_experts(16)
     alone, shared = (simulate(profile, cluster, from_text(f"dp=16 ep={ep}")) for ep in (1, 16))
     assert shared.memory.parameters == pytest.approx(alone.memory.parameters / 16)
-    assert shared.time.exchange != alone.time.exchange
+    # Gradients of experts that no other rank has are not exchanged; tokens are, and long samples have more of them.
+    short = replace(profile, modules=tuple(replace(each, output=each.output * 1e-6) for each in profile.modules))
+    assert simulate(short, cluster, from_text("dp=16 ep=16")).time.exchange < 0.1 * alone.time.exchange
+    assert shared.time.exchange > 10 * simulate(short, cluster, from_text("dp=16 ep=16")).time.exchange
     sharded = [simulate(profile, cluster, from_text(f"dp=16 zero=3 ep={ep}")).memory.parameters for ep in (1, 16)]
     assert sharded[0] == pytest.approx(sharded[1])
     with pytest.raises(PlanError, match="ep=2: no block of the model has experts"):
@@ -303,7 +309,40 @@ def test_what_was_measured_is_priced_by_its_curves() -> None:
     assert simulate(profile, both, plan) == simulate(profile, measured, plan)
 
 
-def test_every_constant_lies_in_its_physical_range() -> None:
+def test_every_constant_lies_in_a_range_that_is_accounted_for() -> None:
+    plain = json.loads(written(fitted()))
+    assert len(plain) <= 25
     for name, (low, high) in bounds().items():
         assert low <= getattr(fitted(), name) <= high, name
-    assert len(bounds()) <= 25
+        assert {"unit", "meaning", "range"} <= set(plain[name]), name
+    assert json.loads(written(replace(fitted(), step=0.125)))["step"] == plain["step"] | {"value": 0.125}
+
+
+@pytest.mark.parametrize(("near", "share"), [(2, 1 / 7), (4, 3 / 7), (8, 1.0)])
+def test_in_a_mesh_few_devices_reach_few_links(near: int, share: float) -> None:
+    mesh, switch = (
+        wires_of(
+            replace(
+                catalogue.cluster("8xMI300X-192GB"),
+                nodes=(replace(catalogue.cluster("8xMI300X-192GB").nodes[0], wire=Wire(kind=kind, rate=448e9)),),
+            ),
+            8,
+            fitted(),
+        )
+        for kind in ("xgmi-mesh", "nvswitch")
+    )
+    size = 1e12
+    slow, fast = (each.gather(size, each.group(near, 1)) for each in (mesh, switch))
+    assert fast / slow == pytest.approx(share, rel=1e-3)
+
+
+def test_sums_over_many_nodes_take_a_tree_and_gathers_a_ring() -> None:
+    wires = wires_of(catalogue.cluster("64x1xA100-80GB"), 64, fitted())
+    group, hop = wires.group(64, 1), fitted().latency_between
+    assert wires.gather(1.0, group) == pytest.approx(fitted().latency_inside + 63 * hop, rel=1e-3)
+    assert wires.reduce(1.0, group) == pytest.approx(2 * (fitted().latency_inside + 6 * hop), rel=1e-3)
+
+
+def test_the_public_names_are_these() -> None:
+    assert simulator.__all__ == ["Stack", "simulate"]
+    assert planner.__all__ == ["Candidate", "Goal", "explain", "search", "why_not"]
