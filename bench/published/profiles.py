@@ -19,7 +19,8 @@ from bench.published.models import CONVNETS, Transformer, word_loss
 from echelon.job import Job
 from echelon.plan.profile import Module, Profile, Visit, fold_path
 from echelon.profiler import profile as trace
-from echelon.simulator.work import Work, distil
+from echelon.simulator.distil import distil
+from echelon.simulator.work import Work
 
 #: Blocks that are traced.
 TRACED = 2

@@ -9,13 +9,14 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds
+from echelon.simulator.distil import distil
 from echelon.simulator.fitted import fitted
 from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.sheet_memory import parts, put_together
 from echelon.simulator.sheet_step import Known, passes, time
 from echelon.simulator.stack import Stack
 from echelon.simulator.step import forecast_of, kinds, worst
-from echelon.simulator.work import Work, distil, recast
+from echelon.simulator.work import Work, recast
 
 
 class Quotes:

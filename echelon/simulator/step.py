@@ -13,6 +13,7 @@ from echelon.plan.profile import Operator, Phase, Profile
 from echelon.plan.split import sizes
 from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
+from echelon.simulator.distil import distil
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.fitted import Fitted, digest, fitted
 from echelon.simulator.layout import Layout, lay_out
@@ -25,7 +26,6 @@ from echelon.simulator.sheet_memory import memory as sheet_memory
 from echelon.simulator.sheet_step import Known
 from echelon.simulator.sheet_step import time as sheet_time
 from echelon.simulator.stack import Stack
-from echelon.simulator.work import distil
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25

@@ -30,8 +30,8 @@ from bench.published.scores import (
 from echelon.errors import EchelonError
 from echelon.profiler import profile as trace
 from echelon.simulator import fitted as constants
+from echelon.simulator.distil import distil
 from echelon.simulator.fitted import Fitted, fitted
-from echelon.simulator.work import distil
 from tests.whole import only_whole, pairs
 
 SMALL: dict[str, Any] = {

@@ -16,12 +16,12 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, Rule, Visit
 from echelon.plan.text import from_text
 from echelon.simulator import Stack, simulate
+from echelon.simulator.distil import distil
 from echelon.simulator.fitted import fitted
 from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.quotes import Quotes
 from echelon.simulator.sheet_memory import parts, put_together
 from echelon.simulator.step import laid_out
-from echelon.simulator.work import distil
 from tests.simulator.cases import cut, make_language, make_stack
 
 A100 = catalogue.cluster("2x8xA100-80GB")
