@@ -24,7 +24,6 @@ from echelon.plan.profile import Profile
 from echelon.plan.split import rounds, sizes
 from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound_places, divide
 from echelon.planner.goal import Goal
-from echelon.simulator import simulate
 from echelon.simulator.quotes import Quotes
 from echelon.simulator.step import distinct, on_ranks
 
@@ -244,7 +243,7 @@ def with_shares(space: Space, goal: Goal) -> list[Forecast]:
         plan = replace(plan, shares=_whole([1 / took[kinds.index(device)] for device in devices]))
         if micro > max(sizes(profile.batch, space.devices, plan.shares)) or space.refused(plan):
             continue
-        forecast = simulate(profile, space.cluster, plan)
+        forecast = space.quotes.forecast(space.quotes.layouts(plan))
         if forecast.fits and forecast.time.step <= goal.limit:
             found.append(forecast)
     return found

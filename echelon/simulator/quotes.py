@@ -15,7 +15,7 @@ from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.sheet_memory import parts, put_together
 from echelon.simulator.sheet_step import Known, passes, time
 from echelon.simulator.stack import Stack
-from echelon.simulator.step import forecast_of, kinds, worst
+from echelon.simulator.step import forecast_of, kinds, most_samples, worst
 from echelon.simulator.work import Work, recast
 
 
@@ -27,6 +27,7 @@ class Quotes:
         self.stack, self.fitted = stack or Stack(), fitted()
         #: The cluster as it would be with devices of each kind alone.
         self.clusters = kinds(cluster)
+        self._whole = cluster
         self._known: list[Known] = [{} for _ in self.clusters]
         self._works: dict[object, Work] = {}
         self._parts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
@@ -38,8 +39,11 @@ class Quotes:
 
     def layouts(self, plan: Plan) -> list[Layout]:
         """The plan on devices of each kind; refuses what cannot be."""
-        work = self._work(plan)
-        return [lay_out(work, self.batch, cluster, plan, self.stack) for cluster in self.clusters]
+        work, most = self._work(plan), most_samples(self.batch, self._whole, plan, self.clusters)
+        return [
+            lay_out(work, self.batch, cluster, plan, self.stack, largest=largest)
+            for cluster, largest in zip(self.clusters, most, strict=True)
+        ]
 
     def _work(self, plan: Plan) -> Work:
         """What the model computes in the plan's precision, cut as it says where it does."""

@@ -50,17 +50,20 @@ def laid_out(
     profile: Profile, cluster: Cluster, plan: Plan, stack: Stack | None = None
 ) -> list[tuple[Layout, Cluster]]:
     """The plan on each kind of device of the cluster, with the most samples that a rank on such a device has."""
-    work, dp, placed = distil(profile, plan), plan.mesh.dp, on_ranks(cluster)
-    apart = plan.shares and plan.ranks == dp <= profile.batch
-    each = sizes(profile.batch, dp, plan.shares) if apart else []
-    made = []
-    for alike in kinds(cluster):
-        device = alike.nodes[0].devices[0]
-        largest = max((size for size, on in zip(each, placed, strict=False) if on == device), default=None)
-        if largest is None and apart:
-            continue  # no rank is on such a device
-        made.append((lay_out(work, profile.batch, alike, plan, stack or Stack(), largest=largest), alike))
-    return made
+    work, alike = distil(profile, plan), kinds(cluster)
+    return [
+        (lay_out(work, profile.batch, each, plan, stack or Stack(), largest=largest), each)
+        for each, largest in zip(alike, most_samples(profile.batch, cluster, plan, alike), strict=True)
+        if largest != 0  # no rank is on such a device
+    ]
+
+
+def most_samples(batch: int, cluster: Cluster, plan: Plan, alike: Sequence[Cluster]) -> list[int | None]:
+    """For each kind of device the most samples that a rank on one has; None: as many as any."""
+    if not plan.shares or plan.ranks != plan.mesh.dp or batch < plan.mesh.dp:
+        return [None] * len(alike)
+    placed = list(zip(on_ranks(cluster), sizes(batch, plan.mesh.dp, plan.shares), strict=False))
+    return [max((size for on, size in placed if on == each.nodes[0].devices[0]), default=0) for each in alike]
 
 
 def by_sheet(cluster: Cluster) -> bool:

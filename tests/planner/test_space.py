@@ -267,6 +267,7 @@ def test_faster_devices_get_larger_shares_of_the_batch() -> None:
     profile, cluster = make_stack(blocks=8, width=4096, batch=64, length=2048), mixed()
     best = search(profile, cluster, top=1)[0]
     assert best.plan.shares[0] == best.plan.shares[1] > best.plan.shares[2] == best.plan.shares[3]
+    assert best.forecast.time == simulate(profile, cluster, best.plan).time
     equal = simulate(profile, cluster, replace(best.plan, shares=()))
     assert best.forecast.time.step < 0.8 * equal.time.step
     assert from_text(str(best.plan)).shares == best.plan.shares

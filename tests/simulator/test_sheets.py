@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon import planner, simulator
@@ -62,6 +62,7 @@ def pipelines(draw: st.DrawFn, most: int = 30) -> tuple[str, list[float], list[f
 
 
 @given(pipelines())
+@settings(deadline=None)
 def test_every_rank_does_all_of_its_work(pipeline: tuple[str, list[float], list[float], int, int]) -> None:
     schedule, forward, backward, ranks, count = pipeline
     events = walk(schedule, forward, backward, ranks=ranks, count=count)
@@ -71,6 +72,7 @@ def test_every_rank_does_all_of_its_work(pipeline: tuple[str, list[float], list[
 
 
 @given(pipelines(most=120))
+@settings(deadline=None)
 def test_steps_of_which_the_end_is_reckoned_are_as_long_as_those_that_are_walked(
     pipeline: tuple[str, list[float], list[float], int, int],
 ) -> None:
@@ -80,6 +82,7 @@ def test_steps_of_which_the_end_is_reckoned_are_as_long_as_those_that_are_walked
 
 
 @given(pipelines(most=120), st.integers(0, 11))
+@settings(deadline=None)
 def test_a_faster_stage_never_makes_the_pipeline_slower(
     pipeline: tuple[str, list[float], list[float], int, int], which: int
 ) -> None:
@@ -90,6 +93,7 @@ def test_a_faster_stage_never_makes_the_pipeline_slower(
 
 
 @given(pipelines())
+@settings(deadline=None)
 def test_in_flight_is_what_the_order_keeps(pipeline: tuple[str, list[float], list[float], int, int]) -> None:
     schedule, forward, _, ranks, count = pipeline
     chunks = len(forward) // ranks
@@ -258,10 +262,10 @@ def test_the_expert_axis_divides_experts_and_sends_tokens_to_them() -> None:
     cluster, profile = catalogue.cluster("2x8xH100-80GB"), with_experts(16)
     alone, shared = (simulate(profile, cluster, from_text(f"dp=16 ep={ep}")) for ep in (1, 16))
     assert shared.memory.parameters == pytest.approx(alone.memory.parameters / 16)
-    # Gradients of experts that no other rank has are not exchanged; tokens are, and long samples have more of them.
+    # Gradients of experts that no other rank has are not exchanged; tokens are, and small ones take less.
+    assert shared.time.hidden == 0 < alone.time.hidden
     short = replace(profile, modules=tuple(replace(each, output=each.output * 1e-6) for each in profile.modules))
-    assert simulate(short, cluster, from_text("dp=16 ep=16")).time.exchange < 0.1 * alone.time.exchange
-    assert shared.time.exchange > 10 * simulate(short, cluster, from_text("dp=16 ep=16")).time.exchange
+    assert shared.time.exchange > simulate(short, cluster, from_text("dp=16 ep=16")).time.exchange > alone.time.exchange
     sharded = [simulate(profile, cluster, from_text(f"dp=16 zero=3 ep={ep}")).memory.parameters for ep in (1, 16)]
     assert sharded[0] == pytest.approx(sharded[1])
     with pytest.raises(PlanError, match="ep=2: no block of the model has experts"):
@@ -287,6 +291,7 @@ def test_networks_that_were_measured_reach_what_was_measured() -> None:
 
 
 @given(pipelines(most=60))
+@settings(deadline=None)
 def test_the_bound_of_a_pipeline_is_never_above_its_length(
     pipeline: tuple[str, list[float], list[float], int, int],
 ) -> None:
