@@ -15,8 +15,8 @@ from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
 from echelon.simulator.fitted import Fitted
 from echelon.simulator.layout import Layout, lay_out
-from echelon.simulator.sheet_memory import memory, reserved
-from echelon.simulator.sheet_step import time
+from echelon.simulator.sheet_memory import fullest, reserved
+from echelon.simulator.sheet_step import step_time
 from echelon.simulator.work import Work
 
 #: (model, core, half, fused norm, layers) -> what the simulator needs of the model.
@@ -52,7 +52,7 @@ class Case:
 
     def seconds(self, constants: Fitted) -> float:
         """Of one step."""
-        return time(self.usual or self.layout, self.cluster, constants).step
+        return step_time(self.usual or self.layout, self.cluster, constants).step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def outcome(row: Row, cases: list[Case], constants: Fitted) -> Outcome:
     """The forecast of a row. Of several cases those that fit count, where some do: a run that was printed has run."""
     found = []
     for case in cases:
-        held, _ = memory(case.layout, constants)
+        held, _ = fullest(case.layout, constants)
         on_card = row.measured.get("mem_kind") != "reserved"
         shown = reserved(held, case.layout.capacity, constants)
         size = (shown + held.framework * on_card) / 2**30

@@ -14,7 +14,7 @@ from scipy.optimize import differential_evolution, least_squares
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
 from echelon.simulator.fitted import Fitted, bounds
-from echelon.simulator.sheet_memory import UNSURE, parts
+from echelon.simulator.sheet_memory import UNSURE, held_by_ranks
 
 #: Constants of memory; all others are of time.
 MEMORY = ("slack", "cached", "context", "buffers", "spread")
@@ -96,7 +96,7 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
     scored = [row for row in rows if {"memory", "fit"} & set(row.counts)]
     if not scored:
         return first
-    held = [parts(cases[row.id][0].layout) for row in scored]
+    held = [held_by_ranks(cases[row.id][0].layout) for row in scored]
     begins = numpy.cumsum([0, *map(len, held)])[:-1]
     made, counted, uneven, axes = (
         numpy.array([of(each) for ranks in held for each in ranks])

@@ -51,6 +51,12 @@ def plan(
     beyond: Annotated[
         bool, typer.Option("--beyond", help="Also axes that are forecast but not executed yet (cp, ep).")
     ] = False,
+    precisions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--precision", metavar="NAME", help="Also plans in this precision (tf32, bf16, fp16, fp32); again for more."
+        ),
+    ] = None,
     picture: Picture = None,
     trace: TraceOption = None,
     json: Json = False,
@@ -67,8 +73,9 @@ def plan(
     wanted = Goal(kind=goal, within=limit, steps=steps, price=price)  # type: ignore[arg-type]
     (subject, profile), machines = read_subject(file), read_cluster(cluster)
     candidates = search(
-        profile, machines, top=top, complete=subject.complete, goal=wanted, exhaustive=exhaustive, beyond=beyond
-    )
+        profile, machines, top=top, complete=subject.complete, goal=wanted, exhaustive=exhaustive, beyond=beyond,
+        precisions=(None, *(precisions or ())),  # type: ignore[arg-type]
+    )  # fmt: skip
     best = candidates[0]
     drawn = draw_plan(profile, machines, best.plan, picture, trace)
     if out is not None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import get_args
 
 from echelon.errors import PlanError
 from echelon.plan.check import Problem, check, require
@@ -65,6 +66,13 @@ def search(
     `beyond`: axes too that are forecast and not executed yet. `precisions`: other than the job's, None.
     """
     wanted = goal or Goal()
+    strange = next((each for each in precisions if each not in (None, *get_args(Precision))), None)
+    if strange is not None:
+        raise PlanError(f"precision={strange}: not one of {', '.join(get_args(Precision))}")
+    if set(precisions) != {None} and not by_sheet(cluster):
+        raise PlanError(
+            "precisions are searched on clusters that are known by their data sheets; here give the job's precision"
+        )
     if by_sheet(cluster):
         space = Space(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
         return _wide(space, wanted, top, complete, exhaustive=exhaustive)

@@ -12,8 +12,8 @@ from echelon.plan.split import rounds
 from echelon.simulator.distil import distil
 from echelon.simulator.fitted import fitted
 from echelon.simulator.layout import Layout, lay_out
-from echelon.simulator.sheet_memory import parts, put_together
-from echelon.simulator.sheet_step import Known, passes, time
+from echelon.simulator.sheet_memory import held_by_ranks, put_together
+from echelon.simulator.sheet_step import Known, passes, step_time
 from echelon.simulator.stack import Stack
 from echelon.simulator.step import forecast_of, kinds, most_samples, worst
 from echelon.simulator.work import Work, recast
@@ -70,7 +70,7 @@ class Quotes:
     def least_seconds(self, layouts: list[Layout]) -> float:
         """A step takes at least so long."""
         return max(
-            time(layout, cluster, self.fitted, walked=False, known=known).step
+            step_time(layout, cluster, self.fitted, walked=False, known=known).step
             for layout, cluster, known in zip(layouts, self.clusters, self._known, strict=True)
         )
 
@@ -85,7 +85,7 @@ class Quotes:
     def peak(self, layouts: list[Layout]) -> float:
         """Bytes of the fullest rank, what is unsure and the framework included, on the device that it fills most."""
         tightest = min(layouts, key=lambda each: each.capacity)
-        held = [put_together(each, self.fitted) for each in parts(tightest)]
+        held = [put_together(each, self.fitted) for each in held_by_ranks(tightest)]
         return max(each.high + each.framework for each in held)
 
     def forecast(self, layouts: list[Layout]) -> Forecast:
@@ -98,5 +98,5 @@ class Quotes:
         )
 
     def _fits(self, layout: Layout, rank: int) -> bool:
-        held = put_together(parts(layout, rank)[0], self.fitted)
+        held = put_together(held_by_ranks(layout, rank)[0], self.fitted)
         return held.high + held.framework <= layout.capacity

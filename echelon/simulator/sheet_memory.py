@@ -30,13 +30,13 @@ class Parts:
     where: str  #: of the peak
 
 
-def memory(layout: Layout, fitted: Fitted) -> tuple[Memory, str]:
+def fullest(layout: Layout, fitted: Fitted) -> tuple[Memory, str]:
     """(memory of the rank of pp that may need most, where it peaks)."""
-    found = [(put_together(each, fitted), each.where) for each in parts(layout)]
+    found = [(put_together(each, fitted), each.where) for each in held_by_ranks(layout)]
     return max(found, key=lambda each: each[0].high + each[0].framework)
 
 
-def parts(layout: Layout, rank: int | None = None) -> list[Parts]:
+def held_by_ranks(layout: Layout, rank: int | None = None) -> list[Parts]:
     """What each rank of pp holds, or one of them."""
     return [_rank(layout, each) for each in (range(layout.plan.mesh.pp) if rank is None else (rank,))]
 

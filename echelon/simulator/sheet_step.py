@@ -53,7 +53,9 @@ class _Stages:
         return [sum(side[rank::ranks]) for side in (*self.compute, *self.talk)]
 
 
-def time(layout: Layout, cluster: Cluster, fitted: Fitted, *, walked: bool = True, known: Known | None = None) -> Time:
+def step_time(
+    layout: Layout, cluster: Cluster, fitted: Fitted, *, walked: bool = True, known: Known | None = None
+) -> Time:
     """Seconds of a step, by cause. `walked`: the pipeline event by event; otherwise what no schedule can be faster than."""
     mesh, count = layout.plan.mesh, layout.count
     wires = wires_of(cluster, layout.plan.ranks, fitted)

@@ -22,9 +22,8 @@ from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
 from echelon.simulator.shares import Shares
-from echelon.simulator.sheet_memory import memory as sheet_memory
-from echelon.simulator.sheet_step import Known
-from echelon.simulator.sheet_step import time as sheet_time
+from echelon.simulator.sheet_memory import fullest
+from echelon.simulator.sheet_step import Known, step_time
 from echelon.simulator.stack import Stack
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
@@ -130,11 +129,11 @@ def worst(made: Sequence[Forecast]) -> Forecast:
 
 def forecast_of(layout: Layout, cluster: Cluster, constants: Fitted, known: Known | None = None) -> Forecast:
     """The forecast of a plan that was laid out on a cluster by its data sheets."""
-    held, where = sheet_memory(layout, constants)
+    held, where = fullest(layout, constants)
     return Forecast(
         plan=layout.plan,
         batch=layout.batch,
-        time=sheet_time(layout, cluster, constants, known=known),
+        time=step_time(layout, cluster, constants, known=known),
         memory=held,
         capacity=layout.capacity,
         peak_at=where,

@@ -16,8 +16,7 @@ from echelon.simulator.memory import memory
 from echelon.simulator.order import walk
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import runs_as
-from echelon.simulator.sheet_memory import parts as held_parts
-from echelon.simulator.sheet_memory import put_together
+from echelon.simulator.sheet_memory import held_by_ranks, put_together
 from echelon.simulator.sheet_step import stage_seconds
 from echelon.simulator.stack import Stack
 from echelon.simulator.step import by_sheet, forecast_of, laid_out, rank_times
@@ -61,7 +60,7 @@ def timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
         forecast, layout, alike = max(found, key=lambda each: each[0].time.step)
         forward, backward, exchange = stage_seconds(layout, alike, constants)
         count, schedule = layout.count, layout.schedule
-        held = tuple(put_together(each, constants) for each in held_parts(layout))
+        held = tuple(put_together(each, constants) for each in held_by_ranks(layout))
         capacity, per_node = forecast.capacity, len(alike.nodes[0].devices)
         tail = (exchange, forecast.time.optimizer)
     else:

@@ -23,7 +23,7 @@ class Group:
         return -(-self.ranks // self.near)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
     """The links of a cluster as its ranks see them."""
 
@@ -108,4 +108,6 @@ def wires_of(cluster: Cluster, ranks: int, fitted: Fitted) -> Wires:
         share = fitted.between if cluster.network.share is None else cluster.network.share
         between = cluster.network.rate * share * (domain / count)
     mesh = node.wire is not None and node.wire.kind.endswith("mesh")
-    return Wires(node.wire.rate if node.wire else math.inf, between, domain, mesh, fitted)
+    return Wires(
+        inside=node.wire.rate if node.wire else math.inf, between=between, domain=domain, mesh=mesh, fitted=fitted
+    )

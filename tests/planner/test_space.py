@@ -22,7 +22,7 @@ from echelon.plan.text import from_text
 from echelon.planner import Candidate, Goal, search, why_not
 from echelon.planner.space import Space
 from echelon.simulator import simulate
-from tests.simulator.cases import cut, make_language, make_stack
+from tests.simulator.cases import cut, make_cluster, make_language, make_stack
 from tests.simulator.test_sheets import changed, with_experts
 
 clusters = st.sampled_from(["4xA100-40GB", "2x2xV100-16GB", "8xH100-80GB"])
@@ -200,6 +200,12 @@ def test_precisions_that_are_asked_for_are_searched() -> None:
     profile, cluster = make_stack(blocks=4, width=4096, batch=32, length=512), catalogue.cluster("8xA100-80GB")
     assert {each.plan.precision for each in search(profile, cluster)} == {None}
     assert search(profile, cluster, precisions=(None, "tf32"))[0].plan.precision == "tf32"
+    best = search(profile, cluster, precisions=(None, "tf32", "bf16"))
+    assert best[0].plan.precision == "bf16"
+    with pytest.raises(PlanError, match="precision=half: not one of fp32, tf32, bf16, fp16"):
+        search(profile, cluster, precisions=("half",))  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="here give the job's precision"):
+        search(profile, make_cluster(), precisions=(None, "bf16"))
 
 
 def test_cuts_that_a_model_does_not_allow_are_left_out() -> None:
