@@ -74,7 +74,7 @@ def plan(
     (subject, profile), machines = read_subject(file), read_cluster(cluster)
     candidates = search(
         profile, machines, top=top, complete=subject.complete, goal=wanted, exhaustive=exhaustive, beyond=beyond,
-        precisions=(None, *(precisions or ())),  # type: ignore[arg-type]
+        precisions=(None, *(precisions or ())),
     )  # fmt: skip
     best = candidates[0]
     drawn = draw_plan(profile, machines, best.plan, picture, trace)
