@@ -146,13 +146,13 @@ def test_columns_keep_their_inputs_whole_whatever_tp() -> None:
 
 
 def test_models_have_the_parameters_that_the_rows_print() -> None:
-    """Those that say so: within half a percent, biases and positions aside."""
-    seen = set()
+    """To the unit where a row prints all digits; to what rounding leaves where it does not; to biases and norms where it is reckoned."""
+    seen, exact = set(), 0
     for row in read(ROWS):
         model = row.model
-        printed = model.get("params_reported") or model.get("params_total_est")
+        printed, reckoned = model.get("params_reported"), model.get("params_total_est")
         shape = json.dumps(model, sort_keys=True)
-        if model["arch"] not in TRANSFORMERS or model["arch"] == "bert" or shape in seen or not printed:
+        if model["arch"] not in TRANSFORMERS or model["arch"] == "bert" or shape in seen or not (printed or reckoned):
             continue
         seen.add(shape)
         with torch.device("meta"):
@@ -161,7 +161,14 @@ def test_models_have_the_parameters_that_the_rows_print() -> None:
                 for layers in (TRACED, TRACED + 1)
             )
         total = few + (model["layers"] - TRACED) * (more - few)
-        assert total == pytest.approx(printed, rel=0.03), row.id
+        if printed and printed % 1000:
+            assert total == printed, row.id
+            exact += 1
+        elif printed:
+            assert total == pytest.approx(printed, rel=0.03), row.id
+        if reckoned:
+            assert total == pytest.approx(reckoned, rel=0.002), row.id
+    assert exact > 50
 
 
 @pytest.mark.parametrize(
@@ -288,11 +295,8 @@ def test_a_fit_comes_nearer_than_where_it_began(few: tuple[list[Row], dict[str, 
         ("intra", {}), ("inter", {}),
     ],
 )  # fmt: skip
-def test_every_fact_that_a_row_may_lack_makes_a_range(
-    few: tuple[list[Row], dict[str, list[Case]]], unknown: str, changes: dict[str, Any]
-) -> None:
-    rows, _ = few
-    row = max(rows, key=lambda each: each.gpus)
+def test_every_fact_that_a_row_may_lack_makes_a_range(unknown: str, changes: dict[str, Any]) -> None:
+    row = next(row for row in read(ROWS) if "time" in row.counts and row.gpus > row.hardware["gpus_per_node"])
     lacking = replace(row, unknown=(unknown,), plan=row.plan | changes, counts=())
     assert len(list(_variants(lacking))) > 1
     given = list(_variants(replace(row, unknown=())))
