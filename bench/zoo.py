@@ -30,6 +30,7 @@ from bench.common import Row, among, machine, publish
 from echelon.errors import EchelonError, NothingToCut, PlanError
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check, require
+from echelon.plan.cuts import cut_bytes
 from echelon.plan.fallback import fall_back
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
@@ -208,16 +209,8 @@ def _shares(plan: Plan, known: Profile | None) -> dict[str, float]:
     if plan.mesh.tp == 1:
         return found
 
-    def share(*cuts: str) -> float:
-        names = {
-            f"{each.path}.{part.name}" if each.path else part.name
-            for each in plan.placements
-            if not cuts or each.cut in cuts
-            for part in each.slices
-        }
-        return sum(each.bytes for each in known.parameters if names & {each.name, *each.aliases}) / known.bytes
-
-    return found | {"cut": share(), "paired": share("column", "between", "row", "attention"), "stored": share("stored")}
+    paired = cut_bytes(plan, known, "column", "between", "row", "attention")
+    return found | {"cut": cut_bytes(plan, known), "paired": paired, "stored": cut_bytes(plan, known, "stored")}
 
 
 def _work(plan: Plan, known: Profile) -> float:

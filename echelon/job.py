@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Job:
     """What to train.
 
-    `loss(output, batch)` gives the mean over the batch's samples, or `(sum, count)` where samples weigh differently (tokens).
-    `loss=None` takes the model's own `output.loss`, over the labels that are not -100. `batch` is the global batch: micro-batches and accumulation are the plan's.
+    `loss(output, batch)` gives the mean over the batch's samples, or `(sum, count)` where samples weigh differently (tokens). `loss=None`
+    takes the model's own `output.loss`, over the labels that are not -100. `batch` is the global batch: micro-batches and accumulation
+    are the plan's.
     """
 
     model: nn.Module | Callable[[], nn.Module]

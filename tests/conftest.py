@@ -20,6 +20,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_report_header() -> str:
+    """By what the samples of long tables are drawn."""
+    from tests.whole import SEED
+
+    return f"samples of long tables: ECHELON_SEED={SEED} draws these again"
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """Rank processes, started on first need and shared by the whole session: `ranks.run(4, function, *args)`."""

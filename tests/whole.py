@@ -1,11 +1,38 @@
-"""Tables of tests that are too long to run whole each time: a fixed sample by default, all of them with ECHELON_ZOO=all."""
+"""Tables of tests that are too long to run whole each time: a sample by default, all of them with ECHELON_ZOO=all.
+
+Each commit draws another sample, so that all of a table has its turn; ECHELON_SEED, which pytest's header tells, draws one again.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import random
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pytest
+
+
+def seed_of(environment: Mapping[str, str]) -> str:
+    """The seed that is asked for, or where git stands; the sources may have been given without it."""
+    if environment.get("ECHELON_SEED"):
+        return environment["ECHELON_SEED"]
+    asked = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        found = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "0"
+    return found.stdout.strip()
+
+
+SEED = seed_of(os.environ)
+
+
+def drawing(table: str, seed: str = SEED) -> random.Random:
+    """What a sample of a table is drawn by."""
+    return random.Random(f"{seed} {table}")
+
 
 WHOLE = os.environ.get("ECHELON_ZOO") == "all"
 only_whole = pytest.mark.skipif(not WHOLE, reason="ECHELON_ZOO=all runs it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from echelon.cli.common import Debug, Json, console, print_json, table
-from echelon.plan.units import seconds, size
+from echelon.plan.figures import seconds, size
 
 app = typer.Typer(help="Show or clear what is kept between runs.", no_args_is_help=True, rich_markup_mode=None)
 

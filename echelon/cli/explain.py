@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.common import ClusterOption, Debug, Json, print_json, read_cluster, read_subject
-from echelon.plan.units import seconds, size
+from echelon.plan.figures import seconds, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

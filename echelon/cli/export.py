@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from echelon.cli.common import Debug, Json, print_json
-from echelon.plan.units import size
+from echelon.plan.figures import size
 
 
 def export(

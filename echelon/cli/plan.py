@@ -20,8 +20,9 @@ from echelon.cli.common import (
     read_cluster,
     read_subject,
     table,
+    warn,
 )
-from echelon.plan.units import seconds, size
+from echelon.plan.figures import seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,8 +65,10 @@ def plan(
 ) -> None:
     """Find the best plans for a job.
 
-    Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory that there is.
+    Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory
+    that there is.
     """
+    from echelon.plan.check import check
     from echelon.plan.codec import to_plain
     from echelon.planner import Goal, explain, search
 
@@ -106,6 +109,7 @@ def plan(
     typer.echo(explain(candidates))
     for each in drawn:
         screen.print(f"in {each}")
+    warn(str(each) for each in check(best.plan, profile, machines) if each.severity == "warning")
 
 
 def _table(candidates: tuple[Candidate, ...]) -> Table:

@@ -21,7 +21,7 @@ from echelon.cli.common import (
     table,
     warn,
 )
-from echelon.plan.units import seconds, size
+from echelon.plan.figures import seconds, size
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast

@@ -23,7 +23,7 @@ from echelon.data.digest import digest
 from echelon.data.loader import Micro, StepBatch
 from echelon.data.source import Collate, is_stream
 from echelon.errors import DataError
-from echelon.plan.split import Slice, cut, split
+from echelon.plan.split import Span, cut, split
 
 #: Gathers one small value from each rank, in rank order, on every rank.
 Agree = Callable[[Any], list[Any]]
@@ -199,7 +199,7 @@ def _evaluation(reader: Reader, rank: int, ranks: int, size: int, pin: bool) -> 
     while samples := reader.read(ranks * size):
         first = reader.count - len(samples)
         part = cut(0, len(samples), ranks)[rank]
-        filled = part if part.size else Slice(0, 1)
+        filled = part if part.size else Span(0, 1)
         batch = reader.batch(samples[filled.start : filled.stop], first + filled.start, pin=pin)
         yield Micro(batch=batch, samples=part.size)
     if not reader.count:

@@ -4,6 +4,8 @@ Where a step changes one, all ranks take the mean over ranks, so that they stay 
 every step: only those travel that were seen to change, and every rank looks at every step whether there is another one. It
 tells the others in the same message. On a CPU they agree at once. The host of an accelerator must not wait: it hears of it
 one step later, as of the loss, or when the run is saved, so that a checkpoint holds what all ranks hold.
+
+Whole numbers have no mean. Those that change travel too, to be compared: where ranks differ each keeps its own, and it is said.
 """
 
 from __future__ import annotations
@@ -60,18 +62,17 @@ def _look(place: _Place) -> tuple[Tensor | None, int]:
 
 
 class Unknown:
-    """The floating buffers of a model but those of batch norms. In the message they are one flag and the changing ones."""
+    """The buffers of a model but those of batch norms. In the message they are one flag and the changing ones."""
 
-    def __init__(self, model: nn.Module, ranks: Group, *, later: bool) -> None:
+    def __init__(self, model: nn.Module, ranks: Group, *, later: bool, warn: Callable[[str], None]) -> None:
         """`later`: the host may not wait for what the ranks add up."""
-        self._ranks, self._later = ranks, later
+        self._ranks, self._later, self._warn = ranks, later, warn
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
         self.slots: dict[str, _Place] = {
             f"{path}.{key}" if path else key: (module._buffers, key)
             for path, module in model.named_modules()
             for key, value in module._buffers.items()
-            if not isinstance(module, _BatchNorm)
-            and (value is None or (value.is_floating_point() and not value.is_meta))
+            if not isinstance(module, _BatchNorm) and (value is None or (_travels(value) and not value.is_meta))
         }
         #: Those that travel, with the shape that all ranks agreed on.
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -82,6 +83,9 @@ class Unknown:
         self._contents: dict[str, Tensor] | None = {}
         #: What changed here and is not agreed on yet.
         self._changed: set[str] = set()
+        #: Whole numbers: whether they differ from other ranks', as far as the host has not looked; and those that do.
+        self._apart: dict[str, Tensor] = {}
+        self._own: set[str] = set()
         self._quiet, self._loud = (torch.full((1,), flag, dtype=torch.float64, device=ranks.device) for flag in (0, 1))
         self._mine = self._quiet[:0]
         #: The sum of the flags, where the host may not wait for it.
@@ -152,13 +156,25 @@ class Unknown:
         if found:
             self._still = self._still.without(found)
         found += [name for name, shape in self._shapes.items() if not _fits(self._tensor(name), shape)]
+        unlike = {name for name, apart in self._apart.items() if apart}
+        self._apart.clear()
+        self._own |= unlike
+        found += unlike
         self._changed.update(found)
         return bool(found)
 
     def _agree(self) -> None:
         """Any rank's yes counts. Where ranks have unlike shapes it is a cache of each rank's own: it stays that."""
         assert self._still is not None
-        names = set[str]().union(*self._ranks.gather(self._changed))
+        gathered = self._ranks.gather((self._changed, self._own))
+        names = set[str]().union(*(changed for changed, _ in gathered))
+        own = set[str]().union(*(own for _, own in gathered))
+        for name in sorted(own & self._shapes.keys()):
+            self._warn(
+                f"the buffer {name} holds whole numbers that are others on each data rank: every rank keeps its own, where one device has "
+                "one; make it floating, so that the ranks take its mean, or add it up over the ranks in forward"
+            )
+        self._own = own
         self._changed.clear()
         shapes = self._ranks.gather({name: self._shape(name) for name in names})
         agreed = dict(self._shapes)
@@ -166,7 +182,7 @@ class Unknown:
         for name in names:
             agreed.pop(name, None)
             found = {each[name] for each in shapes}
-            if len(found) == 1 and None not in found:
+            if len(found) == 1 and None not in found and name not in own:
                 agreed[name] = found.pop()
         self._agree_on(agreed)
 
@@ -180,9 +196,9 @@ class Unknown:
         return owner.get(key)
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
-        """None: there is nothing that could be averaged."""
+        """None: there is nothing that could be averaged or compared."""
         tensor = self._tensor(name)
-        return tuple(tensor.shape) if tensor is not None and tensor.is_floating_point() else None
+        return tuple(tensor.shape) if tensor is not None and _travels(tensor) else None
 
     def _values(self, name: str) -> Tensor:
         tensor, shape = self._tensor(name), self._shapes[name]
@@ -193,8 +209,18 @@ class Unknown:
     def _put(self, means: Tensor) -> None:
         for (name, shape), part in zip(self._shapes.items(), means.split(self._lengths), strict=True):
             tensor = self._tensor(name)
-            if tensor is not None and _fits(tensor, shape):
+            if tensor is None or not _fits(tensor, shape):
+                continue
+            if tensor.is_floating_point():
                 tensor.copy_(part.view_as(tensor))
+            elif tensor.numel():
+                # Of ranks that differ one is further than this from the mean.
+                self._apart[name] = (part.view_as(tensor) - tensor.to(part)).abs().max() > 0.25
+
+
+def _travels(tensor: Tensor) -> bool:
+    """Numbers, not flags or bytes, which are mostly a step's own masks."""
+    return tensor.is_floating_point() or tensor.dtype in (torch.int16, torch.int32, torch.int64)
 
 
 def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
@@ -202,7 +228,12 @@ def _fits(tensor: Tensor | None, shape: tuple[int, ...]) -> bool:
 
 
 def _summable(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.layout is torch.strided and tensor.dtype.itemsize > 1
+    return (
+        tensor is not None
+        and tensor.layout is torch.strided
+        and tensor.is_floating_point()
+        and tensor.dtype.itemsize > 1
+    )
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:

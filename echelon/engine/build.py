@@ -47,12 +47,22 @@ def _made(job: Job, empty: bool) -> nn.Module:
     if isinstance(job.model, nn.Module):
         return job.model
     if empty:
-        with torch.device("meta"):
-            model = _called(job)
-        if not _stray_tensors(model):
+        model = _made_empty(job)
+        if model is not None and not _stray_tensors(model):
             return model
         torch.manual_seed(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
     return _called(job)
+
+
+def _made_empty(job: Job) -> nn.Module | None:
+    """On the meta device; None where its constructor computes with numbers (an orthogonal parametrization)."""
+    try:
+        with torch.device("meta"):
+            return _called(job)
+    except JobError:
+        raise
+    except Exception:  # if it fails with numbers too, that is the error
+        return None
 
 
 def _called(job: Job) -> nn.Module:

@@ -138,7 +138,7 @@ def load(run: Run, folder: Path) -> None:
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good = manifest["loss_scale"]
     run.nominal = manifest["nominal"]
-    run.expect_changes(manifest.get("changing"))
+    run.expect_changes(manifest["changing"])
     run.step_number = manifest["step"]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,6 +48,27 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
+def _frozen(value: Any) -> Any:
+    """A setting for JSON: a tensor of one number (a learning rate) as its number."""
+    if isinstance(value, list | tuple):
+        return [_frozen(each) for each in value]
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group is set to: not which parameters it has, and not how its step is computed."""
+    return {key: _frozen(value) for key, value in group.items() if key not in (*_LIVE, *_IMPLEMENTATION)}
+
+
+def _thawed(value: Any, example: Any) -> Any:
+    """What `_frozen` made, as what it was: JSON has neither tensors nor tuples (AdamW's betas)."""
+    if isinstance(example, Tensor) and is_plain(value):
+        return torch.full_like(example, value)
+    if isinstance(example, list | tuple) and isinstance(value, list) and len(example) == len(value):
+        return type(example)(_thawed(each, was) for each, was in zip(value, example, strict=True))
+    return tuple(value) if isinstance(example, tuple) else value
+
+
 def optimizer_plain(run: Run) -> list[dict[str, Any]]:
     """Settings with the names that they cover, and plain state, of each optimizer, of all stages together; fit for JSON.
     Every rank must call it."""
@@ -64,7 +86,7 @@ def _plain_here(run: Run) -> list[dict[str, Any]]:
     for index, optimizer in enumerate(run.optimizers):
         lists = _lists(run.schedules[index].state_dict()) if run.schedules else {}
         groups = [
-            {key: value for key, value in group.items() if is_plain(value) and key not in (*_LIVE, *_IMPLEMENTATION)}
+            {key: value for key, value in settings(group).items() if is_plain(value)}
             | {
                 "schedule": {path: values[i] for path, values in lists.items()},
                 "names": [known[id(value)] for value in group["params"] if id(value) in known],
@@ -83,8 +105,8 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One group for each setting."""
     groups: dict[str, dict[str, Any]] = {}
     for group in (each for part in parts for each in part["groups"] if each["names"]):
-        settings = {key: value for key, value in group.items() if key != "names"}
-        same = groups.setdefault(json.dumps(settings, sort_keys=True), settings | {"names": []})
+        rest = {key: value for key, value in group.items() if key != "names"}
+        same = groups.setdefault(json.dumps(rest, sort_keys=True), rest | {"names": []})
         same["names"] = list(dict.fromkeys(same["names"] + group["names"]))
     return {
         "groups": list(groups.values()),
@@ -92,21 +114,14 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def stored_groups(manifest: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """The groups of each optimizer of a checkpoint. An older one has what schedules keep for each group beside them, as lists."""
-    found = []
-    for index, rest in enumerate(manifest["optimizers"]):
-        lists = _lists(manifest["schedules"][index]) if index < len(manifest["schedules"]) else {}
-        older = [
-            {path: values[i] for path, values in lists.items() if i < len(values)} for i in range(len(rest["groups"]))
-        ]
-        found.append([{"schedule": old} | group for old, group in zip(older, rest["groups"], strict=True)])
-    return found
+def _stored(manifest: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """The groups of each optimizer of a checkpoint."""
+    return [each["groups"] for each in manifest["optimizers"]]
 
 
 def require_groups(run: Run, manifest: Mapping[str, Any], here: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Refuse a checkpoint whose settings the groups of this rank cannot take up. `here`: `optimizer_plain` of this run."""
-    stored = stored_groups(manifest)
+    stored = _stored(manifest)
     covered = [{name for group in groups for name in group["names"]} for groups in stored]
     if covered != [{name for group in each["groups"] for name in group["names"]} for each in here]:
         raise ForeignCheckpoint(
@@ -125,23 +140,6 @@ def require_groups(run: Run, manifest: Mapping[str, Any], here: Sequence[Mapping
                     f"{folder}: {mine[0]} and {other} are in one group of this job's optimizer, and in the checkpoint they have different "
                     "settings; put the groups back as they were, or start anew in another folder with weights= from this one"
                 )
-            _require_own(group, groups[places[mine[0]]] if mine else {}, manifest, mine, folder)
-
-
-def _require_own(
-    group: Mapping[str, Any], old: Mapping[str, Any], manifest: Mapping[str, Any], mine: Sequence[str], folder: Path
-) -> None:
-    """An older echelon wrote the first stage's settings for every stage. Where the job has others they may be another stage's."""
-    older = any("schedule" not in each for rest in manifest["optimizers"] for each in rest["groups"])
-    if not older or not old or manifest["plan"].get("mesh", {}).get("pp", 1) == 1:
-        return
-    for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
-        if key in old and is_plain(group.get(key)) and old[key] != group.get(key):
-            raise ForeignCheckpoint(
-                f"{folder}: written under pp by an older echelon, which kept the first stage's settings for all stages: {mine[0]} has "
-                f"{key}={old[key]} there and {group[key]} in this job, and nobody can tell whether that was its own; start anew in another "
-                "folder with weights= from this one"
-            )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +149,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def set_optimizers(run: Run, saved: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
     """Put back what `optimizer_tensors` and `optimizer_plain` gave, through each optimizer's own load_state_dict."""
     known = names(run.model)
-    for index, (optimizer, groups) in enumerate(zip(run.optimizers, stored_groups(manifest), strict=True)):
+    for index, (optimizer, groups) in enumerate(zip(run.optimizers, _stored(manifest), strict=True)):
         order = {
             known[id(value)]: i
             for i, value in enumerate(v for group in optimizer.param_groups for v in group["params"])
@@ -164,15 +162,15 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], manifest: Mapping[str,
                 kept.setdefault(name, {})[key] = value
         state = optimizer.state_dict()
         for group, old in zip(state["param_groups"], _own(known, optimizer, groups), strict=True):
-            settings = {key: value for key, value in old.items() if key not in (*_OURS, *_IMPLEMENTATION)}
-            group.update({key: _thawed(value, group.get(key)) for key, value in settings.items()})
+            theirs = {key: value for key, value in old.items() if key not in (*_OURS, *_IMPLEMENTATION)}
+            group.update({key: _thawed(value, group.get(key)) for key, value in theirs.items()})
         state["state"] = {order[name]: entry for name, entry in kept.items() if name in order}  # not other stages'
         optimizer.load_state_dict(state)
 
 
 def set_schedules(run: Run, manifest: Mapping[str, Any]) -> None:
     """Put back what `schedule_plain` and `optimizer_plain` gave of the schedules."""
-    known, stored = names(run.model), stored_groups(manifest)
+    known, stored = names(run.model), _stored(manifest)
     for index, schedule in enumerate(run.schedules):
         own = [group["schedule"] for group in _own(known, run.optimizers[index], stored[index])]
         old = _common(manifest["schedules"][index])
@@ -189,11 +187,6 @@ def _own(known: Mapping[int, str], optimizer: Optimizer, groups: Sequence[dict[s
     ]
 
 
-def _thawed(value: Any, example: Any) -> Any:
-    """JSON has no tuples: AdamW's betas come back as what they were."""
-    return tuple(value) if isinstance(example, tuple) else value
-
-
 # A schedule's state: what it keeps for each group, and the rest. Schedules may hold schedules (SequentialLR).
 
 
@@ -207,9 +200,9 @@ def _inner(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]
 def _lists(state: Mapping[str, Any], path: str = "") -> dict[str, list[Any]]:
     """What is kept for each group: `base_lrs`, `_schedulers/0/base_lrs`."""
     found = {
-        f"{path}{key}": list(value)
+        f"{path}{key}": _frozen(value)
         for key, value in state.items()
-        if key in _BY_GROUP and isinstance(value, list | tuple) and is_plain(value)
+        if key in _BY_GROUP and isinstance(value, list | tuple) and is_plain(_frozen(value))
     }
     for key, states in _inner(state):
         for i, each in enumerate(states):

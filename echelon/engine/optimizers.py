@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from echelon.engine.groups import is_plain, settings
 from echelon.engine.ranks import Group
 from echelon.errors import JobError
 from echelon.job import Job
-
-#: Those that take fused=True in their constructor; the same switch in a group turns the kernel on later.
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-#: Of these, the kernels that know sharded tensors.
-_FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
-
+from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
 
 #: Torch's word for an optimizer without parameters.
 _EMPTY = "empty parameter list"
 
 
-def make_optimizers(job: Job, model: nn.Module, ranks: Group, *, fused: bool) -> list[Optimizer]:
-    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on."""
+def make_optimizers(
+    job: Job, model: nn.Module, ranks: Group, *, shapes: Mapping[str, Sequence[int]], fused: bool
+) -> list[Optimizer]:
+    """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on.
+
+    `shapes`: of the whole model's parameters.
+    """
     with ranks.together():
-        optimizers = _make(job, model, fused=fused)
+        optimizers = _make(job, model)
     kinds = ranks.gather([type(each).__name__ for each in optimizers])
     other = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
     if other is not None:
@@ -35,6 +37,10 @@ def make_optimizers(job: Job, model: nn.Module, ranks: Group, *, fused: bool) ->
             f"optimizer= gives {', '.join(kinds[0])} on rank 0 and {', '.join(kinds[other])} on rank {other}, whose stage has other "
             f"parameters; a checkpoint could not tell which is which: {_INSTEAD}"
         )
+    with ranks.together():
+        _require_same_settings(job, model, shapes, optimizers)
+    for optimizer in optimizers:
+        _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
@@ -44,7 +50,7 @@ _INSTEAD = (
 )
 
 
-def _make(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
+def _make(job: Job, model: nn.Module) -> list[Optimizer]:
     trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad and not value.is_meta]
     if not trainable and any(value.requires_grad for value in model.parameters()):
         # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
@@ -61,9 +67,13 @@ def _make(job: Job, model: nn.Module, *, fused: bool) -> list[Optimizer]:
                 "optimizer= is SparseAdam, which takes sparse gradients alone; here gradients are dense, so that they can be added up over "
                 "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use"
             )
+        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            raise JobError(
+                f"optimizer= is {type(optimizer).__name__}, whose step computes the loss again by itself, which no rank could do alone: use one "
+                "that steps on gradients (AdamW, SGD)"
+            )
         optimizers.append(optimizer)
         _require_live(optimizer, trainable)
-        _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
@@ -99,19 +109,75 @@ def _require_live(optimizer: Optimizer, trainable: list[tuple[str, nn.Parameter]
                 )
 
 
+def _require_same_settings(
+    job: Job, model: nn.Module, shapes: Mapping[str, Sequence[int]], made: Sequence[Optimizer]
+) -> None:
+    """A stage has some of the parameters, tp parts of them: a function that chooses groups by order, number or size may choose others
+    than on one device. It is asked once more with stand-ins for the whole model."""
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    if not any(value.is_meta or list(value.shape) != list(shapes[name]) for name, value in trained.items()):
+        return
+    standins = {
+        name: nn.Parameter(torch.empty(tuple(shapes[name]), dtype=value.dtype, device="meta"))
+        for name, value in trained.items()
+    }
+    try:
+        alone = _called(job, list(standins.items()), staged=False)
+    except Exception:  # it looks at numbers, which stand-ins have not
+        return
+    here = _settings({name: value for name, value in trained.items() if not value.is_meta}, made)
+    there = _settings(standins, alone if isinstance(alone, list | tuple) else [alone])
+    for name, mine in here.items():
+        key = next((key for key in (*mine, *there[name]) if mine.get(key) != there[name].get(key)), None)
+        if key is not None:
+            raise JobError(
+                f"optimizer=: {name} has {key}={mine.get(key)} under this plan, and {key}={there[name].get(key)} on one device: groups "
+                "follow from the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them; "
+                "choose groups by name (the function is given (name, parameter) pairs if it takes them) or by dim()"
+            )
+
+
+def _settings(named: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+    """By parameter what it is trained with."""
+    found: dict[int, dict[str, Any]] = {}
+    for place, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            plain = {key: value for key, value in settings(group).items() if is_plain(value)}
+            found.update(
+                {id(value): {"optimizer": f"{place + 1} of {len(optimizers)}"} | plain for value in group["params"]}
+            )
+    return {name: found.get(id(value), {"optimizer": "none"}) for name, value in named.items()}
+
+
 def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
     for group in optimizer.param_groups:
         # A user who chose an implementation keeps it.
         if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
             continue
         kinds = {isinstance(value, DTensor) for value in group["params"]}
-        kernels = _FUSED_SHARDED if True in kinds else _FUSED
+        kernels = FUSED_SHARDED if True in kinds else FUSED
         floating = all(value.is_floating_point() for value in group["params"])
         if len(kinds) > 1:
             if "foreach" in group:
                 group["foreach"] = False  # kernels over many tensors at once take whole ones or sharded ones
-        elif fused and type(optimizer) in kernels and floating and not isinstance(group.get("lr"), torch.Tensor):
+        elif fused and type(optimizer) in kernels and floating and not _unusual(group):
             group["fused"] = True
+
+
+def _unusual(group: Mapping[str, Any]) -> bool:
+    """Settings that the kernels do not take, or `begin_late` could not."""
+    return isinstance(group.get("lr"), Tensor) or bool(group.get("dampening"))
+
+
+def begin_late(optimizer: Optimizer) -> None:
+    """Give a momentum to parameters whose first gradient comes now, after that of others: torch's fused SGD (2.13) takes momenta of all
+    parameters or of none. Zeros are what it begins with by itself, where gradients are not dampened."""
+    if not isinstance(optimizer, torch.optim.SGD) or not optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for value in group["params"] if group["fused"] and group["momentum"] else ():
+            if value.grad is not None and optimizer.state[value].get("momentum_buffer") is None:
+                optimizer.state[value]["momentum_buffer"] = torch.zeros_like(value)
 
 
 def make_schedules(job: Job, optimizers: list[Optimizer], steps: int) -> list[Any]:

@@ -11,54 +11,127 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # no public name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from echelon.errors import TrainingError
 from echelon.plan.again import keeps
 from echelon.plan.plan import Recompute
 
 
-def recompute(blocks: Sequence[nn.Module], what: Recompute) -> None:
-    """Make `blocks` forget what they computed until backward asks for it. Numbers, random ones too, come out the same."""
-    for block in blocks if what != "none" else ():
-        block.forward = _again(block, block.forward, selective=what == "selective")
+def recompute(blocks: Sequence[nn.Module], what: Recompute) -> Callable[[], None]:
+    """Make `blocks` forget what they computed until backward asks for it. Numbers, random ones too, come out the same.
+
+    Returns what makes them as they were.
+    """
+    changed = [(block, block.__dict__.get("forward")) for block in blocks if what != "none"]
+    for block, _ in changed:
+        # Methods, not closures: a copy of the model calls its own.
+        block.forward = MethodType(_again(block.forward, selective=what == "selective"), block)
+
+    def put_back() -> None:
+        for block, own in changed:
+            if own is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.forward = own
+
+    return put_back
 
 
-def _again(block: nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _again(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    inner = (
+        forward.__func__ if isinstance(forward, MethodType) else lambda block, *args, **kwargs: forward(*args, **kwargs)
+    )
+    #: Buffers that a forward was seen to change.
+    moving: set[tuple[str, str]] = set()
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        kept, modes = _Kept(), _get_current_function_mode_stack()
+            return inner(block, *args, **kwargs)
+        kept, modes, before = _Kept(), _get_current_function_mode_stack(), _Before(block, moving)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not selective:
-                return nullcontext(), _second(block, modes, nullcontext())
-            return _Keep(kept), _second(block, modes, _Reuse(kept))
+                return nullcontext(), _second(before, modes, nullcontext())
+            return _Keep(kept), _second(before, modes, _Reuse(kept))
 
-        out = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        out = checkpoint(inner, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        before.forget_constants()
         kept.forget(tree_leaves(out))  # what others hold they may change
         return out
 
     return call
 
 
+class _Before:
+    """A block's buffers as its first forward found them: the second must not see what the first, or a later batch, made of them.
+
+    Of those that no forward was seen to change no copy is held until then. Batch norms in training do not read theirs.
+    """
+
+    def __init__(self, block: nn.Module, moving: set[tuple[str, str]]) -> None:
+        self._block, self._moving = block, moving
+        self._found = {
+            (path, name): (buffer, buffer._version)
+            for path, module in block.named_modules()
+            if not isinstance(module, _BatchNorm)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        self._copies = {place: buffer.clone() for place, (buffer, _) in self._found.items()}
+
+    def forget_constants(self) -> None:
+        """After the first forward."""
+        self._moving.update(self._changed())
+        self._copies = {place: copy for place, copy in self._copies.items() if place in self._moving}
+
+    def _changed(self) -> list[tuple[str, str]]:
+        modules = dict(self._block.named_modules())
+        now = {place: modules[place[0]]._buffers.get(place[1]) for place in self._found}
+        return [
+            place
+            for place, (buffer, version) in self._found.items()
+            if now[place] is not buffer or buffer._version != version
+        ]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """While it lasts the block has its buffers as they were, in copies that it may change."""
+        unseen = sorted(set(self._changed()) - self._copies.keys())
+        if unseen:
+            raise TrainingError(
+                f"recompute: the buffer {'.'.join(filter(None, unseen[0]))} of a {type(self._block).__name__} was changed between its forward and its "
+                "backward, by no forward before: what it was is not known any more; use recompute=none"
+            )
+        with ExitStack() as stack:
+            for path, module in self._block.named_modules():
+                stack.callback(module._buffers.update, dict(module._buffers))
+                module._buffers.update(
+                    {
+                        name: None if value is None else self._copies.get((path, name), value).clone()
+                        for name, value in module._buffers.items()
+                    }
+                )
+            yield
+
+
 @contextmanager
-def _second(block: nn.Module, modes: Sequence[TorchFunctionMode], reuse: AbstractContextManager[Any]) -> Iterator[None]:
+def _second(before: _Before, modes: Sequence[TorchFunctionMode], reuse: AbstractContextManager[Any]) -> Iterator[None]:
     """The second forward computes with copies of the buffers: batch norms would count the batch twice.
 
     It runs under the modes (a default device, a proof's stillness) that the first one ran under: in backward there are none.
     """
-    before = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
     with ExitStack() as stack:
-        for module, buffers in before:
-            stack.callback(module._buffers.update, buffers)
-            module._buffers.update({name: None if it is None else it.clone() for name, it in buffers.items()})
+        stack.enter_context(before.put_back())
         for mode in modes:
             stack.enter_context(mode)
         stack.enter_context(reuse)

@@ -19,33 +19,24 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from echelon.data.loader import Micro, StepBatch
 from echelon.engine import checkpoint, norm, state
-from echelon.engine.build import build, equalise, fingerprint, to_device
+from echelon.engine.assemble import Assembly
 from echelon.engine.evaluate import evaluate, measured
-from echelon.engine.exchange import Exchange
 from echelon.engine.intake import moved, open_intake, seed_step
-from echelon.engine.layout import Piece
-from echelon.engine.optimizers import make_optimizers, make_schedules
+from echelon.engine.optimizers import begin_late, make_optimizers, make_schedules
 from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
-from echelon.engine.ranks import Group, Ranks
-from echelon.engine.recompute import recompute
-from echelon.engine.shard import Sharding, forget_meshes, unit_modules
+from echelon.engine.ranks import Ranks
+from echelon.engine.renorm import agree
+from echelon.engine.shard import forget_meshes
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
-from echelon.engine.tensor import Axis, cut, install, pieces
-from echelon.engine.weights import load_weights
 from echelon.errors import PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
-from echelon.nn.batchnorm import synchronise
-from echelon.plan.check import check_optimizers, refuse
 from echelon.plan.plan import Plan
-from echelon.profiler.example import Example
-from echelon.profiler.optimizer import on_pieces
 from echelon.world import World, usable_cores
 
 
@@ -97,26 +88,15 @@ class Run:
         self.loader, self.total_steps = intake.loader, intake.total_steps
         #: Both 0 for a stream, whose length is not known.
         self.steps_per_epoch, self.samples = intake.steps_per_epoch, intake.samples
-        self._sharding: Sharding | None = None
-        self._exchange: Exchange | None = None
-        self._pipeline: Pipeline | None = None
-        self.model = self._build(warn)
-        #: Those that this rank trains: all but what other stages hold.
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and not p.is_meta]
-        self._parameters = [value for _, value in named]
-        self._copies = [self._held_by(name, value) for name, value in named]
-        #: Held by several stages, with the ranks that hold them: their gradients add up over those.
-        self._tied = self._find_tied(named)
-        #: Whole here, but used on a part of the columns or of each sequence: their gradients add up over the tensor axis.
-        partial = {name for placement in plan.placements for name in placement.partial}
-        partial |= {name for segment in plan.segments for name in segment.partial} - self.pieces.keys()
-        self._partial = [value for name, value in named if name in partial]
-        whole = self._parameters if self._sharding is None else self._sharding.loose
-        if self.data.size > 1 and whole:
-            self._exchange = Exchange(whole, plan.bucket, self.data.group)
-        self.optimizers = make_optimizers(job, self.model, self.ranks, fused=plan.fused)
+        self.assembly = Assembly(
+            job, plan, self.ranks, self.axes, dtype=dtype, loss=self._loss_of, measure=self._measure, warn=warn
+        )
+        self.model, self.pieces = self.assembly.model, self.assembly.pieces
+        #: Of the whole model, whatever this rank keeps of it.
+        self.fingerprint, self.shapes = self.assembly.fingerprint, self.assembly.shapes
+        self.optimizers = make_optimizers(job, self.model, self.ranks, shapes=self.shapes, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
-        self._statistics = StepStatistics(self.model, self.data)
+        self._statistics = StepStatistics(self.model, self.data, warn=warn)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
@@ -146,85 +126,11 @@ class Run:
 
         return put_back
 
-    def _build(self, warn: Callable[[str], None]) -> nn.Module:
-        plan, ranks = self.plan, self.ranks
-        sharded = plan.zero > 0 and self.data.size > 1
-        model = build(self.job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model)
-        #: Of the whole model, whatever this rank keeps of it.
-        self.fingerprint = fingerprint(model)
-        self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
-        if self.axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
-            example = self.move(Example(self.job).batch(2))
-            self._pipeline = Pipeline(model.train(), self._loss_of, example, plan, self.axes["pp"])
-            if self.job.evaluation is not None:
-                self._pipeline.require_evaluation(self._measure, example)
-        if plan.batchnorm == "sync" and self.data.size > 1:
-            model = synchronise(model, self.data.group)
-        self.pieces = self._pieces(model)
-        recompute(unit_modules(model), plan.recompute)
-        if sharded:
-            self._compile(model, unit_modules(model))
-            self._sharding = Sharding(model, plan, ranks, self.data, self.pieces, self._pipeline)
-        else:
-            if self._pipeline is None:
-                model.to(self.device)
-            equalise(model, ranks)
-            if self._pipeline is not None:
-                self._pipeline.drop()
-                to_device(model, self.device)
-            cut(model, self.pieces)
-            self._compile(model, [model] if self.data.size == 1 else unit_modules(model) or [model])
-        if self.job.weights is not None:
-            load_weights(model, self.job.weights, pieces=self.pieces, warn=warn)
-        return model.train()
-
-    def _pieces(self, model: nn.Module) -> dict[str, Piece]:
-        """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""
-        tensor = self.axes["tp"]
-        if tensor.size == 1:
-            return {}
-        if not self.plan.placements:
-            raise PlanError(
-                f"tp={tensor.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
-            )
-        # A document may be older than the job's optimizer.
-        with self.ranks.together():
-            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-            refuse(self.plan, tuple(check_optimizers(self.plan, on_pieces(self.job, trained))))
-        axis = Axis(tensor)
-        found = pieces(model, self.plan.placements, axis)
-        install(model, self.plan.placements, axis, self.plan.segments)
-        return found
-
-    def _owners(self, name: str) -> frozenset[int]:
-        """The ranks of the pipeline axis that hold a parameter."""
-        return frozenset({0}) if self._pipeline is None else self._pipeline.owners[name]
-
-    def _find_tied(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Group, list[nn.Parameter]]]:
-        found: dict[frozenset[int], list[nn.Parameter]] = {}
-        for name, value in named:
-            found.setdefault(self._owners(name), []).append(value)
-        # In one order on all ranks: making a group waits for its members.
-        return [
-            (self.axes["pp"].some(owners), found[owners]) for owners in sorted(found, key=sorted) if len(owners) > 1
-        ]
-
-    def _held_by(self, name: str, value: Tensor) -> int:
-        """How many ranks hold what this one has of a parameter."""
-        data = 1 if isinstance(value, DTensor) else self.data.size
-        return data * (1 if name in self.pieces else self.axes["tp"].size) * len(self._owners(name))
-
     def _loss_of(self, model: nn.Module, batch: Any) -> Any:
         """The loss of a batch: a mean, or (sum, count)."""
         with autocast(self.precision, self.device):
             value = call_loss(self.job, call_model(self.job, model, batch), batch, model)
         return (value[0], torch.as_tensor(value[1], device=self.device)) if isinstance(value, tuple) else value
-
-    def _compile(self, model: nn.Module, parts: list[nn.Module]) -> None:
-        # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.
-        if self.plan.compile:
-            for part in parts or [model]:
-                part.compile()
 
     # The step
 
@@ -247,37 +153,44 @@ class Run:
         seed_step(self.device, self.job.seed, batch.step, self.data.rank)
         self._statistics.begin()
         sums = _Sums()
-        if self._pipeline is not None:
-            self._flow(self._pipeline, batch, sums)
+        if self.assembly.pipeline is not None:
+            self._flow(self.assembly.pipeline, batch, sums)
         else:
             self._alternate(batch, sums)
-        if self._exchange is not None:
-            self._exchange.finish()
-        if self._sharding is not None:
-            self._sharding.finish()
-        add_up(self._partial, self.axes["tp"])
+        if self.assembly.exchange is not None:
+            self.assembly.exchange.finish()
+        if self.assembly.sharding is not None:
+            self.assembly.sharding.finish()
+        add_up(self.assembly.partial, self.axes["tp"])
+        self._agree_on_shortened()
         return self._finish(*self._received(sums))
+
+    def _agree_on_shortened(self) -> None:
+        weights = self.assembly.shortened
+        agree(weights, self.data)
+        for holders, tied in self.assembly.tied if weights else ():
+            agree([value for value in tied if any(value is each for each in weights)], holders)
 
     def _alternate(self, batch: StepBatch, sums: _Sums) -> None:
         """Forward and backward, micro-batch by micro-batch."""
         last = len(batch.micros) - 1
         for index, micro in enumerate(batch.micros):
-            if self._sharding is not None:
-                self._sharding.prepare(last=index == last)
+            if self.assembly.sharding is not None:
+                self.assembly.sharding.prepare(last=index == last)
             start = self._weighed(self._loss_of(self.model, self.move(micro.batch)), micro, batch, sums)
             if index == last:
                 self._send(sums)
-                if self._exchange is not None:
-                    self._exchange.arm()
-            if self._sharding is not None:
-                self._sharding.backward(start)
+                if self.assembly.exchange is not None:
+                    self.assembly.exchange.arm()
+            if self.assembly.sharding is not None:
+                self.assembly.sharding.backward(start)
             else:
                 start.backward()
 
     def _flow(self, pipeline: Pipeline, batch: StepBatch, sums: _Sums) -> None:
         """All micro-batches through the stages, in the order of the schedule."""
-        if self._sharding is not None:
-            self._sharding.prepare(last=False)
+        if self.assembly.sharding is not None:
+            self.assembly.sharding.prepare(last=False)
         micros = batch.micros
         pipeline.run(
             [self.move(micro.batch) for micro in micros],
@@ -285,13 +198,13 @@ class Run:
             partial(seed_step, self.device, self.job.seed, batch.step, self.data.rank),
             self.data if self.data.size > 1 and (self.plan.zero > 1 or self.plan.batchnorm == "sync") else None,
         )
-        if self._sharding is not None:
-            self._sharding.flush()
-        for holders, tied in self._tied:
+        if self.assembly.sharding is not None:
+            self.assembly.sharding.flush()
+        for holders, tied in self.assembly.tied:
             add_up(tied, holders)
         self._send(sums)
-        if self._exchange is not None:
-            self._exchange.arm()
+        if self.assembly.exchange is not None:
+            self.assembly.exchange.arm()
 
     def _weighed(self, value: Any, micro: Micro, batch: StepBatch, sums: _Sums) -> Tensor:
         """What backward starts from: the micro-batch's share of the step's loss, scaled for the precision."""
@@ -322,9 +235,9 @@ class Run:
         told = torch.stack([loss, count, nominal])
         told = torch.cat([told if self.tells else torch.zeros_like(told), self._asked.view(1)])
         loss, count, nominal, self._asked = self.core.sum(told)
-        if self._pipeline is not None and nominal > 0:
+        if self.assembly.pipeline is not None and nominal > 0:
             self.nominal = float(nominal)
-        return loss, count, bool(nominal > 0) if self._pipeline is not None else sums.items is not None
+        return loss, count, bool(nominal > 0) if self.assembly.pipeline is not None else sums.items is not None
 
     def _finish(self, loss: Tensor, count: Tensor, counted: bool) -> Tensor:
         """Turn sums over items into the mean, and take the loss scale out again."""
@@ -338,7 +251,7 @@ class Run:
             factor = factor * self.nominal / count
             loss = loss / count
         if isinstance(factor, Tensor) or factor != 1:
-            norm.scale(norm.gradients(self._parameters), factor)
+            norm.scale(norm.gradients(self.assembly.parameters), factor)
         return loss
 
     def update(self, loss: Tensor, samples: int) -> Step:
@@ -350,24 +263,32 @@ class Run:
             size = self.norm()
             skipped = self.loss_scale is not None and not math.isfinite(size.item())
             if self.job.clip is not None and not skipped:
-                norm.clip(norm.gradients(self._parameters), size, self.job.clip)
+                norm.clip(norm.gradients(self.assembly.parameters), size, self.job.clip)
         if not skipped:
             for optimizer in self.optimizers:
-                optimizer.step()
+                begin_late(optimizer)
+                with self.assembly.words_for(optimizer):
+                    optimizer.step()
             for schedule in self.schedules:
                 schedule.step()
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
             self._require_hope(self.loss_scale)
-        for parameter in self._parameters:
+        for parameter in self.assembly.parameters:
             parameter.grad = None
         self.step_number += 1
         return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
 
     def norm(self) -> Tensor:
         """The norm of the whole model's gradient, the same on every rank. All must ask."""
-        copies = [count for value, count in zip(self._parameters, self._copies, strict=True) if value.grad is not None]
-        return norm.total_norm(norm.gradients(self._parameters), copies, self.ranks, alike=self._pipeline is None)
+        copies = [
+            count
+            for value, count in zip(self.assembly.parameters, self.assembly.copies, strict=True)
+            if value.grad is not None
+        ]
+        return norm.total_norm(
+            norm.gradients(self.assembly.parameters), copies, self.ranks, alike=self.assembly.pipeline is None
+        )
 
     def _rates(self) -> list[float | Tensor]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -416,8 +337,8 @@ class Run:
 
     def rest(self) -> None:
         """Give back what a forward without backward gathered."""
-        if self._sharding is not None:
-            self._sharding.rest()
+        if self.assembly.sharding is not None:
+            self.assembly.sharding.rest()
 
     def gather(self) -> State | None:
         """The whole state on rank 0, None elsewhere."""
@@ -439,15 +360,15 @@ class Run:
     @property
     def tells(self) -> bool:
         """Of the ranks that computed the same samples, whether this one has the outcome and speaks for them."""
-        return self.axes["tp"].rank == 0 and (self._pipeline is None or self._pipeline.final)
+        return self.axes["tp"].rank == 0 and (self.assembly.pipeline is None or self.assembly.pipeline.final)
 
     def values(self, batch: Any) -> Tensor | None:
         """The loss and the metrics of a batch, as evaluate.py has them; None on stages without a loss."""
-        if self._pipeline is None:
+        if self.assembly.pipeline is None:
             return self._measure(self.model, batch)[0]
         self._measured += 1
         seed = partial(seed_step, self.device, self.job.seed, self.step_number, self.data.rank, -self._measured)
-        return next(iter(self._pipeline.forward(batch, self._measure, seed)), None)
+        return next(iter(self.assembly.pipeline.forward(batch, self._measure, seed)), None)
 
     def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
         with autocast(self.precision, self.device):
@@ -455,7 +376,9 @@ class Run:
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Loss and metrics over the job's evaluation set, or `data`."""
-        return evaluate(self, data)
+        found = evaluate(self, data)
+        self._agree_on_shortened()
+        return found
 
     def save(self, folder: str | Path) -> int:
         """Write a checkpoint; returns its bytes."""
@@ -473,16 +396,8 @@ class Run:
 
     def close(self) -> None:
         """Give back what the run holds: hooks on the parameters, the process group if it was joined here."""
-        if self._exchange is not None:
-            self._exchange.close()
-        if self._sharding is not None:
-            # Sharded parameters keep the process group and its threads alive; one that still runs when Python ends aborts the
-            # process. Without the group they could not be used any more anyway.
-            self._sharding.close()
+        if self.assembly.close():
             del self.model, self.optimizers, self.schedules
-            self._sharding = None
-            self._parameters.clear()
-            self._partial.clear()
             self._statistics = StepStatistics(nn.Module(), self.data)
             forget_meshes()
         self._restore()

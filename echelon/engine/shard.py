@@ -27,6 +27,7 @@ from echelon.engine.build import realise
 from echelon.engine.layout import Piece
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
+from echelon.engine.renorm import shortened
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
@@ -67,7 +68,8 @@ def _filling(group: Any, post_backward: Callable[..., None], used: set[int]) -> 
 
 
 def _unshardable(part: nn.Module) -> set[nn.Parameter]:
-    """What fully_shard takes none of: single numbers (a temperature), complex ones, and dtypes other than most of `part` is."""
+    """What fully_shard takes none of: single numbers (a temperature), complex ones, dtypes other than most of `part` is; and what forward
+    itself changes."""
     own = [value for value in part.parameters() if not isinstance(value, DTensor)]
     sizes: Counter[torch.dtype] = Counter()
     for value in own:
@@ -75,7 +77,7 @@ def _unshardable(part: nn.Module) -> set[nn.Parameter]:
     main = sizes.most_common(1)[0][0] if sizes else torch.float32
     return {
         value for value in own if not value.dim() or value.is_complex() or (value.requires_grad and value.dtype != main)
-    }
+    } | set(shortened(part))
 
 
 class Sharding:

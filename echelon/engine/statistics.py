@@ -8,7 +8,7 @@ micro-batches that come after it, adds up to the whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,14 @@ from echelon.nn.batchnorm import SynchronisedBatchNorm
 class StepStatistics:
     """One step's sums over the ranks: `begin` before its first forward, `send` after its last, `receive` after backward."""
 
-    def __init__(self, model: nn.Module, ranks: Group, *, later: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Group,
+        *,
+        later: bool | None = None,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
         """`later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
         self._ranks = ranks
         self._buffers: list[_Running | Unknown] = []
@@ -39,7 +46,8 @@ class StepStatistics:
         local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
         if local:
             self._buffers.append(_Running(local, ranks))
-        unknown = Unknown(model, ranks, later=ranks.device.type != "cpu" if later is None else later)
+        later = ranks.device.type != "cpu" if later is None else later
+        unknown = Unknown(model, ranks, later=later, warn=warn)
         if unknown.slots:
             self._unknown = unknown
             self._buffers.append(unknown)

@@ -20,7 +20,7 @@ from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.world import World
 
 MANIFEST = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,8 @@
     stored   the weight itself is put together whenever it is needed: right wherever nothing else is
 
 Parameters are plain tensors, this rank's pieces: optimizers run at full speed on them and fully_shard takes them as any others. Between
-the cut modules the model's own code runs as it is, on parts of the sequence where the plan says so (sequence.py). Where a piece lies in the whole is layout.py's to know.
+the cut modules the model's own code runs as it is, on parts of the sequence where the plan says so (sequence.py). Where a piece lies in
+the whole is layout.py's to know.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from echelon.nn.recurrent import relist
 from echelon.nn.views import Fitted
 from echelon.plan.placement import Placement, portion, shares
 from echelon.plan.segment import Segment
-from echelon.profiler.layers import by_name
+from echelon.profiler import layers
+from echelon.profiler.layers import by_name, inputs, outputs, weight_of
 
 __all__ = ["Axis", "cut", "install", "pieces"]
 
@@ -86,11 +88,11 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
         inside = next((part for segment, part in parts.items() if holds(segment, path)), axis)
         for name in placement.divide:
             where, _, attribute = name.rpartition(".")
-            holder, width = model.get_submodule(where), _inputs(module)
+            holder, width = model.get_submodule(where), inputs(module)
             value = getattr(holder, attribute)
             setattr(holder, attribute, portion(value, axis.rank, axis.size, width=width, unit=placement.unit))
         if placement.fits is not None:
-            width = _inputs(module)
+            width = inputs(module)
             mine = shares(width, axis.size, placement.unit)[axis.rank]
             _fit_views(model.get_submodule(placement.fits), width, mine)
         if placement.cut == "stored":
@@ -106,7 +108,7 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             forward = _FORWARDS[placement.cut](module, inside)
             if placement.draws:
                 forward = _drawing(module, forward, placement.cut, inside)
-            module.forward = by_name(module, forward)
+            module.forward = _Own(by_name(module, forward))
     for within, modules in stored.items():
         _put_together(model.get_submodule(within), within, modules)
     for segment, part in parts.items():
@@ -117,6 +119,22 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             layer.activation_relu_or_gelu = 0
         if isinstance(layer, nn.TransformerEncoder):
             layer.use_nested_tensor = False
+
+
+class _Own:
+    """A forward for one module. A copy of that module would call it too, and compute with the weights of the first."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise PlanError(
+            "tp: a model that is cut cannot be copied (copy.deepcopy, AveragedModel), as its ranks compute it together; keep averages "
+            "of its parameters, or save a checkpoint, which any plan loads"
+        )
 
 
 def _drawing(module: Any, inner: Callable[..., Any], cut: str, axis: Axis) -> Callable[..., Any]:
@@ -143,30 +161,13 @@ def _fit_views(holder: Any, width: int, mine: int) -> None:
         with Fitted(width, mine):
             return inner(*args, **kwargs)
 
-    holder.forward = forward
-
-
-def _inputs(module: Any) -> int:
-    for name in ("in_features", "in_channels", "nx"):
-        if hasattr(module, name):
-            return int(getattr(module, name))
-    return 0
-
-
-def _outputs(module: Any) -> int:
-    for name in ("out_features", "out_channels", "nf"):
-        if hasattr(module, name):
-            return int(getattr(module, name))
-    raise AssertionError(f"{type(module).__name__} has no outputs")
+    holder.forward = _Own(forward)
 
 
 def _product(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """How a module multiplies: (x, bias) -> output, with the local weight."""
-    if isinstance(module, nn.Linear):
-        return lambda x, bias: F.linear(x, module.weight, bias)
-    if type(module).__name__ == "Conv1D":
-        return lambda x, bias: _plus(x @ module.weight, bias)
-    return lambda x, bias: module._conv_forward(x, module.weight, bias)
+    """(x, bias) -> output, with the local weight, which is another tensor wherever ZeRO puts it together."""
+    multiply = layers.product(module)
+    return lambda x, bias: multiply(x, weight_of(module), bias)
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,7 +194,7 @@ def _row(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
 def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
     wide = len(module.kernel_size) if isinstance(module, _ConvNd) else 0
-    sizes = shares(_outputs(module), axis.size)
+    sizes = shares(outputs(module), axis.size)
     if wide and module.groups > 1:
         return _grouped(module, axis)
     product = _product(module)
@@ -207,7 +208,7 @@ def _gather(module: Any, axis: Axis) -> Callable[..., Tensor]:
 
 
 def _logits(module: Any, axis: Axis) -> Callable[..., Tensor]:
-    product, sizes = _product(module), shares(_outputs(module), axis.size)
+    product, sizes = _product(module), shares(outputs(module), axis.size)
 
     def forward(x: Tensor) -> Tensor:
         out = product(axis.copied(x), module.bias)
@@ -308,4 +309,4 @@ def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> N
         with whole():
             return inner(*args, **kwargs)
 
-    holder.forward = forward
+    holder.forward = _Own(forward)

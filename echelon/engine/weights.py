@@ -52,12 +52,14 @@ def load_weights(
                 "is it another model's?"
             )
         for name, shape in found.shapes.items():
-            mine = tuple(whole_shape(targets[name], pieces.get(name)))
-            if shape != mine:
-                raise JobError(f"{path}: {name} is {shape} there and {mine} in the model")
-        found.fill({name: targets[name] for name in found.shapes if name not in pieces})
-        for name in found.shapes.keys() & pieces.keys():
-            _fill_piece(targets[name], pieces[name], found, name)
+            here = tuple(whole_shape(targets[name], pieces.get(name)))
+            if shape != here:
+                raise JobError(f"{path}: {name} is {shape} there and {here} in the model")
+        mine = [name for name in found.shapes if not targets[name].is_meta]  # the others are other stages'
+        found.fill({name: targets[name] for name in mine if name not in pieces})
+        for name in mine:
+            if name in pieces:
+                _fill_piece(targets[name], pieces[name], found, name)
     missing = sorted(set(targets) - set(found.shapes) - _aliases(model, set(found.shapes)))
     if missing:
         warn(

@@ -11,7 +11,7 @@ from pathlib import Path
 from echelon.errors import PlanError
 from echelon.observer.parts import card, facts, fold, notes, section, table
 from echelon.observer.record import Record, figure
-from echelon.plan import units
+from echelon.plan import figures
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster, Node
 from echelon.plan.plan import Plan
@@ -36,7 +36,7 @@ def header(record: Record) -> str:
     for field, word_of in (("parameters", "parameters"), ("samples", "samples")):
         value = start.get(field)
         if isinstance(value, int | float):
-            bits.append(f"{units.count(value)} {word_of}")
+            bits.append(f"{figures.count(value)} {word_of}")
     if isinstance(start.get("batch"), int):
         bits.append(f"batch {start['batch']:,}")
     if record.events:
@@ -124,8 +124,8 @@ def checkpoints(record: Record) -> str:
             [
                 f'<span class="n">{event.step:,}</span>',
                 escape(path) + (' <b class="good">best</b>' if event is best else ""),
-                f'<span class="n">{units.size(saved) if saved is not None else "–"}</span>',
-                f'<span class="n">{units.seconds(spent) if spent is not None else "–"}</span>',
+                f'<span class="n">{figures.size(saved) if saved is not None else "–"}</span>',
+                f'<span class="n">{figures.seconds(spent) if spent is not None else "–"}</span>',
             ]
         )
     kept = table(("step", "path", "size", "took"), rows) if rows else ""
@@ -195,7 +195,7 @@ def _node(node: Node) -> str:
     many = f"{len(node.devices)} × " if len(node.devices) > 1 else ""
     pairs = [
         ("device", escape(f"{many}{device.name}")),
-        ("memory", units.size(device.memory) if device.kind == "cuda" else units.size(node.memory)),
+        ("memory", figures.size(device.memory) if device.kind == "cuda" else figures.size(node.memory)),
         ("cores", f"{node.cores:,}"),
     ]
     if device.instructions:
@@ -205,10 +205,10 @@ def _node(node: Node) -> str:
         if curve.operation.startswith("mm"):
             fastest[curve.dtype] = max(fastest.get(curve.dtype, 0.0), *(point.rate for point in curve.points))
     if fastest:
-        words = ", ".join(f"{dtype} {units.digits(rate / 1e9)} GFLOP/s" for dtype, rate in fastest.items())
+        words = ", ".join(f"{dtype} {figures.digits(rate / 1e9)} GFLOP/s" for dtype, rate in fastest.items())
         pairs.append(("matrix products", escape(words)))
     for link in {(link.operation, link.backend): link for link in node.links}.values():
-        words = f"{units.size(link.bandwidth)}/s, {units.seconds(link.latency)} at least ({link.backend}, {link.ranks} ranks)"
+        words = f"{figures.size(link.bandwidth)}/s, {figures.seconds(link.latency)} at least ({link.backend}, {link.ranks} ranks)"
         pairs.append((link.operation.replace("_", "-"), escape(words)))
     return card(node.name, "", facts(pairs))
 

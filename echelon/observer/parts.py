@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from echelon.observer.chart import Line
-from echelon.plan import units
+from echelon.plan import figures
 
 #: CSS variables of the parts of a whole.
 _HUES = ("a", "b", "c", "d", "e", "f", "g")
@@ -52,7 +52,7 @@ def section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
 
 
-def against(name: str, told: float, low: float, high: float, was: float | None, show: units.Show) -> str:
+def against(name: str, told: float, low: float, high: float, was: float | None, show: figures.Show) -> str:
     """One figure: the forecast with its interval as a band, the measurement as a dot."""
     top = 1.15 * max(told, high, was or 0.0) or 1.0
     track = (
@@ -66,14 +66,14 @@ def against(name: str, told: float, low: float, high: float, was: float | None, 
         off = was / told - 1 if told else 0.0
         inside = "within" if low <= was <= high else "outside"
         sign = "+" if off >= 0 else "−"
-        verdict = f"measured <b>{show(was)}</b> ({sign}{units.share(abs(off))}, {inside} the interval)"
+        verdict = f"measured <b>{show(was)}</b> ({sign}{figures.share(abs(off))}, {inside} the interval)"
     return (
         f'<div class="against"><div class="row"><h3>{name}</h3><span class="note n">forecast {show(told)} '
         f'({show(low)} to {show(high)})</span></div><div class="track">{track}</div><div class="note">{verdict}</div></div>'
     )
 
 
-def stack(parts: Sequence[tuple[str, float]], show: units.Show) -> str:
+def stack(parts: Sequence[tuple[str, float]], show: figures.Show) -> str:
     """Parts of a whole as one bar, with a list that names them."""
     total = sum(value for _, value in parts) or 1.0
     bar = "".join(
@@ -82,7 +82,7 @@ def stack(parts: Sequence[tuple[str, float]], show: units.Show) -> str:
     )
     rows = "".join(
         f'<li><i style="background:var(--{hue})"></i><span>{escape(name)}</span><span class="n">{show(value)}</span>'
-        f'<span class="n soft">{units.share(value / total)}</span></li>'
+        f'<span class="n soft">{figures.share(value / total)}</span></li>'
         for (name, value), hue in zip(parts, _HUES, strict=False)
     )
     return f'<div class="stack">{bar}</div><ul class="legend">{rows}</ul>'

@@ -10,7 +10,7 @@ from echelon.observer.chart import Line, chart, histogram, smooth
 from echelon.observer.pace import unhindered_rate
 from echelon.observer.parts import against, against_key, card, key, notes, section, stack, tile
 from echelon.observer.record import Record, figure
-from echelon.plan import units
+from echelon.plan import figures
 from echelon.plan.forecast import Forecast
 
 
@@ -25,28 +25,28 @@ def summary(record: Record) -> str:
     if losses:
         tail = [value for _, value in losses[-max(min(50, len(losses) // 10), 1) :]]
         extent = f"mean of the last {len(tail)} steps" if len(tail) > 1 else "of the last step"
-        tiles.append(("training loss", units.number(statistics.fmean(tail)), extent))
+        tiles.append(("training loss", figures.number(statistics.fmean(tail)), extent))
     for name in _metric_names(record):
         points = record.series("evaluation", "metrics", name)
         if points:
-            tiles.append((_evaluated(name), units.number(points[-1][1]), _span(points)))
+            tiles.append((_evaluated(name), figures.number(points[-1][1]), _span(points)))
     done = f"{steps[-1].step:,}"
     tiles.append(("steps", done, f"of {total:,}" if isinstance(total, int) else ""))
-    tiles.append(("duration", units.seconds(record.duration), _parts(len(record.of("start")))))
+    tiles.append(("duration", figures.seconds(record.duration), _parts(len(record.of("start")))))
     if record.rate is not None:
-        tiles.append(("throughput", units.rate(record.rate), ""))
+        tiles.append(("throughput", figures.rate(record.rate), ""))
     single = unhindered_rate(record.forecast) if isinstance(record.forecast, Forecast) else None
     if record.rate is not None and single:
         tiles.append(
             (
                 "parallel efficiency",
-                units.share(record.rate / single),
+                figures.share(record.rate / single),
                 f"of {record.start.get('ranks')} × one rank alone, as forecast",
             )
         )
     peak = record.memory.get("peak")
     if isinstance(peak, int | float):
-        tiles.append(("peak memory", units.size(peak), "of the largest rank"))
+        tiles.append(("peak memory", figures.size(peak), "of the largest rank"))
     return '<div class="tiles">' + "".join(tile(*figures) for figures in tiles) + "</div>"
 
 
@@ -60,23 +60,23 @@ def curves(record: Record) -> str:
         evaluated = record.series("evaluation", "metrics", "loss")
         if evaluated:
             lines.append(Line(label="evaluation", points=evaluated, role="second", dots=len(evaluated) <= 60))
-        cards.append(("Loss", key(lines), chart(lines, units.number, log=True, marks=marks)))
+        cards.append(("Loss", key(lines), chart(lines, figures.number, log=True, marks=marks)))
     for name in _metric_names(record):
         points = record.series("evaluation", "metrics", name)
         if name != "loss" and points:
             line = Line(label=name, points=points, role="second", dots=len(points) <= 60)
-            cards.append((_evaluated(name).capitalize(), "", chart([line], units.number)))
+            cards.append((_evaluated(name).capitalize(), "", chart([line], figures.number)))
     rates = record.series("step", "rate")
     if rates:
-        cards.append(("Learning rate", "", chart([Line(label="rate", points=rates)], units.number, zero=True)))
+        cards.append(("Learning rate", "", chart([Line(label="rate", points=rates)], figures.number, zero=True)))
     norms = record.series("step", "norm")
     if norms:
         lines = [Line(label="each step", points=norms, role="raw"), Line(label="norm", points=smooth(norms))]
-        cards.append(("Gradient norm, before clipping", key(lines), chart(lines, units.number, log=True)))
+        cards.append(("Gradient norm, before clipping", key(lines), chart(lines, figures.number, log=True)))
     speed = [(float(event.step), (figure(event, "samples") or 0) / event.data["seconds"]) for event in record.warm]
     if speed:
         lines = [Line(label="each step", points=speed, role="raw"), Line(label="samples/s", points=smooth(speed))]
-        cards.append(("Samples per second", key(lines), chart(lines, units.count, zero=True)))
+        cards.append(("Samples per second", key(lines), chart(lines, figures.count, zero=True)))
     if not cards:
         return ""
     remarks = (
@@ -107,19 +107,19 @@ def times(record: Record) -> str:
         ("training steps", max(spent - waited, 0.0)), ("waiting for data", waited), ("evaluation", evaluating),
         ("checkpoints", saving), ("everything else", rest),
     ]  # fmt: skip
-    bar = stack([cause for cause in causes if cause[1] > 0], units.seconds)
-    share = f"Data waits are {units.share(waited / spent)} of step time." if spent else ""
+    bar = stack([cause for cause in causes if cause[1] > 0], figures.seconds)
+    share = f"Data waits are {figures.share(waited / spent)} of step time." if spent else ""
     cards = card("All of the run", "", bar + notes([share] if share else []))
     times = sorted(event.data["seconds"] for event in record.warm)
     if times:
         cuts = [("median", 0.5), ("95 % within", 0.95), ("99 % within", 0.99), ("slowest", 1.0)]
         rows = "".join(
-            f"<dt>{name}</dt><dd class='n'>{units.seconds(times[min(int(part * len(times)), len(times) - 1)])}</dd>"
+            f"<dt>{name}</dt><dd class='n'>{figures.seconds(times[min(int(part * len(times)), len(times) - 1)])}</dd>"
             for name, part in cuts
         )
         cold = figure(steps[0], "seconds")
-        first = f"The first step took {units.seconds(cold)}; it is not counted here." if cold else ""
-        body = histogram(times, units.seconds) + f"<dl>{rows}</dl>" + notes([first] if first else [])
+        first = f"The first step took {figures.seconds(cold)}; it is not counted here." if cold else ""
+        body = histogram(times, figures.seconds) + f"<dl>{rows}</dl>" + notes([first] if first else [])
         cards += card("Time of a step", "", body)
     return section("Where the time went", f'<div class="cards">{cards}</div>')
 
@@ -130,13 +130,13 @@ def against_forecast(record: Record) -> str:
     if not isinstance(forecast, Forecast):
         return section("Forecast against measured", f"<p>{escape(forecast)}</p>")
     time, memory = forecast.time, forecast.memory
-    rows = against("Step time", time.step, time.low, time.high, record.step_time, units.seconds)
+    rows = against("Step time", time.step, time.low, time.high, record.step_time, figures.seconds)
     peak = record.memory.get("peak")
     measured = float(peak) if isinstance(peak, int | float) else None
     # On a CPU the whole process is measured, on a GPU what the allocator gave to the training.
     apart = 0.0 if str(record.start.get("device", "")).startswith("cuda") else memory.framework
     title = "Peak memory of the largest rank" + (", framework included" if apart else "")
-    rows += against(title, memory.peak + apart, memory.low + apart, memory.high + apart, measured, units.size)
+    rows += against(title, memory.peak + apart, memory.low + apart, memory.high + apart, measured, figures.size)
     causes = [
         (name, getattr(time, name))
         for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
@@ -146,11 +146,11 @@ def against_forecast(record: Record) -> str:
         for name in ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets")
     ]
     parts += [("framework", apart)]
-    hidden = [f"Another {units.seconds(time.hidden)} of exchange hide behind backward."] if time.hidden > 0 else []
+    hidden = [f"Another {figures.seconds(time.hidden)} of exchange hide behind backward."] if time.hidden > 0 else []
     at = [f"The peak is at {escape(forecast.peak_at)}."] if forecast.peak_at else []
     cards = card("Held against each other", against_key(), rows, wide=True)
-    cards += card("Forecast step by cause", "", stack([c for c in causes if c[1] > 0], units.seconds) + notes(hidden))
-    cards += card("Forecast memory by component", "", stack([p for p in parts if p[1] > 0], units.size) + notes(at))
+    cards += card("Forecast step by cause", "", stack([c for c in causes if c[1] > 0], figures.seconds) + notes(hidden))
+    cards += card("Forecast memory by component", "", stack([p for p in parts if p[1] > 0], figures.size) + notes(at))
     remarks = notes([escape(note) for note in forecast.notes])
     return section("Forecast against measured", f'<div class="cards">{cards}</div>{remarks}')
 
@@ -182,7 +182,7 @@ def _evaluated(name: str) -> str:
 
 def _span(points: Sequence[tuple[float, float]]) -> str:
     values = [value for _, value in points]
-    return f"{units.number(min(values))} to {units.number(max(values))}" if len(values) > 1 else ""
+    return f"{figures.number(min(values))} to {figures.number(max(values))}" if len(values) > 1 else ""
 
 
 def _parts(starts: int) -> str:

@@ -14,7 +14,7 @@ from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile, Rule
 from echelon.plan.split import largest_micro, largest_share, rounds
-from echelon.plan.stages import INTERLEAVING, UNCUT, stage_count
+from echelon.plan.stages import INTERLEAVING, UNCUT, bound, stage_count
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
 RANKS_PER_CORE = 8
@@ -131,7 +131,7 @@ def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem
             else "computes with norms or factors of whole parameters"
         )
         yield Problem(
-            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank",
+            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank; or optimizer= chooses groups by the parameters' sizes",
             remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
         )  # fmt: skip
 
@@ -206,6 +206,11 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def parts_batches(plan: Plan, batch: int) -> bool:
+    """Whether ranks or micro-batches have parts of the global batch, so that its samples do not meet."""
+    return plan.mesh.dp > 1 or (plan.micro is not None and plan.micro < batch)
+
+
 def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     dp, batch = plan.mesh.dp, profile.batch
     if plan.model is not None and plan.model != profile.model:
@@ -220,13 +225,13 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )
         return
     turns, stages = rounds(batch, dp, plan.micro, plan.shares), stage_count(plan)
+    share = largest_share(batch, dp, plan.shares)
     if plan.mesh.pp > 1 and turns < stages:
         size = max(batch // dp // (2 * stages), 1)
         yield Problem(
-            path="micro", value=plan.micro, rule=f"{turns} micro-batch{'es' * (turns > 1)} through {stages} stages: ranks wait for each other most of the time",
+            path="micro", value=plan.micro or share, rule=f"{turns} micro-batch{'es' * (turns > 1)} through {stages} stages: ranks wait for each other most of the time",
             remedy=f"use micro={size}" + ("" if batch // dp >= stages else ", a larger batch or fewer stages"), severity="warning",
         )  # fmt: skip
-    share = largest_share(batch, dp, plan.shares)
     if plan.micro is not None and plan.micro > share:
         yield Problem(
             path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} sample{'s' * (share > 1)}",
@@ -238,12 +243,8 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="micro", value=plan.micro, rule=f"the smallest share of batch={batch} lasts for {turns} micro-batch{'es' * (turns > 1)}, so that the "
             f"largest share needs {most} samples in each", remedy=f"use micro={most}, a larger batch or shares that are nearer to each other",
         )  # fmt: skip
-    if profile.coupled and (dp > 1 or (plan.micro is not None and plan.micro < batch)):
-        parted = ("dp", dp) if dp > 1 else ("micro", plan.micro)
-        yield Problem(
-            path=parted[0], value=parted[1], rule="a sample's loss depends on the others of its batch: in parts another objective is trained",
-            remedy="use dp=1 without micro; or give the loss as (sum, count) if it is a mean over unequal numbers of items",
-        )  # fmt: skip
+    if parts_batches(plan, batch):
+        yield from _coupling(plan, profile)
     if 0 < profile.samples < batch:
         yield Problem(
             path="batch", value=batch, rule=f"the data set has {profile.samples:,} sample{'s' * (profile.samples > 1)}: a step takes them all, an epoch is one step",
@@ -257,10 +258,9 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )  # fmt: skip
     if plan.sharded and profile.unsharded:
         yield Problem(path="zero", value=plan.zero, rule=profile.unsharded, remedy="use zero=0")
-    elif plan.zero and dp > 1 and not plan.whole and profile.traced == "real":
+    elif plan.zero and dp > 1 and not plan.whole and profile.unsteady:
         yield Problem(
-            path="zero", value=plan.zero,
-            rule="the model could not be traced: if its samples decide which blocks run, ranks would wait for each other for ever",
+            path="zero", value=plan.zero, rule=f"{profile.unsteady}, ranks would wait for each other for ever",
             remedy="add `whole`, or use zero=0",
         )  # fmt: skip
     if plan.recompute != "none" and not profile.units:
@@ -272,6 +272,20 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path="precision", value=plan.precision, rule=f"the job asks for {profile.precision}",
             remedy=f"use precision={profile.precision}, or change the job", severity="warning",
+        )  # fmt: skip
+
+
+def _coupling(plan: Plan, profile: Profile) -> Iterator[Problem]:
+    path, value = ("dp", plan.mesh.dp) if plan.mesh.dp > 1 else ("micro", plan.micro)
+    if profile.coupled:
+        yield Problem(
+            path=path, value=value, rule="a sample's loss depends on the others of its batch: in parts another objective is trained",
+            remedy="use dp=1 without micro; or give the loss as (sum, count) if it is a mean over unequal numbers of items",
+        )  # fmt: skip
+    elif profile.coupled is None:
+        yield Problem(
+            path=path, value=value, rule=f"it is not known whether samples of a batch see each other, as in contrastive losses, because {profile.uncompared}",
+            remedy="they are taken as independent; if they are not, use dp=1 without micro", severity="warning",
         )  # fmt: skip
 
 
@@ -309,6 +323,12 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     elif pp > 1 and plan.stages and plan.stages[-1] >= units:
         yield Problem(
             path="stages", value=list(plan.stages), rule=f"the model has {units} units, and each stage needs one",
+            remedy="leave stages out: they are found",
+        )  # fmt: skip
+    elif pp > 1 and (inside := sorted(bound(plan, profile.visits) & {*plan.stages})):
+        yield Problem(
+            path="stages", value=list(plan.stages),
+            rule=f"one begins at {profile.visits[inside[0]].path}, inside a pair that tp cuts or between two calls that change one buffer",
             remedy="leave stages out: they are found",
         )  # fmt: skip
 

@@ -89,8 +89,8 @@ def runs(paths: Iterable[str]) -> Iterable[str]:
             run.append(this)
 
 
-def cut_bytes(plan: Plan, profile: Profile) -> float:
-    """Share of the parameters' bytes that tp cuts."""
-    names = cut_parameters(plan.placements).keys()
+def cut_bytes(plan: Plan, profile: Profile, *cuts: str) -> float:
+    """Share of the parameters' bytes that tp cuts; in these ways, where some are named."""
+    names = cut_parameters(each for each in plan.placements if not cuts or each.cut in cuts).keys()
     cut = sum(each.bytes for each in profile.parameters if names & {each.name, *each.aliases})
     return cut / (profile.bytes or 1)

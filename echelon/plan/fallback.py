@@ -14,7 +14,7 @@ def fall_back(plan: Plan, profile: Profile | None) -> tuple[Plan, str]:
 
     The samples that go together stay so: micro-batches and the groups of batch norms are as large as they were where they can be.
     """
-    whole, norms = profile is None or profile.traced == "real", profile is None or bool(profile.norms)
+    whole, norms = profile is None or bool(profile.unsteady), profile is None or bool(profile.norms)
     unsharded = profile.unsharded if profile is not None else ""
     ranks, dp = plan.ranks, plan.mesh.dp
     other = replace(

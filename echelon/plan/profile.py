@@ -178,13 +178,17 @@ class Profile(Document):
     #: Where a pipeline can be cut; empty: nowhere.
     visits: tuple[Visit, ...] = ()
     #: Whether the gradient of one sample depends on the others of its batch other than through batch norms (contrastive losses).
-    coupled: bool = False
+    #: None: not known, for the reason in `uncompared`.
+    coupled: bool | None = False
+    uncompared: str = ""
     #: Paths of batch norms, the coupling that `batchnorm=` decides on.
     norms: tuple[str, ...] = ()
     input_bytes: int = 0  #: per sample
     samples: int = 0  #: in the data set; 0: unknown
     #: Why torch cannot shard the parameters over data ranks; empty: it can as far as is known.
     unsharded: str = ""
+    #: Why ranks may run different blocks, and sharded block by block would wait for each other for ever; empty: they do not.
+    unsteady: str = ""
     clip: bool = False  #: whether gradients are clipped
     #: fake: nothing was run; real: the model cannot be traced and one small step was run; see `notes`.
     traced: Literal["fake", "real"] = "fake"
@@ -197,6 +201,10 @@ class Profile(Document):
             raise ValueError(f"{len(self.units)} units but {len(self.unit_bytes)} unit_bytes")
         if not self.moments:
             raise ValueError("moments: a step has at least one")
+        if (self.coupled is None) != bool(self.uncompared):
+            raise ValueError(
+                f"coupled={self.coupled} and uncompared={self.uncompared!r}: the reason belongs to what is not known"
+            )
 
     @property
     def elements(self) -> int:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Span:
     """Samples `start` to `stop` (exclusive) of the global batch."""
 
     start: int
@@ -25,15 +25,15 @@ class Slice:
         return self.stop - self.start
 
 
-def cut(start: int, stop: int, parts: int) -> list[Slice]:
+def cut(start: int, stop: int, parts: int) -> list[Span]:
     """`parts` consecutive slices whose sizes differ by one at most, the larger first."""
     base, extra = divmod(stop - start, parts)
     return _slices(start, [base + (part < extra) for part in range(parts)])
 
 
-def _slices(start: int, sizes: Sequence[int]) -> list[Slice]:
+def _slices(start: int, sizes: Sequence[int]) -> list[Span]:
     ends = list(accumulate(sizes, initial=start))
-    return [Slice(begin, end) for begin, end in pairwise(ends)]
+    return [Span(begin, end) for begin, end in pairwise(ends)]
 
 
 def sizes(batch: int, dp: int, shares: Sequence[int] = ()) -> list[int]:
@@ -80,7 +80,7 @@ def largest_micro(batch: int, dp: int, micro: int | None, shares: Sequence[int] 
     return -(-largest_share(batch, dp, shares) // rounds(batch, dp, micro, shares))
 
 
-def split(batch: int, dp: int, micro: int | None = None, shares: Sequence[int] = ()) -> list[list[Slice]]:
+def split(batch: int, dp: int, micro: int | None = None, shares: Sequence[int] = ()) -> list[list[Span]]:
     """For each data rank its micro-batches, as slices of the global batch. `shares`: of ranks that are not equally fast."""
     turns = rounds(batch, dp, micro, shares)
     return [cut(share.start, share.stop, turns) for share in _slices(0, sizes(batch, dp, shares))]

@@ -44,21 +44,24 @@ def pairs(plan: Plan) -> Iterator[tuple[list[Placement], Placement]]:
             columns = []
 
 
-def find_stages(plan: Plan, visits: Sequence[Visit]) -> tuple[int, ...] | None:
-    """Where the stages of `plan` begin, but the first; None: there are too few places."""
-    return divide([visit.work for visit in visits], stage_count(plan), bound_places(plan, visits))
-
-
-def bound_places(plan: Plan, visits: Sequence[Visit]) -> frozenset[int]:
-    """Visits at which no stage begins: what is cut between a column and its row must not pass from one stage to another, and what
+def bound(plan: Plan, visits: Sequence[Visit]) -> set[int]:
+    """The places where no stage may begin: what is cut between a column and its row must not pass from one stage to another, and what
     changes a buffer must have one copy of it."""
-    bound: set[int] = set()
+    found: set[int] = set()
     together = [{each.path for each in (*columns, row)} for columns, row in pairs(plan)]
     together += [{visit.path} for visit in visits if visit.changes]
     for paths in together:
-        places = [place for place, visit in enumerate(visits) if visit.path in paths]
-        bound |= set(range(min(places) + 1, max(places) + 1)) if places else set()
-    return frozenset(bound)
+        # What is cut may lie inside a unit.
+        places = [
+            at for at, visit in enumerate(visits) if any(f"{each}.".startswith(f"{visit.path}.") for each in paths)
+        ]
+        found |= set(range(min(places) + 1, max(places) + 1)) if places else set()
+    return found
+
+
+def find_stages(plan: Plan, visits: Sequence[Visit]) -> tuple[int, ...] | None:
+    """Where the stages of `plan` begin, but the first; None: there are too few places."""
+    return divide([visit.work for visit in visits], stage_count(plan), bound(plan, visits))
 
 
 def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) -> tuple[int, ...] | None:

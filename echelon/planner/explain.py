@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from echelon.errors import PlanError
 from echelon.plan.check import check
 from echelon.plan.cluster import Cluster
+from echelon.plan.figures import seconds as _seconds
+from echelon.plan.figures import size as _bytes
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.plan.units import seconds as _seconds
-from echelon.plan.units import size as _bytes
 from echelon.planner.search import Candidate
 from echelon.simulator import simulate
 

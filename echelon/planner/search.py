@@ -20,8 +20,8 @@ from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute
 from echelon.plan.profile import Profile
-from echelon.plan.stages import bound_places, find_stages
-from echelon.plan.units import seconds
+from echelon.plan.stages import bound, find_stages
+from echelon.plan.figures import seconds
 from echelon.planner.goal import Goal
 from echelon.planner.space import Space, best, devices_needed, with_shares
 from echelon.simulator.load import require_one_kind
@@ -143,7 +143,7 @@ def _cut(space: Space, plan: Plan, complete: Complete, known: dict[tuple[object,
     if isinstance(like, PlanError):
         raise like
     plan = replace(plan, placements=like.placements, uncut=like.uncut, segments=like.segments)
-    if set(plan.stages) & bound_places(plan, visits):
+    if set(plan.stages) & bound(plan, visits):
         stages = find_stages(plan, visits)
         if stages is None:
             raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
@@ -234,8 +234,8 @@ def _plans(profile: Profile, cluster: Cluster, ranks: int | None) -> Iterator[Pl
         threads = max(cluster.cores // dp, 1) if cpu else None
         share = -(-profile.batch // dp)
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-            # A model that could not be traced may run other blocks on other ranks: only whole sharding is safe then.
-            whole = zero > 0 and profile.traced == "real"
+            # A model that may run other blocks on other ranks: only whole sharding is safe then.
+            whole = zero > 0 and bool(profile.unsteady)
             for micro in _micros(share):
                 yield Plan(
                     mesh=Mesh(dp=dp),
@@ -278,7 +278,7 @@ def _variants(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Plan]:
         micros = [micro or share for micro in _micros(share)]
     again: list[Recompute] = ["none", "block"] if profile.units else ["none"]
     for zero, micro, recompute in product((0, 1, 3) if plan.mesh.dp > 1 else (0,), micros, again):
-        whole = zero > 0 and profile.traced == "real"
+        whole = zero > 0 and bool(profile.unsteady)
         yield replace(
             plan, zero=zero, micro=micro if micro < share else None, recompute=recompute, threads=threads, whole=whole,
             model=profile.model,

@@ -22,7 +22,7 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute, Schedule
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds, sizes
-from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound_places, divide
+from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound, divide
 from echelon.planner.goal import Goal
 from echelon.simulator.quotes import Quotes
 from echelon.simulator.step import distinct, on_ranks
@@ -165,7 +165,7 @@ class Space:
         early, late = round(10 * before / block) / 10, round(10 * after / block) / 10
         key = (stages, early, late)
         if key not in self._splits:
-            self._splits[key] = divide(self._weights(early, late), stages, bound_places(plan, self.profile.visits))
+            self._splits[key] = divide(self._weights(early, late), stages, bound(plan, self.profile.visits))
         return self._splits[key]
 
     def _weights(self, early: float, late: float) -> list[float]:
@@ -204,8 +204,8 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
         put(space.least_at(size), size)
     enough = float("inf")
     while queue:
-        bound, _, item = heapq.heappop(queue)
-        if not exhaustive and bound > enough:
+        lowest, _, item = heapq.heappop(queue)
+        if not exhaustive and lowest > enough:
             break
         if isinstance(item, int):
             for family in space.families(item):

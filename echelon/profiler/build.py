@@ -7,6 +7,7 @@ that a profile says, it is answered here, for as long as a trace takes.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,12 @@ from echelon.profiler.coupling import random_states
 
 
 def made(job: Job) -> nn.Module:
-    """The job's module, or what its factory gives."""
-    model = job.model if isinstance(job.model, nn.Module) else job.model()
+    """What the job's factory gives, or a copy of its module: what a trial does to it is not seen in the training."""
+    if isinstance(job.model, nn.Module):
+        with unset_fake_temporarily():
+            model = copy.deepcopy(job.model)
+    else:
+        model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
     make_dense(model)

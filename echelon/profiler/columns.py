@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.nn.views import Fitted
 from echelon.plan.placement import portion, shares
-from echelon.profiler.layers import by_name, is_flipped, is_linear, outputs
+from echelon.profiler.layers import by_name, is_linear, outputs, product, weight_of
 from echelon.profiler.layouts import Candidate, Layout, layouts
 from echelon.profiler.rehearsal import calling, copied, equal, mode, on_copies, same
 
@@ -118,7 +117,7 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
     return found
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """The same without gradients: code may change it in place."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, copied(tree))
 
@@ -165,17 +164,13 @@ def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -
 def _adds_up(row: Any, seen: Seen, layout: Layout) -> bool:
     """Whether what the ranks' inputs of the row give, each with its part of the weight, adds up to what it gave."""
     dealt = shares(seen.width, layout.ways, layout.unit)
-    product, weight = _product(row), row.weight.t() if is_flipped(row) else row.weight
+    multiply = product(row)
     with torch.no_grad():
-        parts = zip(seen.reached.split(dealt, seen.dim), weight.split(dealt, 1), strict=True)
-        total = torch.stack([product(x, part, None) for x, part in parts]).sum(0)
+        parts = zip(seen.reached.split(dealt, seen.dim), weight_of(row).split(dealt, 1), strict=True)
+        total = torch.stack([multiply(x, part, None) for x, part in parts]).sum(0)
         if row.bias is not None:
             total = total + row.bias.view(-1, *(1,) * (-1 - seen.dim))
     return equal(total, seen.gave)
-
-
-def _product(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    return F.linear if is_linear(module) else module._conv_forward
 
 
 def _partial(model: nn.Module, step: Callable[[], Any], candidate: Candidate, seen: Seen) -> tuple[str, ...] | None:
@@ -230,7 +225,7 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
     dealt = shares(seen.width, layout.ways, layout.unit)
     wanted = seen.reached.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
     holder = model.get_submodule(seen.holder)
-    args, kwargs = _plain((seen.args, seen.kwargs))
+    args, kwargs = plain((seen.args, seen.kwargs))
 
     reached: list[Tensor] = []
 
@@ -239,12 +234,12 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
         return seen.gave.clone()
 
     row = model.get_submodule(candidate.row)
-    fitted = nullcontext() if layout.fits is None else Fitted(seen.width, dealt[rank])
-    with mode(holder, training=seen.training), on_copies(model, seen.before), ExitStack() as stack:
-        stack.enter_context(_divided(model, layout, seen.width, rank))
-        stack.enter_context(_cut(model, candidate, layout, rank))
-        stack.enter_context(calling(row, by_name(row, answer)))
-        stack.enter_context(fitted)
+    with (
+        mode(holder, training=seen.training),
+        on_copies(model, seen.before),
+        as_rank(model, candidate, seen, layout, rank),
+        calling(row, by_name(row, answer)),
+    ):
         try:
             out = holder(*args, **kwargs)
         except Exception:  # whatever the code says to a part of its columns, it does not work on one
@@ -257,6 +252,18 @@ def _right(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, r
         for name, value in seen.after.items()
     }
     return len(reached) == 1 and equal(reached[0], wanted) and same((out, buffers), (seen.out, after))
+
+
+@contextmanager
+def as_rank(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> Iterator[None]:
+    """Inside, what lies before the row computes as one rank would."""
+    mine = shares(seen.width, layout.ways, layout.unit)[rank]
+    with (
+        _divided(model, layout, seen.width, rank),
+        _cut(model, candidate, layout, rank),
+        nullcontext() if layout.fits is None else Fitted(seen.width, mine),
+    ):
+        yield
 
 
 @contextmanager
@@ -305,7 +312,7 @@ def _part(value: Tensor, parts: Sequence[int], layout: Layout, rank: int) -> Ten
 
 
 def _with_part(module: Any, layout: Layout, rank: int) -> Callable[..., Tensor]:
-    weight = _part(module.weight.t() if is_flipped(module) else module.weight, layout.parts, layout, rank)
+    weight = _part(weight_of(module), layout.parts, layout, rank)
     bias = None if module.bias is None else _part(module.bias, layout.parts, layout, rank)
-    product = _product(module)
-    return by_name(module, lambda x: product(x, weight, bias))
+    multiply = product(module)
+    return by_name(module, lambda x: multiply(x, weight, bias))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from echelon.profiler.coupling import first_line, random_states
 from echelon.profiler.example import Example
 from echelon.profiler.optimizer import on_pieces
 from echelon.profiler.sequence import find_segments
-from echelon.profiler.sharding import Sharding, shard
+from echelon.profiler.sharding import Cuts, shard
 from echelon.profiler.tree import module_tree
 
 Found = TypeVar("Found")
@@ -116,7 +115,7 @@ def _parted(plan: Plan, job: Job) -> Plan:
     return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
 
 
-def cuts(job: Job, ways: int) -> Sharding:
+def cuts(job: Job, ways: int) -> Cuts:
     """How the job's model is cut over so many ranks, and what stays whole."""
     return _looked_at(job, lambda model, step: shard(model, step, ways))
 
@@ -134,7 +133,7 @@ def _looked_at(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found]) 
 
 def _found(job: Job, find: Callable[[nn.Module, Callable[[], Any]], Found], dtype: torch.dtype | None) -> Found:
     torch.manual_seed(job.seed)
-    own = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
+    own = made(job)
     model, batch = own, Example(job).batch(2)
     if dtype is not None:
         model, batch = lift(model, dtype), _lifted(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,25 @@ class Example:
     """Batches of any size out of a few real samples."""
 
     def __init__(self, job: Job) -> None:
-        self._collate = job.collate or default_collate
+        self._data = job.data
+        self.collate = job.collate or default_collate
         self.samples, self.length = _take(job.data)
         self.bytes = _bytes(self.batch(1))
 
     def batch(self, size: int, *, first: int = 0) -> Any:
         """A collated batch of `size` samples, from number `first` on."""
-        return self._collate([self.samples[i % len(self.samples)] for i in range(first, first + size)])
+        return self.collate([self.samples[i % len(self.samples)] for i in range(first, first + size)])
+
+    def more(self, count: int, seconds: float) -> list[Any]:
+        """Up to `count` samples spread over the data set, and no more than can be read in so many seconds; an even number."""
+        if not self.length:
+            return self.samples[: len(self.samples) // 2 * 2]
+        found, end = [], time.monotonic() + seconds
+        for i in range(min(count, self.length)):
+            found.append(self._data[i * self.length // min(count, self.length)])
+            if time.monotonic() > end:
+                break
+        return found[: len(found) // 2 * 2]
 
 
 def _take(data: Any) -> tuple[list[Any], int]:

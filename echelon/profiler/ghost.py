@@ -94,7 +94,7 @@ class Ghost:
             self._scale = scale
             try:
                 with random_states(), torch.no_grad(), self._invented_around(unit_paths(self.model)):
-                    visits = follow(self.model, partial(forward, self.model, given), compute)
+                    visits = follow(self.model, partial(forward, self.model, given), compute, looks=True)
             except EchelonError:
                 raise
             except Exception:  # numbers that the model does not take
@@ -188,7 +188,8 @@ class Ghost:
 
 @contextmanager
 def invented(module: nn.Module, scale: float = 1.0, around: Sequence[str] = ()) -> Iterator[None]:
-    """Inside, the tensors of `module` have numbers, small ones above zero, parameters `scale` times that; not those of the modules `around` (paths) which it stands."""
+    """Inside, the tensors of `module` have numbers, small ones above zero, parameters `scale` times that; not those of the modules
+    `around` (paths) which it stands."""
     foreign = {id(inner) for path in around for inner in module.get_submodule(path).modules()}
     before: list[tuple[dict[str, Any], str, Any]] = []
     made: dict[int, Tensor] = {}

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -50,6 +51,24 @@ def channelwise(module: Any) -> tuple[str, ...] | None:
 def outputs(module: Any) -> int:
     """How many outputs a product has."""
     return int(next(getattr(module, name) for name in ("out_features", "out_channels", "nf") if hasattr(module, name)))
+
+
+def inputs(module: Any) -> int:
+    """How many inputs a product has; 0: it is none."""
+    return int(
+        next((getattr(module, name) for name in ("in_features", "in_channels", "nx") if hasattr(module, name)), 0)
+    )
+
+
+def weight_of(module: Any) -> Tensor:
+    """The weight of a product, outputs first."""
+    weight: Tensor = module.weight
+    return weight.t() if is_flipped(module) else weight
+
+
+def product(module: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """How a module multiplies: (x, weight, bias) -> output, the weight with its outputs first."""
+    return F.linear if isinstance(module, nn.Linear) or is_flipped(module) else module._conv_forward
 
 
 def by_name(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

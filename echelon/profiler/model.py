@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Parameter, Profile, Visit, fingerprint, units
 from echelon.profiler.build import built, made, unquestioned
 from echelon.profiler.chain import chain
-from echelon.profiler.coupling import coupling, first_line
+from echelon.profiler.coupling import coupling, first_line, outside_torch, random_states, seed_all
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
@@ -62,7 +61,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
         warnings.simplefilter("ignore")
         traced, how, device, beside = _step_somehow(job, example, device, notes)
         model, first, second = traced.model, traced.first, traced.second
-        coupled, unsure = coupling(
+        coupled, uncompared = coupling(
             job,
             example,
             parameters=sum(p.numel() for p in model.parameters()),
@@ -71,10 +70,9 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
         visits: tuple[Visit, ...] = ()
         with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
             visits = chain(job, example, traced.run)
-    notes += unsure
     return _assemble(
-        job, example, model, first, second, device=device, how=how, coupled=coupled, visits=visits, notes=notes,
-        unsharded=beside or (_TWICE if second.twice else ""),
+        job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
+        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(job, model, second),
     )  # fmt: skip
 
 
@@ -113,7 +111,8 @@ def _assemble(
     *,
     device: str,
     how: Literal["fake", "real"],
-    coupled: bool,
+    coupled: bool | None,
+    uncompared: str,
     visits: tuple[Visit, ...],
     notes: list[str],
     unsharded: str,
@@ -141,20 +140,42 @@ def _assemble(
         ),
         visits=visits,
         coupled=coupled,
+        uncompared=uncompared,
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),
         input_bytes=example.bytes,
         samples=example.length,
         unsharded=unsharded,
+        unsteady=_unsteady(first, second, how),
         clip=job.clip is not None,
         traced=how,
         notes=(*notes, *guesses),
     )
 
 
+def _lost(job: Job, model: nn.Module, trace: Trace) -> str:
+    """What happens to parameters and would not happen to the shards of them."""
+    if trace.changed:
+        return f"forward changes {trace.changed} itself, which shards would not keep"
+    own = job.model if isinstance(job.model, nn.Module) else model  # a copy has no hooks
+    hooked = next((name for name, value in own.named_parameters() if value._backward_hooks), None)
+    return f"{hooked} has a gradient hook, which shards would not have" if hooked else ""
+
+
+def _unsteady(first: Trace, second: Trace, how: Literal["fake", "real"]) -> str:
+    """Why ranks may run different blocks. Ranks have batches and random numbers of their own."""
+    if how == "real":
+        return "the model could not be traced: if its samples decide which blocks run"
+    if first.draws or second.draws:
+        return "forward draws Python's or NumPy's random numbers: if they decide which blocks run"
+    if first.modules.keys() != second.modules.keys():
+        return "other modules run for another batch: if they are whole blocks"
+    return ""
+
+
 def _traced(job: Job, example: Example, device: str) -> _Traced:
     """Two fake steps. The smaller has two samples: code and batch norm treat a single one apart."""
     large = max(min(job.batch, _INPUTS // max(example.bytes, 1)), 4)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, unquestioned():
+    with random_states(), FakeTensorMode(allow_non_fake_inputs=True) as mode, unquestioned():
         model = built(job)
         batches = {}
         for samples in (2, large):
@@ -179,6 +200,7 @@ def _steps(job: Job, model: nn.Module, mode: FakeTensorMode, batches: dict[int, 
     tensors = _tensors(model, mode, device)
     traces = []
     for samples, batch in batches.items():
+        seed_all(0)  # whatever Python's and NumPy's numbers decide, both steps are of one kind
         with _untouched(model):
             traces.append(_step(job, model, tensors, batch, samples, device))
     return traces
@@ -204,6 +226,7 @@ def _alike(job: Job, model: nn.Module, mode: FakeTensorMode, run: Run, batch: An
     tensors = _tensors(model, mode, device)
 
     def step() -> None:
+        seed_all(0)
         here = {name: tensors[name] for name in _names(model)}
         output = call_model(job, _Bound(model, here), batch)
         call_loss(job, output, batch, model)
@@ -232,7 +255,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 def _ran(job: Job, example: Example) -> _Traced:
     """Two real steps on the CPU, on a copy of the model where the job gives a module."""
     torch_state = torch.random.get_rng_state()
-    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else made(job)
+    model = made(job)
     if any(p.is_meta for p in model.parameters()):
         raise JobError(
             "the model is on the meta device and cannot be traced on fake tensors; build it on the CPU to profile it"
@@ -256,10 +279,16 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
             if tensor.requires_grad
         ]
         tree_map(lambda value: recorder.hold(value) if isinstance(value, Tensor) else None, batch)
+        before, versions = outside_torch(), {name: value._version for name, value in tensors.items()}
         with _autocast(job, device), _Derivatives() as derivatives:
             output = call_model(job, _Bound(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
         recorder.trace.twice = derivatives.twice
+        recorder.trace.draws = outside_torch() != before
+        shortened = {f"{path}.weight" for path, each in model.named_modules() if getattr(each, "max_norm", None)}
+        changed = (name for name, value in tensors.items() if value._version != versions[name])
+        trained = dict(model.named_parameters(remove_duplicate=False)).keys() - shortened
+        recorder.trace.changed = next((name for name in changed if name in trained), "")
         del output
         total = loss[0] if isinstance(loss, tuple) else loss
         recorder.phase = "backward"

@@ -16,7 +16,8 @@ from echelon.plan.profile import Rule
 from echelon.profiler.coupling import first_line
 from echelon.profiler.trace import Recorder
 
-#: Those that the engine switches to fused kernels, and of these the ones whose kernels know sharded tensors.
+#: Those that take fused=True in their constructor, where the same switch in a group turns the kernel on later, as the engine does; and of
+#: these the ones whose kernels know sharded tensors.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 #: State per parameter element where a step on the meta device fails: what nearly all optimizers hold at most.

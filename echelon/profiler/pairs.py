@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from echelon.profiler.columns import Pair, find_layout, watched
+from echelon.profiler.between import draws_by_column
+from echelon.profiler.columns import Pair, Seen, find_layout, watched
 from echelon.profiler.layers import channelwise, is_product
 from echelon.profiler.layouts import Candidate
-from echelon.profiler.rehearsal import alike, drawing, mode, rehearsing
+from echelon.profiler.rehearsal import alike, deciding, drawing, mode, rehearsing
 from echelon.profiler.visits import Follower, Visit, intercepted
 
 
@@ -35,19 +37,28 @@ class Found:
     called: frozenset[str]  #: modules without children, and attention, that forward calls
     touched: frozenset[int]  #: parameters that are also used outside the calls of what holds them, by identity
     sized: frozenset[int]  #: parameters whose sizes are read outside the module that holds them, by identity
-    scored: frozenset[str]  #: modules whose outputs a cross entropy reads, and no other module does
+    #: Modules whose outputs a cross entropy reads, no other module does, and nobody changes in place: parts do not know their views.
+    scored: frozenset[str]
 
 
 def find_pairs(model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate] = ()) -> Found:
     """Every pair of `model` for so many ranks; `step()` computes its loss on real numbers (float64 best)."""
-    draws = drawing(model, step)
+    draws, decides = drawing(model, step), deciding(model, step)
     with rehearsing(model):
-        return _found(model, step, ways, hints, draws)
+        found, seen = _found(model, step, ways, hints, draws)
+    pairs = [
+        each
+        for each in found.pairs
+        if seen[each.candidate].holder not in decides
+        and (not each.draws or draws_by_column(model, each, seen[each.candidate]))
+    ]
+    return replace(found, pairs=tuple(pairs))
 
 
 def _found(
     model: nn.Module, step: Callable[[], Any], ways: int, hints: Iterable[Candidate], draws: Container[str]
-) -> Found:
+) -> tuple[Found, Mapping[Candidate, Seen]]:
+    """What can be cut, and what the candidates did in training."""
     trains = _followed(model, step)
     followed = [trains]
     with suppress(Exception), mode(model, training=False):  # it may have no loss but in training
@@ -72,17 +83,18 @@ def _found(
     pairs: dict[str, Pair] = {}
     for each in candidates:
         if each.row not in pairs and each in seen[0]:
-            found = find_layout(model, again, each, [run[each] for run in seen if each in run], ways)
-            if found is not None:
-                pairs[each.row] = Pair(each, *found, seen[0][each].holder in draws)
+            cut = find_layout(model, again, each, [run[each] for run in seen if each in run], ways)
+            if cut is not None:
+                pairs[each.row] = Pair(each, *cut, seen[0][each].holder in draws)
     read = {source for visit in trains.visits for source, _ in visit.reads}
-    return Found(
+    found = Found(
         pairs=tuple(pairs.values()),
         called=frozenset(visit.path for run in followed for visit in run.visits),
         touched=touched,
         sized=sized,
-        scored=frozenset(trains.visits[each].path for each in trains.scored - read),
+        scored=frozenset(trains.visits[each].path for each in trains.scored - read - trains.written),
     )
+    return found, seen[0]
 
 
 def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:
@@ -104,6 +116,10 @@ class _Reads(Follower):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._called)
         self.scored: set[int] = set()
+        #: Visits whose outputs, or what was made of them before a cross entropy read it, were changed in place.
+        self.written: set[int] = set()
+        #: What comes of a cross entropy, which is no part of anything.
+        self._losses = WeakTensorKeyDictionary()
         #: Visits that the loss or a buffer is computed from.
         self.told: set[int] = set()
         #: Modules that work channel by channel, by path, of which a buffer with a row for each channel is read outside.
@@ -131,10 +147,24 @@ class _Reads(Follower):
         if func is F.cross_entropy:
             given = args[0] if args else (kwargs or {})["input"]
             self.scored |= {number for number, _ in self.origin([given])}
-        out = super().__torch_function__(func, types, args, kwargs)
+        out = self._written(func, types, args, kwargs)
         # Not `.dtype`, which a part has as well.
         if getattr(func, "__name__", "") != "__get__" or isinstance(out, Tensor | torch.Size):
             self._lend(tree_leaves((args, kwargs)))
+        return out
+
+    def _written(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` gives; notes what it changes in place."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = [(leaf, leaf._version, self.origin([leaf])) for leaf in inputs if self.origin([leaf])]
+        out = super().__torch_function__(func, types, args, kwargs)
+        for leaf, version, origin in before:
+            if leaf._version != version and leaf not in self._losses:
+                self.written |= {number for number, _ in origin}
+        if func is F.cross_entropy or any(leaf in self._losses for leaf in inputs):
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self._losses[leaf] = True
         return out
 
     def _called(self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from echelon.profiler.between import Sizes
 from echelon.profiler.blocks import Chain, tensors_of
 from echelon.profiler.coupling import random_states
 from echelon.profiler.rehearsal import alike, calling, equal, mode
@@ -120,34 +120,13 @@ class Record:
 
 def draws(model: nn.Module, step: Callable[[], Any], units: Sequence[str]) -> dict[str, list[int]]:
     """How many random numbers the blocks draw at a time in training. Not while it is rehearsed: then nobody does."""
-    found = {unit: _Sizes() for unit in units}
+    found = {unit: Sizes() for unit in units}
     with random_states(), mode(model, training=True), ExitStack() as stack:
         for unit, sizes in found.items():
             module = model.get_submodule(unit)
             stack.enter_context(calling(module, sizes.within(module.forward)))
         alike(model, step)()
     return {unit: sizes.found for unit, sizes in found.items()}
-
-
-class _Sizes(TorchDispatchMode):
-    """How many random numbers are drawn at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found += [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)][:1]
-        return out
-
-    def within(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return inner(*args, **kwargs)
-
-        return forward
 
 
 def total_of(loss: Any) -> Tensor:

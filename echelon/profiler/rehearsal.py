@@ -7,12 +7,13 @@ draws the same each time. Each run starts from the same buffers: batch norms cou
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.profiler.coupling import random_states, seed_all
@@ -129,6 +130,56 @@ def drawing(model: nn.Module, step: Callable[[], Any]) -> set[str]:
         for hook in hooks:
             hook.remove()
     return found
+
+
+def deciding(model: nn.Module, step: Callable[[], Any]) -> set[str]:
+    """The modules, by path, that look at numbers while they run in training, or hold one that does: what they compute may be something
+    else for other numbers, which no trial has seen."""
+    running: list[str] = []
+
+    def after(*_: Any) -> None:
+        running.pop()
+
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: running.append(path), prepend=True))
+        hooks.append(module.register_forward_hook(after, always_call=True))
+    try:
+        with random_states(), mode(model, training=True), _Looks(running) as looks:
+            alike(model, step)()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return looks.found
+
+
+class _Looks(TorchFunctionMode):
+    """Notes who was running when Python asked a tensor for its numbers."""
+
+    _WAYS = frozenset(
+        [
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "__contains__",
+            "item",
+            "tolist",
+            "numpy",
+            "equal",
+            "allclose",
+            "is_nonzero",
+        ]
+    )
+
+    def __init__(self, running: Sequence[str]) -> None:
+        super().__init__()
+        self._running, self.found = running, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._WAYS:
+            self.found.update(self._running)
+        return func(*args, **(kwargs or {}))
 
 
 # Two runs side by side

@@ -12,7 +12,7 @@ Gradients of parameters tell where they are used: they are the whole on each ran
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from echelon.plan.segment import Gather, Segment
 from echelon.profiler.blocks import JOINING, Chain, chains, tensors_of
 from echelon.profiler.coupling import first_line
 from echelon.profiler.recorded import Record, WrongError, changed, draws, first, first_of, total_of
-from echelon.profiler.rehearsal import alike, calling, equal, mode, rehearsing, same
+from echelon.profiler.rehearsal import alike, calling, deciding, equal, mode, rehearsing, same
 from echelon.profiler.tree import module_tree
 
 _OPENING = ("column", "attention")  #: cuts that need the whole of their input
@@ -43,9 +43,9 @@ class Segments:
 
 def find_segments(model: nn.Module, step: Callable[[], Any], ways: int, placements: Sequence[Placement]) -> Segments:
     """The segments of `model` (real numbers), cut by `placements` over `ways` ranks; `step()` computes its loss."""
-    drawn = draws(model, step, units(module_tree(model)))
+    drawn, decides = draws(model, step, units(module_tree(model))), deciding(model, step)
     with rehearsing(model):
-        return _found(model, alike(model, step), ways, placements, drawn)
+        return _found(model, alike(model, step), ways, placements, drawn, decides)
 
 
 def _found(
@@ -54,12 +54,15 @@ def _found(
     ways: int,
     placements: Sequence[Placement],
     drawn: Mapping[str, list[int]],
+    decides: Container[str],
 ) -> Segments:
     runs = list(chains(model, step, placements))
     why = "" if runs else "it has no repeated blocks that hand on hidden states of samples, positions and channels"
     found: list[Segment] = []
     for chain in runs:
         try:
+            if any(unit in decides for unit in chain.units):
+                raise WrongError("it looks at numbers, and for others it may compute what no part of a sequence can")
             segment, parted = _Rehearsal(model, step, ways, placements, chain, drawn).segment()
             with mode(model, training=False):
                 again = _Rehearsal(model, step, ways, placements, chain, drawn) if _evaluates(step) else None

@@ -26,7 +26,7 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class Cuts:
     """The cuts for one number of ranks."""
 
     placements: tuple[Placement, ...]
@@ -37,7 +37,7 @@ class Sharding:
     stored: float  #: of the parameters' bytes that are cut at rest only
 
 
-def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
+def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Cuts:
     """The cuts of `model` (real numbers) over `ways` ranks; `step()` computes its loss."""
     found = find_pairs(model, step, ways, hinted(model))
     pairs = list(_fitting(found.pairs))
@@ -63,7 +63,7 @@ def shard(model: nn.Module, step: Callable[[], Any], ways: int) -> Sharding:
 
     paired = share("column", "between", "row", "attention")
     stored = share("stored")
-    return Sharding(
+    return Cuts(
         tuple(placements.values()),
         whole,
         resting,
@@ -242,7 +242,9 @@ def _store(
             continue  # an out_proj goes with its attention
         module = model.get_submodule(path)
         own = [value for value in module._parameters.values() if value is not None]
-        if all(value.dim() < 2 for value in own):
+        if getattr(module, "max_norm", None) is not None:
+            whole[path] = "max_norm changes its rows in forward, which a copy of them would not keep"
+        elif all(value.dim() < 2 for value in own):
             whole[path] = f"{type(module).__name__} has vectors only"
         elif any(id(value) in shared for value in own):
             whole.setdefault(path, "it shares a parameter")

@@ -11,8 +11,8 @@ middle of their distribution, without drawing:
     a permutation               the identity, the only one that is the same in a batch and in its parts
     picks by weight             the heaviest first; with replacement the heaviest each time
 
-What has no such middle (gamma, RReLU) is drawn, and the survey says so. Casts that the model writes out (`x.float()`, `softmax(..., dtype=torch.float32)`) are lifted to
-float64. The search for coupled samples and the proof of a plan both need it.
+What has no such middle (gamma, RReLU) is drawn, and the survey says so. Casts that the model writes out (`x.float()`, `softmax(...,
+dtype=torch.float32)`) are lifted to float64. The search for coupled samples and the proof of a plan both need it.
 """
 
 from __future__ import annotations

@@ -60,6 +60,10 @@ class Trace:
     modules: dict[str, Figures] = field(default_factory=dict)
     #: Whether the model or the loss takes a derivative that is differentiated in its turn.
     twice: bool = False
+    #: A parameter that forward itself changes, but for rows that `max_norm` shortens; "" where there is none.
+    changed: str = ""
+    #: Whether Python's or NumPy's random numbers are drawn.
+    draws: bool = False
 
 
 #: From this size on allocators give a tensor a block of its own.

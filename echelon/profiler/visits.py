@@ -166,12 +166,16 @@ class Follower(TorchFunctionMode):
         return frozenset().union(*(self._origin.get(tensor, frozenset()) for tensor in tensors))
 
 
-def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = None) -> list[Visit]:
+def follow(
+    model: nn.Module, step: Callable[[], Any], compute: Around | None = None, *, looks: bool = False
+) -> list[Visit]:
     """The visits of `step()`, which computes the loss with `model`; the last one, with an empty path, stands for the loss.
 
-    Empty where the model cannot be cut: it is one unit, forward takes a derivative, or the glue changes a buffer after the first unit,
-    which stages that end before do not see, or reads one that a unit changes, which other stages do not see. A unit whose parameters do not reach the loss at all is left out. One that is used without
-    being called belongs to the module around it that is, or else to the glue.
+    Empty where the model cannot be cut: it is one unit, forward takes a derivative, the glue changes a buffer after the first unit,
+    which stages that end before do not see, or reads one that a unit changes, which other stages do not see. `looks`: forward looks at
+    numbers; then it must not change a buffer of its own at all, as the calls of a later step may follow from that. A unit whose
+    parameters do not reach the loss at all is left out. One that is used without being called belongs to the module around it that is,
+    or else to the glue.
     """
     paths = unit_paths(model)
     while "" not in paths:
@@ -180,7 +184,7 @@ def follow(model: nn.Module, step: Callable[[], Any], compute: Around | None = N
         follower.buffers = {id(value) for value in model.buffers()}
         with intercepted(model, paths, watch.around(follower.around)), _calls(model) as running, follower:
             loss = step()
-        if follower.differentiates or watch.changed:
+        if follower.differentiates or watch.changed or (looks and watch.moved):
             return []
         called = {visit.path for visit in follower.visits}
         known = {id(value) for path in called for value in model.get_submodule(path).parameters()}
@@ -212,6 +216,7 @@ class _Buffers:
             for name, value in slots.items()
             if value is not None and id(value) not in units
         ]
+        self._start = self._marks()
         self._before: list[tuple[int, int]] | None = None
         #: Buffers, by identity, of units that changed theirs, as they were before.
         self.replaced: set[int] = set()
@@ -246,6 +251,11 @@ class _Buffers:
     def changed(self) -> bool:
         """Whether the glue changed one after the first unit."""
         return self._before is not None and self._marks() != self._before
+
+    @property
+    def moved(self) -> bool:
+        """Whether it changed one at all."""
+        return self._marks() != self._start
 
     def _marks(self) -> list[tuple[int, int]]:
         return [_mark(value) for slots, name in self._slots if (value := slots.get(name)) is not None]

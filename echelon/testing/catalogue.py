@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.engine import assemble, norm, statistics, tensor
 from echelon.engine import axis as tensor_axis
-from echelon.engine import norm, statistics, tensor
 from echelon.engine import run as engine
 from echelon.engine.intake import Intake, open_intake
 from echelon.engine.layout import local
@@ -32,22 +32,10 @@ from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.run import Run
 from echelon.engine.state import optimizer_tensors, piece_of
+from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.plan.split import rounds
-
-#: What takes the place of a part of the engine, for a while.
-_Changes = Callable[[], Sequence[AbstractContextManager[object]]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One mistake. `needs` says which plans and jobs it shows under: under others it changes nothing."""
-
-    name: str
-    what: str
-    needs: str
-    changes: _Changes
-
+from echelon.testing.injection import Changes, Fault, changed_loss, changed_model, left_out, norms_of, times
 
 #: By name.
 CATALOGUE: dict[str, Fault] = {}
@@ -56,14 +44,16 @@ CATALOGUE: dict[str, Fault] = {}
 @contextlib.contextmanager
 def injected(name: str) -> Iterator[None]:
     """Runs that are made inside have this fault."""
+    if name not in CATALOGUE:
+        raise EchelonError(f"{name!r}: no such fault; the catalogue has {', '.join(CATALOGUE)}")
     with contextlib.ExitStack() as stack:
         for change in CATALOGUE[name].changes():
             stack.enter_context(change)
         yield
 
 
-def _fault(name: str, what: str, *, needs: str) -> Callable[[_Changes], _Changes]:
-    def enter(changes: _Changes) -> _Changes:
+def _fault(name: str, what: str, *, needs: str) -> Callable[[Changes], Changes]:
+    def enter(changes: Changes) -> Changes:
         CATALOGUE[name] = Fault(name=name, what=what, needs=needs, changes=changes)
         return changes
 
@@ -75,12 +65,12 @@ def _fault(name: str, what: str, *, needs: str) -> Callable[[_Changes], _Changes
 
 @_fault("loss times tp", "every rank of the tensor axis brings the whole loss, and they are added up", needs="tp > 1")
 def _loss_times_tp() -> Sequence[AbstractContextManager[object]]:
-    return [_loss(lambda run, value: _times(value, run.axes["tp"].size))]
+    return [changed_loss(lambda run, value: times(value, run.axes["tp"].size))]
 
 
 @_fault("loss times dp", "a sum over the data ranks where a mean was due", needs="dp > 1")
 def _loss_times_dp() -> Sequence[AbstractContextManager[object]]:
-    return [_loss(lambda run, value: _times(value, run.data.size))]
+    return [changed_loss(lambda run, value: times(value, run.data.size))]
 
 
 @_fault("gradients times micro-batches", "accumulated and never divided", needs="several micro-batches")
@@ -102,7 +92,7 @@ def _times_micro_batches() -> Sequence[AbstractContextManager[object]]:
     needs="a loss that is (sum, count), and dp > 1 or several micro-batches",
 )
 def _mean_of_means() -> Sequence[AbstractContextManager[object]]:
-    return [_loss(lambda run, value: value[0] / value[1] if isinstance(value, tuple) else value)]
+    return [changed_loss(lambda run, value: value[0] / value[1] if isinstance(value, tuple) else value)]
 
 
 @_fault(
@@ -152,20 +142,20 @@ def _one_left_out() -> Sequence[AbstractContextManager[object]]:
         matrices = [value for value in model.parameters() if value.ndim > 1 and value.requires_grad]
         return [matrices[len(matrices) // 2]]
 
-    return _left_out(middle)
+    return left_out(middle)
 
 
 @_fault("biases not reduced", "biases of linear layers and convolutions are left out", needs="dp > 1, zero=0")
 def _biases_left_out() -> Sequence[AbstractContextManager[object]]:
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
-    return _left_out(
+    return left_out(
         lambda model: [each.bias for each in model.modules() if isinstance(each, kinds) and each.bias is not None]
     )
 
 
 @_fault("norm layers not reduced", "parameters of norm layers are left out of the exchange", needs="dp > 1, zero=0")
 def _norms_left_out() -> Sequence[AbstractContextManager[object]]:
-    return _left_out(_norms)
+    return left_out(norms_of)
 
 
 @_fault(
@@ -178,12 +168,12 @@ def _norms_of_parts() -> Sequence[AbstractContextManager[object]]:
     add_up = engine.add_up
 
     def note(model: nn.Module) -> None:
-        chosen.update({id(each): each for each in _norms(model)})
+        chosen.update({id(each): each for each in norms_of(model)})
 
     def without(parameters: Sequence[nn.Parameter], ranks: Any) -> None:
         add_up([each for each in parameters if id(each) not in chosen], ranks)
 
-    return [_built(note), patch.object(engine, "add_up", without)]
+    return [changed_model(note), patch.object(engine, "add_up", without)]
 
 
 @_fault("no sum over tp in backward", "a column-cut layer hands on its own share of the gradient", needs="tp > 1")
@@ -254,7 +244,7 @@ def _untied() -> Sequence[AbstractContextManager[object]]:
                     module._parameters[key] = nn.Parameter(value.detach().clone(), value.requires_grad)
                 seen.add(id(value))
 
-    return [_built(untie)]
+    return [changed_model(untie)]
 
 
 @_fault("tied weight untied over stages", "each stage trains its own copy of a shared weight", needs="tied, pp > 1")
@@ -264,12 +254,12 @@ def _untied_stages() -> Sequence[AbstractContextManager[object]]:
 
 @_fault("weights seeded per rank", "each rank starts from its own random weights", needs="zero=0")
 def _own_weights() -> Sequence[AbstractContextManager[object]]:
-    build = engine.build
+    build = assemble.build
 
     def seeded(job: Any, ranks: Any, **options: Any) -> nn.Module:
         return build(dataclasses.replace(job, seed=job.seed + ranks.world.rank), ranks, **options)
 
-    return [patch.object(engine, "build", seeded), patch.object(engine, "equalise", lambda model, ranks: None)]
+    return [patch.object(assemble, "build", seeded), patch.object(assemble, "equalise", lambda model, ranks: None)]
 
 
 # Random numbers
@@ -325,7 +315,9 @@ def _last_shard() -> Sequence[AbstractContextManager[object]]:
 
     def skipping(self: Run, *args: Any) -> Any:
         uneven = [
-            local(each) for each in self._parameters if isinstance(each, DTensor) and each.shape[0] % self.data.size
+            local(each)
+            for each in self.assembly.parameters
+            if isinstance(each, DTensor) and each.shape[0] % self.data.size
         ]
         before = [each.detach().clone() for each in uneven]
         step = update(self, *args)
@@ -382,60 +374,15 @@ def _not_cleared() -> Sequence[AbstractContextManager[object]]:
 
     def added(self: Run, batch: Any) -> Tensor:
         loss = backward(self, batch)
-        for each, old in zip(self._parameters, left.get(self, []), strict=False):
+        for each, old in zip(self.assembly.parameters, left.get(self, []), strict=False):
             if each.grad is not None and old is not None:
                 local(each.grad).add_(old)
         return loss
 
     def keeping(self: Run, *args: Any) -> Any:
-        grads = [each.grad for each in self._parameters]
+        grads = [each.grad for each in self.assembly.parameters]
         step = update(self, *args)
         left[self] = [None if grad is None else local(grad).clone() for grad in grads]
         return step
 
     return [patch.object(Run, "backward", added), patch.object(Run, "update", keeping)]
-
-
-# Ways in
-
-
-def _norms(model: nn.Module) -> list[nn.Parameter]:
-    norms = (each for each in model.modules() if "norm" in type(each).__name__.lower())
-    return [value for each in norms for value in each.parameters(recurse=False)]
-
-
-def _loss(change: Callable[[Run, Any], Any]) -> AbstractContextManager[object]:
-    """The loss of every micro-batch, changed."""
-    loss = Run._loss_of
-    return patch.object(Run, "_loss_of", lambda self, model, batch: change(self, loss(self, model, batch)))
-
-
-def _times(value: Any, factor: int) -> Any:
-    return (value[0] * factor, value[1]) if isinstance(value, tuple) else value * factor
-
-
-def _built(change: Callable[[nn.Module], None]) -> AbstractContextManager[object]:
-    """The model, changed before anything holds its parameters."""
-    build = Run._build
-
-    def changed(self: Run, warn: Any) -> nn.Module:
-        model = build(self, warn)
-        change(model)
-        return model
-
-    return patch.object(Run, "_build", changed)
-
-
-def _left_out(choose: Callable[[nn.Module], Iterable[Tensor]]) -> Sequence[AbstractContextManager[object]]:
-    """Parameters whose gradients the data ranks do not add up."""
-    chosen: set[int] = set()
-    exchange = engine.Exchange
-
-    def note(model: nn.Module) -> None:
-        chosen.clear()
-        chosen.update(map(id, choose(model)))
-
-    def without(parameters: Sequence[nn.Parameter], *rest: Any) -> Any:
-        return exchange([each for each in parameters if id(each) not in chosen], *rest)
-
-    return [_built(note), patch.object(engine, "Exchange", without)]

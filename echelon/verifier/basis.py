@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.plan.split import Slice, split
+from echelon.plan.split import Span, split
 from echelon.profiler.still import Stillness
 from echelon.verifier import diagnose, drift, noise
 from echelon.verifier.compare import Bounds, Difference
@@ -32,7 +32,7 @@ class Basis:
         self.bounds = Bounds()
         self.notes: list[str] = []
 
-    def parts(self, step: int) -> list[Slice]:
+    def parts(self, step: int) -> list[Span]:
         """How a step's samples are shared out where outputs are compared."""
         plan = self.plan
         return [part for share in split(self.feed.size(step), plan.mesh.dp, plan.micro, plan.shares) for part in share]

@@ -239,7 +239,10 @@ def _buffer(evidence: Evidence, pair: Pair) -> str:
     copies = [each for each in evidence.differences if (each.kind, each.name) == ("copy", evidence.worst.name)]
     if any(not evidence.bounds.hold(each) for each in copies):
         return "the gradients agree: each rank has another value of it; reduce it over dp"
-    return "the gradients agree: looks like a buffer that is not updated once per micro-batch"
+    return (
+        "the gradients agree: looks like a buffer that is updated another number of times: once for each micro-batch here and once for the "
+        "batch on one device, or the other way round; without micro= it is the same"
+    )
 
 
 def _parameter(evidence: Evidence, pair: Pair) -> str:

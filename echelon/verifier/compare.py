@@ -20,7 +20,8 @@ FLOOR = 1e-6
 BROKEN = sys.float_info.max
 
 #: In the order in which a step makes them; the first that is off is the one to name.
-#: `start`: the ranks' copies before the first step, `copy`: after a step, `draw`: with random numbers on. Outputs come last: a gradient that is off tells where.
+#: `start`: the ranks' copies before the first step, `copy`: after a step, `draw`: with random numbers on. Outputs come last: a gradient
+#: that is off tells where.
 KINDS = ("start", "gradient", "loss", "norm", "buffer", "parameter", "optimizer", "copy", "draw", "output")
 
 

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.errors import EchelonError, VerificationError
 from echelon.job import Job
-from echelon.plan import units
+from echelon.plan import figures
 from echelon.plan.certificate import ReferenceKind
-from echelon.plan.check import require
+from echelon.plan.check import parts_batches, require
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
@@ -71,13 +71,13 @@ def choose(plan: Plan, job: Job, profile: Profile | None, *, device: torch.devic
     """The strongest reference that has the memory: `memory` bytes on one device, `host` beside it where the device is a GPU."""
     if profile is None or needed(profile) <= memory:
         return Footing()
-    why = f"as the model needs {units.size(needed(profile))} in float64 and one device has {units.size(memory)}"
+    why = f"as the model needs {figures.size(needed(profile))} in float64 and one device has {figures.size(memory)}"
     if device.type == "cuda" and needed(profile) <= host:
         return Footing(kind="host", why=why)
     return Footing(kind="plan", plan=_other(plan, job, profile), why=why)
 
 
-def asked(words: str, plan: Plan, job: Job) -> Footing:
+def asked(words: str, plan: Plan, job: Job, profile: Profile | None = None) -> Footing:
     """What the user wants it compared with: `device`, `host`, or a plan."""
     if words in ("device", "host"):
         return Footing(kind=words, why="as was asked for" if words == "host" else "")  # type: ignore[arg-type]
@@ -87,8 +87,21 @@ def asked(words: str, plan: Plan, job: Job) -> Footing:
             f'reference "{other}": it needs {other.ranks} ranks, and the plan has {plan.ranks}; give one for as many'
         )
     if _differs(plan, other):
-        return Footing(kind="plan", plan=other, why="as was asked for")
+        footing = Footing(kind="plan", plan=other, why="as was asked for")
+        require_whole(footing, plan, profile)
+        return footing
     raise VerificationError(f'reference "{other}": a plan that is compared with itself proves nothing; give another')
+
+
+def require_whole(footing: Footing, plan: Plan, profile: Profile | None) -> None:
+    """Raise where two plans that both part batches are compared, and samples may see each other: both would train the same wrong thing."""
+    if footing.plan is None or profile is None or profile.coupled is False:
+        return
+    if parts_batches(plan, profile.batch) and parts_batches(footing.plan, profile.batch):
+        raise VerificationError(
+            f'reference "{footing.plan}": it parts batches as the plan does, and it is not known whether samples see each other, because '
+            f"{profile.uncompared}; give one that has whole batches: tp={plan.ranks} or pp={plan.ranks} without micro"
+        )
 
 
 def _differs(plan: Plan, other: Plan) -> bool:
@@ -101,16 +114,19 @@ def _other(plan: Plan, job: Job, profile: Profile) -> Plan:
     remedy = 'take a smaller batch or model, or try it all the same with reference="device"'
     if plan.ranks == 1:
         raise VerificationError(f"{refusal}: one rank has no other plan; {remedy}")
-    if profile.norms or profile.coupled:
+    if profile.norms:
         raise VerificationError(
             f"{refusal}: its samples see each other, so that another plan computes another thing; {remedy}"
         )
-    common = {"threads": plan.threads, "micro": plan.micro, "recompute": plan.recompute}
+    # Where samples may see each other one of the two has to compute batches as a whole.
+    whole = profile.coupled is not False and parts_batches(plan, profile.batch)
+    common = {"threads": plan.threads, "micro": None if whole else plan.micro, "recompute": plan.recompute}
     reasons = []
     for mesh, zero in (({"dp": plan.ranks}, 3), ({"tp": plan.ranks}, 0), ({"pp": plan.ranks}, 0)):
         try:
             other = complete(Plan(mesh=Mesh(**mesh), zero=zero, **common), job, profile)  # type: ignore[arg-type]
             require(other, profile)
+            require_whole(Footing(kind="plan", plan=other), plan, profile)
         except EchelonError as error:
             reasons.append(str(error))
             continue

@@ -6,7 +6,6 @@ rank 0 holds the step's tensors against the mistakes that the reference can imit
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import numpy as np
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.data.digest import digest
 from echelon.engine.ranks import Ranks
@@ -31,6 +29,7 @@ from echelon.verifier.basis import Referee
 from echelon.verifier.case import Case
 from echelon.verifier.compare import BROKEN, Difference
 from echelon.verifier.mark import Mark, mark
+from echelon.verifier.outputs import leaves
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.trial import Held, Trial
 
@@ -75,8 +74,7 @@ class Watch:
             hook.remove()
 
     def _note(self, path: str, output: Any) -> None:
-        leaves = tree_leaves(output if not dataclasses.is_dataclass(output) else vars(output))
-        marks = tuple(_mark(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        marks = tuple(_mark(leaf) for leaf in leaves(output) if leaf.is_floating_point())
         self._calls[path] = self._calls.get(path, 0) + 1
         self.outputs.append(Output(path, self._calls[path], marks))
 

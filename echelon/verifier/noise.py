@@ -1,9 +1,9 @@
 """What rounding alone may do, so that only real differences count.
 
-Parameters. Adam divides a gradient by its own size, so where the true gradient is zero (the bias of attention's keys) it turns
-rounding noise into steps of full length. Gradients are compared first and decide. A parameter's element is then granted what
-its gradient's error explains: with relative error e of the gradient, 4e (at most 2) times the largest move that the reference
-made of any parameter with the same settings (learning rate, decay). Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
+Parameters. Adam divides a gradient by its own size, so where the true gradient is zero (the bias of attention's keys) it turns rounding
+noise into steps of full length. Gradients are compared first and decide. A parameter's element is then granted what its gradient's error
+explains: with relative error e of the gradient, 4e (at most 2) times the largest move that the reference made of any parameter with the
+same settings (learning rate, decay). Where gradients are equal, as in the rows of an embedding that no sample used, nothing is granted.
 
 Rounding that is larger than float64's own: parts of a model that stay in float32, or sums that cancel (batch norm over two samples).
 The reference is run again from parameters that are off by one rounding: every rounding after it falls differently, and nothing

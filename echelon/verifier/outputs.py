@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.plan.split import Slice
+from echelon.plan.split import Span
 from echelon.verifier.compare import FLOOR, Difference
 from echelon.verifier.mark import Mark, mark
 
@@ -28,7 +28,7 @@ class Given:
     """Which tensor of an output, for which samples."""
 
     tensor: int
-    part: Slice
+    part: Span
 
     def __str__(self) -> str:
         first, last = self.part.start, self.part.stop - 1
@@ -76,7 +76,7 @@ def _numbers(value: Tensor) -> Tensor | None:
 
 
 def marked(
-    tensors: Sequence[Tensor | None], part: Slice, *, first: int = 0, of: int | None = None
+    tensors: Sequence[Tensor | None], part: Span, *, first: int = 0, of: int | None = None
 ) -> dict[Given, Mark | None]:
     """The marks of an output for the samples `part` of the batch, where it has `of` samples and these are those from `first` on."""
     found: dict[Given, Mark | None] = {}
@@ -87,9 +87,9 @@ def marked(
     return found
 
 
-def singles(part: Slice) -> list[Slice]:
+def singles(part: Span) -> list[Span]:
     """Its samples one by one."""
-    return [Slice(at, at + 1) for at in range(part.start, part.stop)]
+    return [Span(at, at + 1) for at in range(part.start, part.stop)]
 
 
 def _share(tensor: Tensor, first: int, size: int, of: int) -> Tensor | None:
@@ -113,7 +113,7 @@ def compared(plan: Outputs, true: Outputs, step: int) -> list[Difference]:
     return found
 
 
-def left_out(plan: Outputs, true: Outputs, parts: Sequence[Slice]) -> str:
+def left_out(plan: Outputs, true: Outputs, parts: Sequence[Span]) -> str:
     """What a reader must know of outputs that are not compared; `parts`: how the samples are shared out. Empty: all are."""
     tensors = sorted({given.tensor for given in (*plan, *true)})
     every = [Given(number, part) for number in tensors for part in parts]

@@ -13,7 +13,7 @@ import torch
 from echelon.engine.ranks import Ranks
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.plan.split import Slice
+from echelon.plan.split import Span
 from echelon.profiler.still import Stillness
 from echelon.verifier import recipe
 from echelon.verifier.basis import Basis, without_dropout
@@ -34,8 +34,8 @@ class Versus(Basis):
             "not surveyed: whatever draws is held at the middle of its distribution, casts are lifted to float64"
         ]
 
-    def parts(self, step: int) -> list[Slice]:
-        return singles(Slice(0, self.feed.size(step)))  # the two plans share the samples out in ways of their own
+    def parts(self, step: int) -> list[Span]:
+        return singles(Span(0, self.feed.size(step)))  # the two plans share the samples out in ways of their own
 
 
 class Peer(Trial):

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.optim import Optimizer
 
+from echelon.engine.stored import MANIFEST, Reader, quietly
 from echelon.errors import JobError
 from echelon.job import Job
 
@@ -33,6 +36,8 @@ def fill(model: nn.Module, job: Job) -> None:
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        return _stored(path)
     if path.suffix == ".json":
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         for file in files:
@@ -45,6 +50,27 @@ def _weights(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     return loaded
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    """The model's tensors of a checkpoint, or of the one with most steps of a run."""
+    made = [path, *(each for each in path.glob("checkpoints/step-*") if each.name[5:].isdigit())]
+    whole = [each for each in made if (each / MANIFEST).is_file()]
+    if not whole:
+        raise JobError(
+            f"weights={path}: a folder without a checkpoint; give a run or a checkpoint, or a file of weights"
+        )
+    folder = max(whole, key=lambda each: 0 if each == path else int(each.name[5:]))
+    reader = Reader(folder)  # torch's, which runs nothing that the files say
+    entries = reader.read_metadata().state_dict_metadata
+    held: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith("model/") and isinstance(entry, TensorStorageMetadata)
+    }
+    with quietly():
+        load_tensors(held, storage_reader=reader, no_dist=True)
+    return {name.removeprefix("model/"): value for name, value in held.items()}
 
 
 def cast(batch: Any, device: torch.device) -> Any:

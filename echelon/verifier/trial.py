@@ -21,7 +21,7 @@ from echelon.engine.run import Run
 from echelon.engine.state import optimizer_tensors, piece_of, whole
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.plan.split import Slice, split
+from echelon.plan.split import Span, split
 from echelon.profiler.still import Stillness, silence
 from echelon.verifier.mark import Holdings, Mark, Place, mark, weigh
 from echelon.verifier.outputs import Given, Outputs, listening, marked, singles
@@ -34,7 +34,7 @@ Held = tuple[int, frozenset[int]]
 class _Heard:
     """The marks of what the model gives for this rank's micro-batches, which come in order. `singly`: sample by sample."""
 
-    def __init__(self, parts: Sequence[Slice], *, singly: bool) -> None:
+    def __init__(self, parts: Sequence[Span], *, singly: bool) -> None:
         self._parts, self._singly = parts, singly
         self._calls: list[dict[Given, Mark | None]] = []
 
@@ -44,7 +44,7 @@ class _Heard:
             place = len(self._calls)
             self._calls.append(self._marked(tensors, self._parts[place]) if place < len(self._parts) else {})
 
-    def _marked(self, tensors: list[Tensor | None], part: Slice) -> dict[Given, Mark | None]:
+    def _marked(self, tensors: list[Tensor | None], part: Span) -> dict[Given, Mark | None]:
         found: dict[Given, Mark | None] = {}
         for mine in singles(part) if self._singly else [part]:
             found |= marked(tensors, mine, first=mine.start - part.start, of=part.size)
@@ -178,7 +178,7 @@ class Trial:
         """By parameter."""
         run = self.run
         mine = {
-            name: (run._held_by(name, value), run._owners(name))
+            name: (run.assembly.held_by(name, value), run.assembly.owners(name))
             for name, value in run.model.named_parameters()
             if not value.is_meta
         }

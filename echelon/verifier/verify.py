@@ -1,7 +1,8 @@
 """The proof: the truth and the plan, step by step beside each other, and the certificate of how far they were apart.
 
-Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's
-own precision, which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares, so that nothing is kept longer than one step.
+Every rank of the world calls `verify`. All of them execute the plan through the engine, in float64, which decides, and in the plan's own
+precision, which decides only where all gradients are off by one factor. Rank 0 also runs the reference and compares, so that nothing is
+kept longer than one step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from echelon.engine.ranks import Ranks
 from echelon.errors import PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
-from echelon.plan.check import require
+from echelon.plan.check import parts_batches, require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
@@ -29,7 +30,7 @@ from echelon.verifier.case import Case
 from echelon.verifier.compare import Bounds, findings
 from echelon.verifier.drift import ALLOWED, GROSS
 from echelon.verifier.feed import Feed, open_feed
-from echelon.verifier.footing import Footing, asked, choose, free, surely_fits
+from echelon.verifier.footing import Footing, asked, choose, free, require_whole, surely_fits
 from echelon.verifier.identity import versions
 from echelon.verifier.look import Look, look
 from echelon.verifier.mark import copies
@@ -77,7 +78,7 @@ def verify(
         basis: Basis | None = None
         with ranks.together():
             if world.rank == world.size - 1 and not known:
-                unknown = _require(job, plan)  # beside rank 0's first step: it takes about as long
+                unknown = _require(job, plan, footing)  # beside rank 0's first step: it takes about as long
             if world.main:
                 basis = _basis(job, plan, feed, chosen, footing, ranks)
         unknown = ranks.gather(unknown)[-1]
@@ -105,7 +106,7 @@ def _footing(
 ) -> tuple[Footing, bool, str]:
     """What to compare with, whether the plan was held against a profile, and what has to be said where that was not possible."""
     if reference != "auto":
-        return asked(reference, plan, job), profile is not None, ""
+        return asked(reference, plan, job, profile), profile is not None, _uncompared(plan, profile)
     limit, unknown = free(ranks.device) if memory is None else memory, ""
     if memory is None and profile is None and surely_fits(job, limit):
         return Footing(), False, ""
@@ -113,17 +114,28 @@ def _footing(
         profile, unknown = _profile(job)
         require(plan, profile)
     chosen = choose(plan, job, profile, device=ranks.device, memory=limit, host=free(torch.device("cpu")))
-    return chosen, True, unknown
+    return chosen, True, unknown or _uncompared(plan, profile)
 
 
-def _require(job: Job, plan: Plan) -> str:
+def _require(job: Job, plan: Plan, footing: Footing) -> str:
     """Raise where a training would: some plans end in ranks that wait for each other for ever, which no comparison can tell. Gives what
     has to be said where nobody knows."""
     if plan.mesh.dp == 1 and plan.micro is None:
         return ""
     profile, unknown = _profile(job)
     require(plan, profile)
-    return unknown
+    require_whole(footing, plan, profile)
+    return unknown or _uncompared(plan, profile)
+
+
+def _uncompared(plan: Plan, profile: Profile | None) -> str:
+    """What has to be said where the plan parts batches, and only this proof tells whether it may."""
+    if profile is None or profile.coupled is not None or not parts_batches(plan, profile.batch):
+        return ""
+    return (
+        f"beforehand it was not known whether samples of a batch see each other, because {profile.uncompared}: the reference computes whole "
+        "batches, so that they would show here"
+    )
 
 
 def _profile(job: Job) -> tuple[Profile | None, str]:

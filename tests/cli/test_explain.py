@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,17 @@ def test_with_a_job_the_cuts_are_told_module_by_module(tmp_path: Path) -> None:
     stages = json.loads(text)["stages"]
     assert [stage["units"] for stage in stages] == [["0"], ["2"]]
     assert sum(stage["share"] for stage in stages) == pytest.approx(1)
+
+
+def test_the_documented_sample_is_what_is_printed(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "axes.md").read_text()
+    command, sample = re.search(r"    echelon explain ([^\n]+)\n.*?```\n(.+?)```", page, re.DOTALL).groups()  # type: ignore[union-attr]
+    plan, option, job = shlex.split(command)
+    machine("cpu", 4).save(tmp_path / "cluster.json")
+    code, text = explain(plan, option, str(root / job), "--cluster", str(tmp_path / "cluster.json"))
+    assert code == 0, text
+    assert text.endswith(f"\n{sample}")
 
 
 def test_more_stages_than_units_is_wrong_use(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from tests.machine import environment
-from tests.whole import only_whole
+from tests.whole import WHOLE, only_whole
 
 JOB = str(Path(__file__).with_name("job.py"))
 
@@ -229,7 +229,8 @@ def test_an_error_of_the_job_on_any_rank_names_its_line(echelon: Shell) -> None:
     done = echelon("train", "broken.py", "--plan", "dp=2", code=1)
     assert "rank 1 failed: " in done.stderr
     assert "broken.py, line 9: KeyError: 'lost on the way'" in done.stderr
-    assert "Traceback" in echelon("train", "broken.py", "--plan", "dp=2", "--debug", code=1, traceback=True).stderr
+    if WHOLE:  # it starts the ranks once more
+        assert "Traceback" in echelon("train", "broken.py", "--plan", "dp=2", "--debug", code=1, traceback=True).stderr
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 from bench.workloads import HeadGPT
@@ -76,7 +77,33 @@ def careless(dropout: float = 0.0) -> Job:
     )
 
 
+class Moving(nn.Module):
+    """Reads buffers that it changes: the vectors of a spectral norm, and a running scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x / self.scale)
+        self.scale = 0.9 * self.scale + 0.1 * y.detach().abs().mean(0)
+        return y.tanh() + x
+
+
+def moving() -> Job:
+    return Job(
+        model=lambda: nn.Sequential(*(Moving() for _ in range(4))),
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=TensorDataset(numbers(24, 16), classes(24)),
+        batch=8,
+        epochs=1,
+    )
+
+
 JOBS = {
+    "moving": moving,
     "gpt": gpt,
     "cut heads": lambda: gpt(kind=partial(HeadGPT, width=16, layers=4)),
     "resnet": resnet,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,22 @@ from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
-from tests.engine.staged import Auxiliary, Counting, Dropping, Frozen, Noise, Turned, Twice, Watched
+from tests.engine.staged import (
+    Auxiliary,
+    Counting,
+    Counts,
+    Dropping,
+    Frozen,
+    Hooked,
+    Late,
+    Noise,
+    Orthogonal,
+    Shortened,
+    Tempered,
+    Turned,
+    Twice,
+    Watched,
+)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -188,6 +204,21 @@ def by_depth(named: Any) -> torch.optim.Optimizer:
     )
 
 
+def by_order(params: Any) -> torch.optim.Optimizer:
+    """The last two parameters are the head's: of each stage, if nobody looks."""
+    params = list(params)
+    return torch.optim.AdamW([{"params": params[:-2]}, {"params": params[-2:], "lr": 0.1}], lr=1e-2)
+
+
+def by_size(params: Any) -> torch.optim.Optimizer:
+    """Large matrices have a rate of their own: halves of them are not large."""
+    params = list(params)
+    large = [value for value in params if value.numel() > 140]
+    return torch.optim.AdamW(
+        [{"params": large, "lr": 0.1}, {"params": [v for v in params if v.numel() <= 140]}], lr=1e-2
+    )
+
+
 def warmed(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """A schedule that holds schedules, each with rates by group."""
     rising = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
@@ -240,11 +271,19 @@ JOBS: dict[str, Callable[[], Job]] = {
     "bare head": lambda: tokens(
         model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1
     ),
+    "tempered": lambda: mlp(model=Tempered),
+    "late": lambda: mlp(model=Late, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+    "shortened": lambda: mlp(model=Shortened),
+    "orthogonal": lambda: mlp(model=Orthogonal),
     "lonely": lambda: mlp(model=Lonely),
     "lora": lambda: mlp(model=Lora),
     "two": lambda: mlp(optimizer=two_optimizers),
     "groups": lambda: mlp(optimizer=groups),
     "schedule": lambda: mlp(schedule=lambda o, steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=steps)),
+    "tensor rate": lambda: mlp(
+        optimizer=lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-2), foreach=False),
+        schedule=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.5),
+    ),
     "layers": lambda: layered(4),
     "layers counted": lambda: layered(4, model=counting),
     "uneven layers": lambda: layered(3),
@@ -315,6 +354,20 @@ def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     return {"found": found, "last": last, "changing": changing}
 
 
+def counted(world: World, later: bool) -> tuple[list[str], list[int], int]:
+    """What is said of buffers of whole numbers, with those that travelled in each step, and how many calls were counted."""
+    said: list[str] = []
+    with Run(mlp(model=Counts), from_text("dp=2"), world, warn=said.append) as run:
+        run._statistics = StepStatistics(run.model, run.data, later=later, warn=said.append)
+        sizes = []
+        for batch in run.batches():
+            loss = run.backward(batch)
+            run.settle()
+            run._previous = run.update(loss, batch.samples)
+            sizes.append(len(run.changing or ()))
+        return said, sizes, int(run.model.calls)
+
+
 class HeldElsewhere(nn.Module):
     """Computes with tensors that it holds beside its parameters, as Keras models do; with all of them, or beside a usual layer."""
 
@@ -331,6 +384,11 @@ class HeldElsewhere(nn.Module):
 def failure(world: World, name: str, plan: str = "dp=2") -> str:
     """The message with which a job fails on this rank; every rank must fail by itself."""
     jobs: dict[str, Callable[[], Job]] = {
+        "hooked": lambda: mlp(model=Hooked),
+        "hooked module": lambda: mlp(model=lambda: Hooked(module=True)),
+        "adafactor": lambda: mlp(optimizer=lambda params: torch.optim.Adafactor(params)),
+        "groups by order": lambda: layered(4, optimizer=by_order),
+        "groups by size": lambda: layered(4, optimizer=by_size),
         "models differ": lambda: mlp(model=lambda: MLP(width=12 + world.rank, layers=3, inputs=8, classes=4)),
         "data differ": lambda: mlp(data=TensorDataset(numbers(53 - world.rank, 8), classes(53 - world.rank))),
         "stream ends": lambda: mlp(data=Numbers(lambda: 37 if world.rank else 21), epochs=None, steps=5),
@@ -446,4 +504,14 @@ def load_failure(world: World, name: str, plan: str, folder: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         run.close()
+    return "no error"
+
+
+def copied(world: World) -> str:
+    """What is said when a cut model is copied."""
+    with live(world, "mlp", "tp=2") as run:
+        try:
+            copy.deepcopy(run.model)
+        except EchelonError as error:
+            return str(error)
     return "no error"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 
 def _same(width: int = 8) -> nn.Linear:
@@ -126,6 +127,81 @@ class Frozen(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.head(x)
+
+
+class Counts(nn.Module):
+    """Counts its calls, which ranks do alike, and what its samples hold, which they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("positive", torch.zeros(8, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.positive += (x > 0).sum(0)
+        return self.layer(x)
+
+
+class Tempered(nn.Module):
+    """One of its parameters is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(8, 12), nn.Linear(12, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) * self.scale
+
+
+class Late(nn.Module):
+    """One of its layers has its first gradient in the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 4), nn.Linear(8, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.first(x) + self.second(x) if self.calls > 2 else self.first(x)
+
+
+class Shortened(nn.Module):
+    """Looking a row up shortens it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8, max_norm=1.0), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((x.abs() * 8).long().clamp(max=19)).mean(1))
+
+
+class Hooked(nn.Module):
+    """Doubles a gradient by a hook: of a parameter, or of a module."""
+
+    def __init__(self, *, module: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12), nn.Linear(12, 4)
+        if module:
+            self.second.register_full_backward_hook(lambda _, given, __: tuple(2 * each for each in given))
+        else:
+            self.first.weight.register_hook(lambda gradient: 2 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Orthogonal(nn.Module):
+    """Its constructor computes with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x).relu())
 
 
 class Watched(nn.Module):

@@ -54,7 +54,7 @@ def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, 
     ("plan", "name"),
     pairs(
         ["dp=1 micro=4", "dp=2", "dp=4 zero=1 micro=2", "dp=3 zero=2", "dp=4 zero=3 micro=2"],
-        ["two", "groups", "schedule", "lora", "norm", "clip", "tokens", "dropout", "stream", "averages"],
+        ["two", "groups", "schedule", "lora", "norm", "clip", "tokens", "dropout", "stream", "averages", "tensor rate"],
         each=2,
     ),
 )
@@ -158,7 +158,7 @@ def test_another_format_is_foreign(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "here" / MANIFEST).read_text())
     assert manifest["job"] == "job"  # a job without a name
     (tmp_path / "here" / MANIFEST).write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ForeignCheckpoint, match="format 99, this echelon reads 1"):
+    with pytest.raises(ForeignCheckpoint, match="format 99, this echelon reads 2"):
         run.load(tmp_path / "here")
 
 

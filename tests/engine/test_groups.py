@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from echelon.engine.run import Run
-from echelon.engine.stored import MANIFEST
 from echelon.errors import ForeignCheckpoint, JobError
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
@@ -51,39 +49,6 @@ def test_rates_of_layers_go_on_under_any_stages(
             assert now == pytest.approx({each: then[each] for each in now}, rel=1e-12)
 
 
-def older(folder: Path, *, stages: int = 1) -> None:
-    """Rewrite a manifest as it was before: lists by group; under several stages the first one's settings for all."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for index, rest in enumerate(manifest["optimizers"]):
-        kept = [group.pop("schedule") for group in rest["groups"]]
-        if manifest["schedules"]:
-            assert all("/" not in path for path in kept[0]), "its reader did not keep those of inner schedules"
-            manifest["schedules"][index] |= {path: [each[path] for each in kept] for path in kept[0]}
-        if stages > 1:
-            manifest["plan"]["mesh"]["pp"] = stages
-            size = len(rest["groups"]) // stages
-            firsts = rest["groups"][:size]
-            for place, group in enumerate(rest["groups"][size : 2 * size]):
-                firsts[place]["names"] += group["names"]
-            rest["groups"] = firsts
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("name", ["layers", "groups", "schedule", "two"])
-def test_an_older_checkpoint_is_taken_up(tmp_path: Path, name: str) -> None:
-    unbroken = rates(World(), name, "dp=1")
-    saved(World(), name, "dp=1", str(tmp_path / "here"), STEPS)
-    older(tmp_path / "here")
-    assert rates(World(), name, "dp=1", str(tmp_path / "here")) == unbroken[STEPS:]
-
-
-def test_an_older_checkpoint_with_one_stages_rates_for_all_is_refused(tmp_path: Path) -> None:
-    saved(World(), "layers", "dp=1", str(tmp_path / "here"), STEPS)
-    older(tmp_path / "here", stages=2)
-    with pytest.raises(ForeignCheckpoint, match="written under pp by an older echelon, which kept the first stage's"):
-        rates(World(), "layers", "dp=1", str(tmp_path / "here"))
-
-
 def test_groups_that_had_different_settings_cannot_become_one(tmp_path: Path) -> None:
     saved(World(), "layers", "dp=1", str(tmp_path / "here"), STEPS)
     job = replace(JOBS["layers"](), optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
@@ -108,6 +73,19 @@ def test_optimizers_of_other_parameters_are_refused(tmp_path: Path) -> None:
 def test_a_stage_without_parameters_for_an_optimizer_is_told_on_every_rank(ranks: Pool, name: str, words: str) -> None:
     found = ranks.run(2, "tests.engine.jobs:failure", name, "pp=2 micro=2")
     assert all(each.startswith("JobError") and words in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "words"),
+    [
+        ("groups by order", "pp=2 micro=2", "has lr=0.1 under this plan, and lr=0.01 on one device"),
+        ("groups by size", "tp=2", "or optimizer= chooses groups by the parameters' sizes"),
+    ],
+)
+def test_groups_that_a_part_of_the_model_would_change_are_refused(
+    ranks: Pool, name: str, plan: str, words: str
+) -> None:
+    assert all(words in each for each in ranks.run(2, "tests.engine.jobs:failure", name, plan))
 
 
 def test_an_optimizer_without_parameters_is_told() -> None:

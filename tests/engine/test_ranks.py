@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from echelon.engine.exchange import Exchange
 from echelon.engine.ranks import Ranks, choose_backend
+from echelon.engine.run import Run
 from echelon.errors import WorldError
+from echelon.plan.plan import Plan
 from echelon.testing.ranks import Pool
 from echelon.world import World
+from tests.engine.jobs import JOBS
 
 
 def test_nccl_needs_a_gpu_for_each_rank() -> None:
@@ -67,3 +78,38 @@ def shared(world: World) -> tuple[bool, float]:
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="needs exactly one CUDA device")
 def test_ranks_that_share_a_gpu_talk_through_the_host(ranks: Pool) -> None:
     assert ranks.run(2, "tests.engine.test_ranks:shared", group=False) == [(True, 2.0)] * 2
+
+
+@pytest.mark.gpu
+def test_one_rank_exchanges_shards_and_measures_by_nccl(tmp_path: Path) -> None:
+    """The code that several GPUs run, over a group of one."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+        whole, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
+        x = torch.randn(16, 64, device="cuda")
+        plain(x).square().mean().backward()
+        exchange = Exchange(list(whole.parameters()), 1, dist.group.WORLD)
+        exchange.arm()
+        whole(x).square().mean().backward()
+        exchange.finish()
+        for layer in (sharded[0], sharded[2], sharded):
+            fully_shard(layer, mesh=init_device_mesh("cuda", (1,)))
+        sharded(x).square().mean().backward()
+        for one, other, part in zip(plain.parameters(), whole.parameters(), sharded.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert isinstance(part.grad, DTensor)
+            assert torch.equal(one.grad, other.grad)
+            assert torch.equal(one.grad, part.grad.full_tensor())
+        total = torch.ones((), device="cuda")
+        assert "cuda:nccl" in dist.get_backend_config()
+        dist.all_reduce(total)
+        assert total.item() == 1
+        exchange.close()
+        with Run(JOBS["clip"](), Plan(), World()) as run:
+            assert run.device.type == "cuda"
+            assert all(math.isfinite(float(run.step(batch).loss)) for batch in run.batches(2))
+    finally:
+        dist.destroy_process_group()

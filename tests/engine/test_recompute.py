@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from echelon.engine.recompute import recompute
+from echelon.engine.run import Run
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.text import from_text
 from echelon.profiler import profile
@@ -19,7 +21,7 @@ from echelon.profiler.complete import complete
 from echelon.simulator import simulate
 from echelon.testing.ranks import Pool
 from echelon.world import World
-from tests.engine.again import JOBS, gpt, peak, trained
+from tests.engine.again import JOBS, careless, gpt, peak, trained
 from tests.simulator.cases import make_cluster
 from tests.whole import pairs
 
@@ -52,6 +54,27 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     kinds = ("parameters", "buffers")
     equal = [torch.equal(value, other[kind][name]) for kind in kinds for name, value in one[kind].items()]
     return one["losses"] == other["losses"] and all(equal)
+
+
+@pytest.mark.parametrize("what", ["block", "selective"])
+@pytest.mark.parametrize("text", ["dp=1 micro=2", "pp=2 micro=2"])
+def test_buffers_that_a_block_reads_and_changes_are_those_of_its_first_forward(
+    ranks: Pool, text: str, what: str
+) -> None:
+    assert same(again(ranks, "moving", text, what), again(ranks, "moving", text, "none"))
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights_and_closing_leaves_nothing_behind() -> None:
+    model = careless().model()  # type: ignore[operator]
+    run = Run(replace(careless(), model=model), Plan(recompute="block"), ALONE)
+    copied, x = copy.deepcopy(run.model), torch.ones(2, 16)
+    before = copied(x)
+    with torch.no_grad():
+        for value in run.model.parameters():
+            value.zero_()
+    assert torch.equal(copied(x), before)
+    run.close()
+    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 @pytest.mark.parametrize(

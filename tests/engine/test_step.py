@@ -107,6 +107,14 @@ def test_buffers_that_hold_averages_are_those_of_one_device(ranks: Pool, plan: s
     assert all(value.abs().max() > 0 for value in chosen[0].values())
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_whole_numbers_that_ranks_count_apart_are_told_once(ranks: Pool, later: bool) -> None:
+    for said, sizes, calls in ranks.run(2, "tests.engine.jobs:counted", later):
+        assert [text.split(" holds")[0] for text in said if "share a GPU" not in text] == ["the buffer positive"]
+        assert sizes[-1] == 1, "the calls still travel, the others do no more"
+        assert calls == len(sizes)
+
+
 def test_a_step_tells_the_learning_rates_it_used() -> None:
     run = Run(JOBS_BY_NAME["schedule"](), Plan(), World())
     for batch in run.batches():

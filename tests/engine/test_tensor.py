@@ -67,3 +67,8 @@ def test_ids_and_targets_out_of_range_are_refused_as_on_one_device(ranks: Pool) 
             "target": "target of a cross entropy: index 7 is out of range of 0 to 6",
             "negative target": "target of a cross entropy: index -1 is out of range of 0 to 6",
         }
+
+
+def test_a_cut_model_is_not_copied(ranks: Pool) -> None:
+    """The copy would compute with the weights of the first."""
+    assert all("tp: a model that is cut cannot be copied" in each for each in ranks.run(2, "tests.engine.jobs:copied"))

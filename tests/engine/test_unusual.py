@@ -13,9 +13,11 @@ from echelon.engine.exchange import Exchange
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.plan.certificate import Certificate
-from echelon.plan.plan import Plan
+from echelon.plan.plan import Mesh, Plan
 from echelon.testing.ranks import Pool
 from echelon.world import World
+from tests.engine.jobs import JOBS, failure, mlp, trained
+from tests.engine.staged import Hooked
 from tests.zoo import ZOO, prove
 
 
@@ -31,6 +33,65 @@ from tests.zoo import ZOO, prove
 def test_unusual_parameters_are_proved(ranks: Pool, name: str, plan: str) -> None:
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, plan, timeout=240)[0])
     assert certificate.verified, certificate.divergent
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("shortened", "dp=2"),
+        ("shortened", "dp=2 zero=3 micro=2"),
+        ("shortened", "tp=2"),
+        ("orthogonal", "dp=2 zero=1"),
+        ("tempered", "tp=2"),
+        ("orthogonal", "pp=2 micro=2"),
+    ],
+)
+def test_unusual_modules_train_as_on_one_device(ranks: Pool, name: str, plan: str) -> None:
+    alone, found = trained(World(), name, "dp=1"), ranks.run(2, trained, name, plan)[0]
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+    for key, value in alone["parameters"].items():
+        assert torch.allclose(found["parameters"][key], value, rtol=1e-12, atol=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "words"),
+    [
+        ("hooked", "dp=2 zero=1", "zero=1: first.weight has a gradient hook"),
+        ("hooked", "tp=2", "tp=2: first.weight has a gradient hook"),
+        ("hooked module", "pp=2 micro=2", "pp=2: second has a backward hook"),
+        ("adafactor", "dp=2 zero=1", "zero=1: Adafactor cannot step on sharded parameters"),
+    ],
+)
+def test_what_a_plan_cannot_keep_is_refused(ranks: Pool, name: str, plan: str, words: str) -> None:
+    assert all(words in each for each in ranks.run(2, failure, name, plan))
+
+
+def test_a_hook_that_sees_a_part_of_the_batch_is_told(ranks: Pool) -> None:
+    assert any("first.weight has a hook on gradients" in each for each in ranks.run(2, warned, "hooked")[0])
+
+
+def test_a_parameter_may_have_its_first_gradient_later() -> None:
+    """Fused kernels take momenta of all parameters or of none."""
+    fused, plain = (trained_plainly(fused=fused) for fused in (True, False))
+    assert all(torch.allclose(a, b) for a, b in zip(fused, plain, strict=True))
+
+
+def trained_plainly(*, fused: bool) -> list[torch.Tensor]:
+    with Run(JOBS["late"](), Plan(fused=fused), World()) as run:
+        for batch in run.batches(4):
+            run.step(batch)
+        return [value.detach().clone() for value in run.model.parameters()]
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
+    with pytest.raises(JobError, match="optimizer= is LBFGS, whose step computes the loss again by itself"):
+        Run(mlp(optimizer=lambda params: torch.optim.LBFGS(params)), Plan(), World())
+
+
+def warned(world: World, name: str) -> list[str]:
+    said: list[str] = []
+    Run(mlp(model=Hooked), Plan(mesh=Mesh(dp=world.size)), world, warn=said.append).close()
+    return said
 
 
 def test_gradients_lie_as_their_parameters_do() -> None:

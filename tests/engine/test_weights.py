@@ -16,6 +16,7 @@ from echelon.engine.weights import checkpoint_of
 from echelon.errors import CheckpointError, JobError
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.testing.ranks import Pool
 from echelon.world import World
@@ -32,7 +33,8 @@ def gpt(tied: bool = False) -> GPT:
 def started(world: World, path: str, plan: str, tied: bool = False) -> tuple[dict[str, torch.Tensor] | None, list[str]]:
     said: list[str] = []
     job = tokens(model=lambda: GPT(**MODEL, tied=tied), weights=path)
-    run = Run(job, from_text(plan), world, warn=said.append)
+    wanted = from_text(plan)
+    run = Run(job, complete(wanted, job) if wanted.open else wanted, world, warn=said.append)
     state = run.gather()
     run.close()
     # That the ranks of this test share a GPU, where there is one, is no news.
@@ -56,10 +58,18 @@ def written(folder: Path, how: str) -> str:
     return str(index)
 
 
-@pytest.mark.parametrize("how", ["safetensors", "torch", "index"])
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=3 zero=3"])
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        *((plan, how) for plan in ("dp=1", "dp=3 zero=3") for how in ("safetensors", "torch", "index")),
+        ("dp=2", "torch"),
+        ("tp=2", "safetensors"),
+        ("pp=2", "index"),
+        ("dp=2 tp=2 zero=3", "safetensors"),
+    ],
+)
 def test_weights_arrive_whole(ranks: Pool, tmp_path: Path, how: str, plan: str) -> None:
-    path, count = written(tmp_path, how), int(plan[3])
+    path, count = written(tmp_path, how), from_text(plan).ranks
     found, said = (
         started(World(), path, plan)
         if count == 1
@@ -153,13 +163,13 @@ def folder(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=3 zero=3"])
+@pytest.mark.parametrize("plan", ["dp=1", "dp=3 zero=3", "pp=2"])
 @pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
 def test_weights_come_from_a_checkpoint_or_a_run(ranks: Pool, folder: Path, what: str, plan: str) -> None:
     with Run(tokens(), Plan(), World()) as run:
         run.load(folder / "checkpoints" / "step-00000002")
         trained = {name: value.cpu().clone() for name, value in run.model.state_dict().items()}
-    path, count = str(folder / what), int(plan[3])
+    path, count = str(folder / what), from_text(plan).ranks
     found, said = (
         started(World(), path, plan)
         if count == 1

@@ -19,7 +19,7 @@ from echelon.observer import observers
 from echelon.observer.pace import Pace, unhindered_rate
 from echelon.observer.progress import Progress, Warnings
 from echelon.observer.relay import Relay
-from echelon.plan import units
+from echelon.plan import figures
 from echelon.plan.mesh import Mesh
 from echelon.world import World
 
@@ -91,7 +91,7 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
     assert re.fullmatch(pattern, status[-1])
     assert sum(line.startswith("evaluation at step") for line in lines) == 2
     assert "checkpoint runs/digits/checkpoints/step-00000100 (5.06 MB, 50.0 ms, best so far)" in lines
-    last, evaluated = (units.number(value) for value in (step(100).data["loss"], 2 * math.exp(-100 / 110) + 0.08))
+    last, evaluated = (figures.number(value) for value in (step(100).data["loss"], 2 * math.exp(-100 / 110) + 0.08))
     assert any(
         line.startswith(
             f"finished after step 100, 5.00 s, loss of the last step {last}, last evaluation (loss {evaluated}, "
@@ -247,13 +247,13 @@ def test_quiet_ranks_still_warn() -> None:
 @pytest.mark.parametrize(
     ("show", "value", "text"),
     [
-        (units.seconds, 0, "0 µs"), (units.seconds, 4.2e-5, "42.0 µs"), (units.seconds, 0.0123, "12.3 ms"), (units.seconds, 4.5, "4.50 s"),
-        (units.seconds, 59.99, "1 min 00 s"), (units.seconds, 3599.6, "1 h 00 min"), (units.seconds, 90_000, "1 d 01 h"),
-        (units.clock, 7.4, "0:07"), (units.clock, 3661, "1:01:01"), (units.size, 999, "999 B"), (units.size, 999_900, "1.00 MB"),
-        (units.size, 4.2e9, "4.20 GB"), (units.count, 1234, "1,234"), (units.count, 1.5e6, "1.50 million"), (units.count, 7.25, "7.25"),
-        (units.share, 0.931, "93 %"), (units.share, 0.0421, "4.2 %"), (units.share, 0.0003, "0.03 %"), (units.number, 0.00012345, "0.0001234"),
-        (units.number, 2e-7, "2e-07"), (units.number, 123456, "123,456"), (units.number, float("nan"), "not a number"), (units.number, None, "not a number"),
+        (figures.seconds, 0, "0 µs"), (figures.seconds, 4.2e-5, "42.0 µs"), (figures.seconds, 0.0123, "12.3 ms"), (figures.seconds, 4.5, "4.50 s"),
+        (figures.seconds, 59.99, "1 min 00 s"), (figures.seconds, 3599.6, "1 h 00 min"), (figures.seconds, 90_000, "1 d 01 h"),
+        (figures.clock, 7.4, "0:07"), (figures.clock, 3661, "1:01:01"), (figures.size, 999, "999 B"), (figures.size, 999_900, "1.00 MB"),
+        (figures.size, 4.2e9, "4.20 GB"), (figures.count, 1234, "1,234"), (figures.count, 1.5e6, "1.50 million"), (figures.count, 7.25, "7.25"),
+        (figures.share, 0.931, "93 %"), (figures.share, 0.0421, "4.2 %"), (figures.share, 0.0003, "0.03 %"), (figures.number, 0.00012345, "0.0001234"),
+        (figures.number, 2e-7, "2e-07"), (figures.number, 123456, "123,456"), (figures.number, float("nan"), "not a number"), (figures.number, None, "not a number"),
     ],
 )  # fmt: skip
-def test_numbers_carry_units(show: units.Show, value: float, text: str) -> None:
+def test_numbers_carry_units(show: figures.Show, value: float, text: str) -> None:
     assert show(value) == text

@@ -99,9 +99,25 @@ def test_a_batch_whose_samples_see_each_other_is_not_parted() -> None:
         assert check(from_text(text), coupled) == ()
 
 
+def test_a_batch_whose_samples_may_see_each_other_is_parted_with_a_warning() -> None:
+    unknown = replace(PROFILE, coupled=None, uncompared="the model is too large", samples=0)
+    for text, path in (("dp=2", "dp"), ("micro=8", "micro")):
+        (problem,) = check(from_text(text), unknown)
+        assert (problem.path, problem.severity) == (path, "warning")
+        assert (
+            "not known whether samples of a batch see each other, as in contrastive losses, because the model is too large"
+            in str(problem)
+        )
+    assert check(from_text("micro=16"), unknown) == ()
+    with pytest.raises(ValueError, match="the reason belongs to what is not known"):
+        replace(PROFILE, coupled=None)
+
+
 def test_untraced_models_are_sharded_whole() -> None:
-    untraced = replace(PROFILE, traced="real")
-    assert "add `whole`" in str(check(from_text("dp=2 zero=3"), untraced)[0])
+    untraced = replace(PROFILE, unsteady="the model could not be traced: if its samples decide which blocks run")
+    assert "if its samples decide which blocks run, ranks would wait for each other for ever; add `whole`" in str(
+        check(from_text("dp=2 zero=3"), untraced)[0]
+    )
     assert check(from_text("dp=2 zero=3 whole"), untraced) == ()
 
 
@@ -149,7 +165,8 @@ def test_pipelines_that_cannot_be(plan: str, words: str) -> None:
 def test_few_micro_batches_leave_a_pipeline_empty() -> None:
     (problem,) = check(from_text("pp=4"), STAGED)
     assert problem.severity == "warning"
-    assert "micro=None: 1 micro-batch through 4 stages" in str(problem)
+    assert ": 1 micro-batch through 4 stages: ranks wait" in str(problem)
+    assert "None" not in str(problem)
     assert "use micro=2" in str(problem)
     assert check(from_text("pp=4 micro=2"), STAGED) == ()
     assert check(from_text("pp=4 micro=3"), STAGED) == ()  # micro-batches need not divide the batch
@@ -167,6 +184,14 @@ def test_few_micro_batches_leave_a_pipeline_empty() -> None:
 )
 def test_stages_that_cannot_be(plan: str, stages: tuple[int, ...], words: str) -> None:
     assert any(words in problem for problem in refused(replace(from_text(plan), stages=stages), STAGED))
+
+
+def test_no_stage_of_a_document_begins_within_a_pair() -> None:
+    cut = (Placement(path="blocks.1.up", cut="column"), Placement(path="blocks.2.down", cut="row"))
+    plan = replace(from_text("tp=2 pp=2 micro=4"), placements=cut)
+    words = "one begins at blocks.2, inside a pair that tp cuts"
+    assert any(words in each for each in refused(replace(plan, stages=(2,)), STAGED))
+    assert not any("one begins at" in each for each in refused(replace(plan, stages=(3,)), STAGED))
 
 
 def test_a_tensor_axis_that_divides_nothing_says_why_and_what_instead() -> None:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.cuts import cuttings, stage_shares
+from echelon.plan.cuts import cut_bytes, cuttings, stage_shares
 from echelon.plan.placement import Placement, Slice, Uncut
-from echelon.plan.profile import Visit
+from echelon.plan.profile import Parameter, Visit
 from echelon.plan.stages import divide, find_stages, stage_count, stage_ranges
 from echelon.plan.text import from_text
+from tests.plan.test_check import PROFILE
 
 
 def test_repeated_blocks_are_folded() -> None:
@@ -36,6 +37,25 @@ def test_repeated_blocks_are_folded() -> None:
         "blocks.*.norm x 3: whole, no rule",
         "the model itself: whole, not called",
     ]
+
+
+def test_the_share_that_is_cut_is_told_of_all_cuts_or_of_some() -> None:
+    parameters = (
+        Parameter(name="up.weight", shape=(6, 4), aliases=("tied.weight",)),
+        Parameter(name="head.weight", shape=(2, 4)),
+        Parameter(name="norm.weight", shape=(8,)),
+    )
+    plan = replace(
+        from_text("tp=2"),
+        placements=(
+            Placement(path="tied", cut="column", slices=(Slice("weight", 0),)),
+            Placement(path="head", cut="gather", slices=(Slice("weight", 0),)),
+        ),
+    )
+    known = replace(PROFILE, parameters=parameters)
+    assert cut_bytes(plan, known) == 0.8
+    assert cut_bytes(plan, known, "column", "row") == 0.6
+    assert cut_bytes(plan, known, "stored") == 0
 
 
 def test_stages_are_told_with_their_units_and_their_work() -> None:
@@ -76,3 +96,14 @@ def test_no_stage_begins_within_a_pair() -> None:
     assert find_stages(plan, visits) == (2,)
     assert find_stages(replace(plan, placements=columns), visits) == (3,)
     assert find_stages(replace(plan, placements=columns), visits[:3]) is None
+
+
+def test_no_stage_begins_within_a_pair_whose_modules_lie_inside_units() -> None:
+    """Blocks of one layer each: a block is called as a whole, its layer is cut."""
+    visits = [Visit(path=f"layers.{i}", work=1.0) for i in range(4)]
+    cuts = ("column", "row", "column", "row")
+    placements = [Placement(path=f"layers.{i}.linear", cut=cut) for i, cut in enumerate(cuts)]  # type: ignore[arg-type]
+    plan = replace(from_text("tp=2 pp=2"), placements=tuple(placements))
+    heavy = [replace(visits[0], work=3.0), *visits[1:]]
+    assert find_stages(replace(plan, placements=()), heavy) == (1,)
+    assert find_stages(plan, heavy) == (2,)

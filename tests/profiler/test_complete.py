@@ -140,3 +140,90 @@ def test_a_weight_that_would_be_a_piece_where_it_is_used_is_refused_with_the_rem
     assert [each for each in check(refused, profile(job)) if each.severity == "error"]
     assert not [each for each in check(good, profile(job)) if each.severity == "error"]
     assert complete(from_text("dp=2 tp=2 zero=3 whole"), job).placements
+
+
+class Called(nn.Module):
+    """Counts its calls, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 16), nn.Linear(16, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.first(x).relu())
+
+
+class Rare(nn.Module):
+    """For some numbers it looks at all columns at once, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        if x.abs().max() > 1e6:
+            hidden = hidden / hidden.norm(dim=-1, keepdim=True)
+        return self.second(hidden)
+
+
+def test_modules_that_look_at_numbers_make_no_pairs() -> None:
+    plan = complete(from_text("tp=2"), replace(mlp(), model=Rare))
+    assert {each.cut for each in plan.placements} == {"gather", "logits"}
+
+
+class Switching(nn.Module):
+    """Which layer runs follows from how many steps there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.early, self.later, self.last = (nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.first(x)
+        return self.last(self.early(x) if int(self.steps) < 4 else self.later(x))
+
+
+def test_a_model_whose_calls_follow_from_its_buffers_is_not_staged() -> None:
+    with pytest.raises(NothingToCut):
+        complete(from_text("pp=2"), replace(mlp(), model=Switching))
+
+
+def clamped() -> nn.Module:
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    return nn.Sequential(Clamped(8, 8), nn.Linear(8, 4))
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (clamped, "forward changes 0.weight itself"),
+        (hooked, "0.weight has a gradient hook"),
+        (hooked(), "0.weight has a gradient hook"),
+    ],
+)
+def test_what_happens_to_parameters_and_not_to_shards_is_known(model: Any, words: str) -> None:
+    assert words in profile(replace(mlp(), model=model)).unsharded
+
+
+def test_trials_leave_the_users_own_module_as_it_was() -> None:
+    model = Called()
+    job = replace(mlp(), model=model)
+    profile(job)
+    complete(from_text("tp=2"), job)
+    complete(from_text("pp=2"), job)
+    assert model.calls == 0

@@ -131,6 +131,30 @@ def test_a_pair_says_whether_something_in_it_draws() -> None:
         assert [pair.draws for pair in pairs_of(Attention(heads), X).pairs] == [False]
 
 
+@pytest.mark.parametrize(
+    ("work", "right"),
+    [
+        (lambda x: F.dropout(x, 0.5), True),
+        (lambda x: x * torch.rand_like(x), True),
+        (lambda x: x * torch.rand(x.shape[0], 1), False),  # one coin for a sample
+        (lambda x: x + torch.randn_like(x) * torch.rand(()), False),  # noise of a random size
+        (lambda x: x * torch.rand(x.shape[-1]), True),
+    ],
+)
+def test_each_rank_draws_by_itself_only_what_is_drawn_for_each_column(work: Any, right: bool) -> None:
+    found = pairs_of(Between(work))
+    assert rows(found) == ["down"] * right
+    assert all(pair.draws for pair in found.pairs)
+
+
+def test_what_is_drawn_before_and_behind_a_pair_is_drawn_alike_and_may_be_anything() -> None:
+    class Around(Between):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.rand(len(x), 1)) * torch.rand(())
+
+    assert rows(pairs_of(Around(F.gelu))) == ["down"]
+
+
 def test_batch_norm_is_asked_without_being_changed() -> None:
     model = nn.Sequential(nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Conv1d(6, 4, 1))
     before = model[1].running_mean.clone().double()
@@ -420,6 +444,41 @@ def test_a_buffer_that_cannot_be_followed_is_tried(keep: Any, right: bool) -> No
     model = Counted(keep, at_once=True)
     assert rows(pairs_of(model)) == ["block.down"] * right
     assert not model.active
+
+
+def banned(logits: Tensor) -> Tensor:
+    logits.view(-1, 12)[:, :2] = -1e9
+    return logits.view(-1, 12)
+
+
+def cooled(logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    logits.div_(0.7)
+    return flat
+
+
+def risen(logits: Tensor) -> Tensor:
+    wide = logits.double()
+    F.relu(wide, inplace=True)
+    return wide.flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "right"), [(lambda x: x.flatten(0, 1), True), (banned, False), (cooled, False), (risen, False)]
+)
+def test_logits_that_are_changed_in_place_are_not_left_in_parts(way: Any, right: bool) -> None:
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = F.cross_entropy(way(self.head(x)), torch.arange(6))
+            loss += 0.1 * x.mean()  # the loss is nobody's part
+            return loss
+
+    found = pairs_of(Scored(), torch.randn(2, 3, 8, dtype=torch.float64))
+    assert found.scored == ({"head"} if right else set())
 
 
 def test_columns_that_are_all_alike_tell_nothing() -> None:

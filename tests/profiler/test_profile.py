@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import resource
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from echelon.engine import optimizers as engine_optimizers
 from echelon.engine.exchange import Exchange
 from echelon.engine.shard import unit_modules
 from echelon.errors import DataError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
-from echelon.profiler import optimizer, profile
+from echelon.profiler import profile
 from echelon.profiler.trace import Recorder
 from echelon.profiler.tree import module_tree
 from echelon.simulator.exchange import buckets
@@ -189,9 +190,39 @@ class Gated(nn.Module):
         return self.second(x) if x.sum().item() > -1e9 else x
 
 
+class Skipping(nn.Module):
+    """Skips blocks by numbers that are not torch's."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.blocks, self.draw = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.draw() > 0.05 else x
+        return x
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["python", "numpy"])
+def test_blocks_that_random_numbers_may_skip_are_told(draw: Any) -> None:
+    found = profile(vector_job(lambda: Skipping(draw)))
+    assert found.traced == "fake"
+    assert found.unsteady.startswith("forward draws Python's or NumPy's random numbers")
+    assert not profile(vector_job(lambda: Skipping(lambda: 1.0))).unsteady
+
+
+def test_modules_that_the_size_of_a_batch_chooses_are_told() -> None:
+    class Sized(Skipping):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](x) if len(x) > 2 else self.blocks[0](x)
+
+    assert "other modules run for another batch" in profile(vector_job(lambda: Sized(None))).unsteady
+
+
 def test_a_model_that_cannot_be_traced_is_run() -> None:
     found = profile(vector_job(Gated))
     assert found.traced == "real"
+    assert "could not be traced" in found.unsteady
     assert any("two small steps" in note for note in found.notes)
     assert found.flops(8) == pytest.approx(2 * 2 * 8 * 16 * 16 * 2 + 8 * 2 * 16 * 16, rel=0.01)
 
@@ -398,8 +429,7 @@ def test_buckets_are_forecast_as_the_engine_lays_them_out() -> None:
     assert len(sizes) == 3
 
 
-def test_the_engine_and_the_profiler_name_the_same_fused_optimizers() -> None:
-    assert (optimizer.FUSED, optimizer.FUSED_SHARDED) == (engine_optimizers._FUSED, engine_optimizers._FUSED_SHARDED)
+def test_a_rule_says_where_its_kernels_are_fused() -> None:
     (rule,) = profile(vector_job(lambda: MLP(width=16), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))).optimizers
     assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, False)
     (rule,) = profile(vector_job(lambda: MLP(width=16))).optimizers

@@ -13,12 +13,12 @@ from echelon.errors import PlanError
 from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.profiler.complete import cuts as cuts_of
-from echelon.profiler.sharding import Sharding, shard
+from echelon.profiler.sharding import Cuts, shard
 from tests.zoo import ZOO
 from tests.zoo.data import train
 
 
-def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> Sharding:
+def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> Cuts:
     model = model.double().eval()
     given = inputs or (torch.randn(3, 8, dtype=torch.float64),)
 
@@ -29,7 +29,7 @@ def cut(model: nn.Module, *inputs: Any, ways: int = 2) -> Sharding:
     return shard(model, loss, ways)
 
 
-def cuts(found: Sharding) -> dict[str, str]:
+def cuts(found: Cuts) -> dict[str, str]:
     return {each.path: each.cut for each in found.placements}
 
 

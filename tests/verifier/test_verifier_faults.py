@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from echelon.testing.catalogue import CATALOGUE
 from echelon.testing.ranks import Pool
 from echelon.verifier.compare import BOUND
 from tests.verifier.caught import CAUGHT, QUIET, Caught, certify
+from tests.whole import drawing
 
 
 def test_every_fault_of_the_catalogue_is_tried_on_three_models() -> None:
@@ -38,7 +38,7 @@ def test_a_fault_is_caught_and_named(ranks: Pool, case: Caught) -> None:
         assert words in certificate.divergent
 
 
-FEW = random.Random(5).sample(QUIET, 3)
+FEW = drawing("quiet").sample(QUIET, 3)
 
 
 @pytest.mark.parametrize(("model", "plan"), FEW, ids=[f"{plan}-{model}" for model, plan in FEW])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler import profile
+from echelon.profiler import coupling, profile
 from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.footing import asked, choose, needed, surely_fits
@@ -55,6 +57,30 @@ def test_the_other_plan_is_never_the_same_one(text: str, other: str) -> None:
     assert str(footing.plan) == other
     assert f"reference: {other}, as the model needs" in footing.note
     assert footing.note.endswith("an error that both plans share is not seen")
+
+
+@pytest.mark.parametrize(
+    ("text", "other"), [("tp=2", "dp=2 zero=3"), ("dp=2 zero=1", "dp=1 tp=2"), ("pp=2 micro=2", "dp=1 tp=2")]
+)
+def test_where_samples_may_see_each_other_one_of_two_plans_has_whole_batches(text: str, other: str) -> None:
+    job = proofs.make_job("gpt")
+    unknown = dataclasses.replace(profile(job), coupled=None, uncompared="it is too large")
+    footing = choose(complete(from_text(text), job), job, unknown, device=CPU, memory=1, host=1)
+    assert str(footing.plan) == other
+    with pytest.raises(
+        VerificationError, match=r"not known whether samples see each other, because it is too large; give"
+    ):
+        asked("dp=2 zero=3", Plan(mesh=Mesh(dp=2)), job, unknown)
+
+
+def test_a_proof_that_tells_what_was_not_known_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coupling, "PARAMETERS", 10)
+    certificate = verify(proofs.make_job("keys"), Plan(micro=3), world=World())
+    assert certificate.verified
+    assert any(
+        "because the model is too large to try it on a CPU: the reference computes whole" in note
+        for note in certificate.notes
+    )
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

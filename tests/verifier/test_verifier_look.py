@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.engine.run import Run
+from echelon.engine.assemble import Assembly
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from echelon.testing.catalogue import injected
@@ -30,14 +31,14 @@ def output(certificate: Certificate) -> Any:
 
 @pytest.mark.parametrize("path", ["tokens", "value", "head"])
 def test_the_first_module_whose_output_is_off_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = Run._build
+    build = Assembly._build
 
-    def wrong(self: Run, warn: Any) -> nn.Module:
+    def wrong(self: Assembly, warn: Any) -> nn.Module:
         model = build(self, warn)
         model.get_submodule(path).register_forward_hook(lambda _, __, value: value * 1.01)
         return model
 
-    monkeypatch.setattr(Run, "_build", wrong)
+    monkeypatch.setattr(Assembly, "_build", wrong)
     certificate = alone(proofs.make_job("keys"), micro=4)
     assert (
         f"forward is wrong: the first output that is off is that of {path}, which is off by 1.0e-02"
@@ -55,6 +56,26 @@ def test_a_forward_that_is_right_is_said_to_look_so() -> None:
     assert output(certificate).good
 
 
+def test_what_lies_deep_in_an_output_is_marked_as_the_proof_compares_it() -> None:
+    @dataclass
+    class Inner:
+        states: Tensor
+
+    @dataclass
+    class Outer:
+        inner: Inner
+        logits: Tensor
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Outer:
+            return Outer(Inner(x), x + 1)
+
+    model = Model()
+    with Watch(model) as watch:
+        model(torch.ones(2))
+    assert len(watch.outputs[0].marks) == 2
+
+
 class Island(proofs.Attention):
     """Computes its scores in float32 whatever it is asked for."""
 
@@ -67,15 +88,15 @@ class Island(proofs.Attention):
 
 
 def test_rounding_of_parts_in_float32_is_not_taken_for_a_wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = Run._build
+    build = Assembly._build
 
-    def wrong(self: Run, warn: Any) -> nn.Module:
+    def wrong(self: Assembly, warn: Any) -> nn.Module:
         model = build(self, warn)
         for path, factor in (("tokens", 1 + 1e-8), ("head", 1.01)):  # a rounding, a mistake
             model.get_submodule(path).register_forward_hook(lambda _, __, value, factor=factor: value * factor)
         return model
 
-    monkeypatch.setattr(Run, "_build", wrong)
+    monkeypatch.setattr(Assembly, "_build", wrong)
     certificate = alone(proofs.make_job("keys", model=Island), micro=4)
     assert any("computed below float64 all the same" in note for note in certificate.notes)
     assert "forward is wrong: the first output that is off is that of head" in certificate.divergent

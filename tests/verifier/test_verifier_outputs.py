@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.engine.logits import Logits
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.plan.split import Slice
+from echelon.plan.split import Span
 from echelon.testing.ranks import Pool
 from echelon.verifier.compare import BROKEN
 from echelon.verifier.outputs import compared, leaves, left_out, listening, marked
@@ -39,16 +39,16 @@ def test_the_share_of_some_samples_is_cut_where_the_samples_are(dim: int) -> Non
     whole = torch.randn(*(16 if each == dim else 3 + each for each in range(3)), dtype=torch.float64)
     mine = whole.narrow(dim, 4, 2)
     (found,) = compared(
-        marked([mine], Slice(8, 10)), marked([whole], Slice(8, 10), first=4, of=16), 0
+        marked([mine], Span(8, 10)), marked([whole], Span(8, 10), first=4, of=16), 0
     )  # of 16 samples of which these are the fifth and the sixth
     assert found.value == 0.0
     assert found.name == "output 0 for samples 8 to 9"
-    (found,) = compared(marked([mine * 1.01], Slice(8, 10)), marked([whole], Slice(8, 10), first=4, of=16), 0)
+    (found,) = compared(marked([mine * 1.01], Span(8, 10)), marked([whole], Span(8, 10), first=4, of=16), 0)
     assert found.value == pytest.approx(0.01, rel=1)
 
 
 def test_what_cannot_be_cut_by_samples_or_has_another_shape_is_left_out() -> None:
-    whole, part = Slice(0, 16), Slice(0, 4)
+    whole, part = Span(0, 16), Span(0, 4)
     ragged, scalar = torch.ones(4, 5), torch.ones(())
     assert set(marked([torch.ones(7), None, scalar], part, of=16).values()) == {None}
     assert compared(marked([ragged], part), marked([torch.ones(16, 9)], part, of=16), 0) == []
@@ -56,7 +56,7 @@ def test_what_cannot_be_cut_by_samples_or_has_another_shape_is_left_out() -> Non
 
 
 def test_what_is_left_out_is_counted_and_named() -> None:
-    parts = [Slice(0, 4), Slice(4, 8)]
+    parts = [Span(0, 4), Span(4, 8)]
     rows, other = torch.ones(8, 3), torch.ones(7)
     true = marked([rows, other], parts[0], of=8) | marked([rows, other], parts[1], first=4, of=8)
     mine = marked([rows[:4], other], parts[0]) | marked([rows[4:], other], parts[1])
@@ -74,14 +74,14 @@ def test_what_is_left_out_is_counted_and_named() -> None:
 
 
 def test_what_is_zero_but_for_rounding_is_no_difference() -> None:
-    all_of_them, noise = Slice(0, 4), torch.full((4,), 1e-17, dtype=torch.float64)
+    all_of_them, noise = Span(0, 4), torch.full((4,), 1e-17, dtype=torch.float64)
     true = marked([torch.ones(4), noise], all_of_them)
     assert all(each.value < 1e-9 for each in compared(marked([torch.ones(4), -3 * noise], all_of_them), true, 0))
     assert any(each.value > 1e-3 for each in compared(marked([torch.ones(4), noise + 1], all_of_them), true, 0))
 
 
 def test_an_output_that_is_not_a_number_in_either_run_does_not_pass() -> None:
-    both, odd = Slice(0, 2), torch.tensor([1.0, float("nan")])
+    both, odd = Span(0, 2), torch.tensor([1.0, float("nan")])
     found = compared(marked([odd, torch.ones(2)], both), marked([odd, torch.ones(2)], both), 0)
     assert [each.value for each in found] == [BROKEN, 0.0]
     assert found[0].why == "it holds NaN"

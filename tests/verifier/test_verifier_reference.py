@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
+from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.plan.mesh import Mesh
@@ -19,6 +20,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.split import split
 from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.reference import Reference
+from echelon.world import World
 
 X = torch.randn(21, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (21,), generator=torch.Generator().manual_seed(2))
@@ -241,6 +243,26 @@ def test_pretrained_weights_and_the_meta_device(tmp_path: Any) -> None:
     model = Reference(made, plan(), open_feed(made)).model
     assert torch.equal(model[0].weight, torch.full((5, 4), 0.25, dtype=torch.float64))  # type: ignore[index]
     assert model[2].weight.abs().sum() > 0  # type: ignore[index]
+
+
+def test_weights_of_a_checkpoint_and_of_a_runs_last_one_are_read(tmp_path: Any) -> None:
+    with Run(job(), plan(), World()) as run:
+        batches = run.batches(2)
+        for number in (1, 2):
+            run.step(next(batches))
+            run.save(tmp_path / "checkpoints" / f"step-{number:08d}")
+        trained = {name: value.detach().double() for name, value in run.model.state_dict().items()}
+    (tmp_path / "checkpoints" / "step-00000003").mkdir()  # cut short
+
+    def started(weights: Any) -> dict[str, Tensor]:
+        return Reference(job(weights=weights), plan(), open_feed(job())).model.state_dict()
+
+    for folder in (tmp_path, tmp_path / "checkpoints" / "step-00000002"):
+        assert all(torch.equal(value, trained[name]) for name, value in started(folder).items())
+    earlier = started(tmp_path / "checkpoints" / "step-00000001")
+    assert not torch.equal(earlier["0.weight"], trained["0.weight"])
+    with pytest.raises(JobError, match="a folder without a checkpoint; give a run or a checkpoint"):
+        started(tmp_path / "checkpoints" / "step-00000003")
 
 
 def test_an_index_of_weights_stays_in_its_folder(tmp_path: Any) -> None:

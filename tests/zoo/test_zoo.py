@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 import subprocess
 import sys
 from typing import Any
@@ -21,7 +20,7 @@ from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.feed import open_feed
-from tests.whole import WHOLE, only_whole
+from tests.whole import WHOLE, drawing, only_whole
 from tests.zoo import ZOO, prove
 from tests.zoo.expected import UNPROVED, expected
 
@@ -72,7 +71,7 @@ def test_a_step(name: str) -> None:
     assert sum(moved) > 0.5 * len(trained)
 
 
-@pytest.mark.parametrize("name", GOOD if WHOLE else random.Random(4).sample(GOOD, 5))
+@pytest.mark.parametrize("name", GOOD if WHOLE else drawing("data").sample(GOOD, 4))
 def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
     require_proved(ranks, name)
 
@@ -94,10 +93,10 @@ def require_proved(ranks: Pool, name: str) -> None:
 
 def sampled() -> list[tuple[str, str]]:
     """Cells of `python -m bench.zoo`, which makes the whole table: of each axis alone and of any."""
-    draw = random.Random(7)
+    draw = drawing("axes")
     axes = [plan for plan in table.PLANS if "tp" in plan or "pp" in plan]
     wanted = [(draw.choice([*ZOO]), plan) for plan in ("tp=2", "pp=2")]
-    return wanted + draw.sample([(name, plan) for name in ZOO for plan in axes], 60 if WHOLE else 3)
+    return wanted + draw.sample([(name, plan) for name in ZOO for plan in axes], 60 if WHOLE else 2)
 
 
 @pytest.mark.parametrize(("name", "plan"), sampled())

@@ -1,0 +1,179 @@
+"""What a rank holds of a job's model under a plan: built, staged, cut and sharded, and what joins it with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from echelon.engine.build import build, equalise, fingerprint, to_device
+from echelon.engine.exchange import Exchange
+from echelon.engine.hooks import require_hooks
+from echelon.engine.intake import moved
+from echelon.engine.layout import Piece
+from echelon.engine.pipeline import Pipeline
+from echelon.engine.ranks import Group, Ranks
+from echelon.engine.recompute import recompute
+from echelon.engine.renorm import shortened
+from echelon.engine.shard import Sharding, unit_modules
+from echelon.engine.tensor import Axis, cut, install, pieces
+from echelon.engine.weights import load_weights
+from echelon.errors import PlanError
+from echelon.job import Job
+from echelon.nn.batchnorm import synchronise
+from echelon.plan.check import check_optimizers, refuse
+from echelon.plan.plan import Plan
+from echelon.profiler.coupling import first_line
+from echelon.profiler.example import Example
+from echelon.profiler.optimizer import on_pieces
+
+
+class Assembly:
+    """The model on this rank, and how its parameters are joined with those of other ranks."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        ranks: Ranks,
+        axes: Mapping[str, Group],
+        *,
+        dtype: torch.dtype | None,
+        loss: Callable[[nn.Module, Any], Any],
+        measure: Callable[[nn.Module, Any], Any],
+        warn: Callable[[str], None],
+    ) -> None:
+        """`loss` and `measure` are what stages have to compute, in training and in evaluation."""
+        self._job, self._plan, self._ranks, self._axes = job, plan, ranks, axes
+        self._data = axes["dp"]
+        self._dtype, self._loss, self._measure = dtype, loss, measure
+        self.pipeline: Pipeline | None = None
+        self.sharding: Sharding | None = None
+        self.exchange: Exchange | None = None
+        self.model = self._build(warn)
+        #: Those that this rank trains: all but what other stages hold.
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and not p.is_meta]
+        self.parameters = [value for _, value in named]
+        self.copies = [self.held_by(name, value) for name, value in named]
+        #: Held by several stages, with the ranks that hold them: their gradients add up over those.
+        self.tied = self._find_tied(named)
+        #: Whole here, but used on a part of the columns or of each sequence: their gradients add up over the tensor axis.
+        partial = {name for placement in plan.placements for name in placement.partial}
+        partial |= {name for segment in plan.segments for name in segment.partial} - self.pieces.keys()
+        self.partial = [value for name, value in named if name in partial]
+        #: Changed by forward itself, on the ranks whose samples use them.
+        self.shortened = [value for value in shortened(self.model) if not value.is_meta]
+        whole = self.parameters if self.sharding is None else self.sharding.loose
+        if self._data.size > 1 and whole:
+            self.exchange = Exchange(whole, plan.bucket, self._data.group)
+
+    def owners(self, name: str) -> frozenset[int]:
+        """The ranks of the pipeline axis that hold a parameter."""
+        return frozenset({0}) if self.pipeline is None else self.pipeline.owners[name]
+
+    def held_by(self, name: str, value: Tensor) -> int:
+        """How many ranks hold what this one has of a parameter."""
+        data = 1 if isinstance(value, DTensor) else self._data.size
+        return data * (1 if name in self.pieces else self._axes["tp"].size) * len(self.owners(name))
+
+    @contextmanager
+    def words_for(self, optimizer: Optimizer) -> Iterator[None]:
+        """Torch's optimizers are not all able to step on sharded parameters: then say so, and what to use."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            if self.sharding is None or not any(word in str(error) for word in ("aten.", "DTensor")):
+                raise
+            raise PlanError(
+                f"zero={self._plan.zero}: {type(optimizer).__name__} cannot step on sharded parameters ({first_line(error)}); use zero=0, or an "
+                "optimizer that treats each number by itself (AdamW)"
+            ) from error
+
+    def close(self) -> bool:
+        """Take hooks off the parameters; whether the model is of no use any more.
+
+        Sharded parameters keep the process group and its threads alive; one that still runs when Python ends aborts the process.
+        Without the group they could not be used any more anyway.
+        """
+        if self.exchange is not None:
+            self.exchange.close()
+        self._forget_recompute()
+        if self.sharding is None:
+            return False
+        self.sharding.close()
+        self.sharding = None
+        del self.model
+        self.parameters.clear()
+        self.partial.clear()
+        return True
+
+    def _build(self, warn: Callable[[str], None]) -> nn.Module:
+        plan, ranks = self._plan, self._ranks
+        sharded = plan.zero > 0 and self._data.size > 1
+        model = build(self._job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model)
+        self.fingerprint = fingerprint(model)
+        self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
+        if self._axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
+            example = moved(Example(self._job).batch(2), ranks.device, self._dtype)
+            self.pipeline = Pipeline(model.train(), self._loss, example, plan, self._axes["pp"])
+            if self._job.evaluation is not None:
+                self.pipeline.require_evaluation(self._measure, example)
+        if plan.batchnorm == "sync" and self._data.size > 1:
+            model = synchronise(model, self._data.group)
+        self.pieces = self._pieces(model)
+        with ranks.together():
+            require_hooks(model, plan, self.pieces, warn)
+        self._forget_recompute = recompute(unit_modules(model), plan.recompute)
+        if sharded:
+            self._compile(model, unit_modules(model))
+            self.sharding = Sharding(model, plan, ranks, self._data, self.pieces, self.pipeline)
+        else:
+            if self.pipeline is None:
+                model.to(ranks.device)
+            equalise(model, ranks)
+            if self.pipeline is not None:
+                self.pipeline.drop()
+                to_device(model, ranks.device)
+            cut(model, self.pieces)
+            self._compile(model, [model] if self._data.size == 1 else unit_modules(model) or [model])
+        if self._job.weights is not None:
+            load_weights(model, self._job.weights, pieces=self.pieces, warn=warn)
+        return model.train()
+
+    def _pieces(self, model: nn.Module) -> dict[str, Piece]:
+        """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""
+        tensor, plan = self._axes["tp"], self._plan
+        if tensor.size == 1:
+            return {}
+        if not plan.placements:
+            raise PlanError(
+                f"tp={tensor.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
+            )
+        # A document may be older than the job's optimizer.
+        with self._ranks.together():
+            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            refuse(plan, tuple(check_optimizers(plan, on_pieces(self._job, trained))))
+        axis = Axis(tensor)
+        found = pieces(model, plan.placements, axis)
+        install(model, plan.placements, axis, plan.segments)
+        return found
+
+    def _find_tied(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Group, list[nn.Parameter]]]:
+        found: dict[frozenset[int], list[nn.Parameter]] = {}
+        for name, value in named:
+            found.setdefault(self.owners(name), []).append(value)
+        # In one order on all ranks: making a group waits for its members.
+        return [
+            (self._axes["pp"].some(owners), found[owners]) for owners in sorted(found, key=sorted) if len(owners) > 1
+        ]
+
+    def _compile(self, model: nn.Module, parts: list[nn.Module]) -> None:
+        # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.
+        if self._plan.compile:
+            for part in parts or [model]:
+                part.compile()
