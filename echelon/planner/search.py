@@ -16,12 +16,12 @@ from typing import get_args
 from echelon.errors import PlanError
 from echelon.plan.check import Problem, check, require
 from echelon.plan.cluster import Cluster
+from echelon.plan.figures import seconds
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute
 from echelon.plan.profile import Profile
 from echelon.plan.stages import bound, find_stages
-from echelon.plan.figures import seconds
 from echelon.planner.goal import Goal
 from echelon.planner.space import Space, best, devices_needed, with_shares
 from echelon.simulator.load import require_one_kind
