@@ -63,7 +63,7 @@ def find(model: nn.Module) -> Run | None:
         if not isinstance(holder, nn.ModuleList | nn.Sequential) or len(names) < _WORTH or not set(inner) <= set(paths):
             continue
         marks = [_mark(child) for child in holder.children()]
-        if len(marks) == len(names) and all(mark == marks[0] and mark is not None for mark in marks):
+        if len(marks) == len(names) and all(mark is not None and _alike(mark, marks[0]) for mark in marks):
             best = max((best, Run(parent, len(names))), key=lambda run: run.count if run else 0)
     return best
 

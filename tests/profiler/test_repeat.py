@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -149,6 +150,10 @@ def test_blocks_are_alike_where_all_that_they_hold_is() -> None:
     other = GPT(width=32, layers=LAYERS, heads=2)
     other.blocks[7].up.weight.requires_grad_(False)  # type: ignore[union-attr]
     assert find(other) is None
+    tables = GPT(width=32, layers=LAYERS, heads=2)
+    for block in tables.blocks:
+        block.table = numpy.zeros(4)  # type: ignore[assignment]
+    assert find(tables) is None  # an array does not say whether it is equal
     hooked = GPT(width=32, layers=LAYERS, heads=2)
     hooked.blocks[2].register_forward_hook(lambda *_: None)
     assert find(hooked) is None
