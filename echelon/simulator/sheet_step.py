@@ -126,7 +126,7 @@ def _stages(layout: Layout, wires: Wires, fitted: Fitted, known: Known | None) -
     computing = [[blocks * each for blocks in layout.stages] for each in compute]
     talking = [[blocks * each for blocks in layout.stages] for each in talk]
     # What is outside of blocks is summed up once by tp, and gathered and reduced by zero=3 where nothing is computed yet, or any more.
-    once = tensor / work.sums if work.sums else 0.0
+    once = _sum(layout, wires)
     for part, stage in (("before", 0), ("after", last)):
         for side, way in enumerate(("forward", "backward")):
             computing[side][stage] += _pass(layout, part, way, fitted, known).all
@@ -243,12 +243,14 @@ def _again(plan: Plan, stack: Stack, forward: Pass) -> float:
     return forward.rest if plan.recompute == "selective" else 0.0
 
 
+def _sum(layout: Layout, wires: Wires) -> float:
+    """Ranks of tp add up what passes from block to block once."""
+    return wires.reduce(layout.work.given * layout.samples, wires.group(layout.plan.mesh.tp, 1))
+
+
 def _tensor(layout: Layout, wires: Wires, fitted: Fitted, products: float) -> float:
     """What the ranks of tp say to each other in one pass of a block."""
-    mesh = layout.plan.mesh
-    if mesh.tp == 1:
-        return 0.0
-    said = layout.work.sums * wires.reduce(layout.work.given * layout.samples, wires.group(mesh.tp, 1))
+    said = layout.work.sums * _sum(layout, wires)
     return max(said - fitted.overlap * min(said, products), 0.0) if layout.stack.overlap_tensor else said
 
 
