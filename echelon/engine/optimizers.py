@@ -115,10 +115,11 @@ def _require_same_settings(
     """A stage has some of the parameters, tp parts of them: a function that chooses groups by order, number or size may choose others
     than on one device. It is asked once more with stand-ins for the whole model."""
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    if not any(value.is_meta or list(value.shape) != list(shapes[name]) for name, value in trained.items()):
+    whole = {name: tuple(shapes.get(name, value.shape)) for name, value in trained.items()}
+    if not any(value.is_meta or tuple(value.shape) != whole[name] for name, value in trained.items()):
         return
     standins = {
-        name: nn.Parameter(torch.empty(tuple(shapes[name]), dtype=value.dtype, device="meta"))
+        name: nn.Parameter(torch.empty(whole[name], dtype=value.dtype, device="meta"))
         for name, value in trained.items()
     }
     try:

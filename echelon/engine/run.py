@@ -67,6 +67,21 @@ class Run:
             job = dataclasses.replace(job, model=copy.deepcopy(job.model))
         self.job, self.plan, self.world = job, plan, world
         self.ranks = Ranks(world, device)
+        try:
+            self._begin(job, plan, world, dtype, workers, warn)
+        except BaseException:
+            self.ranks.close()  # a group that still runs when Python ends may abort the process
+            raise
+
+    def _begin(
+        self,
+        job: Job,
+        plan: Plan,
+        world: World,
+        dtype: torch.dtype | None,
+        workers: int,
+        warn: Callable[[str], None],
+    ) -> None:
         if plan.ranks != world.size:
             raise PlanError(
                 f'plan "{plan}" is for {plan.ranks} ranks and there are {world.size}: start as many as it needs, or plan for {world.size}'

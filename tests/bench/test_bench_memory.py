@@ -12,6 +12,7 @@ from echelon.testing.ranks import Pool
 from tests.whole import only_whole
 
 
+@only_whole  # `python -m bench.memory` measures it
 def test_fully_sharded_the_largest_rank_holds_a_quarter(ranks: Pool) -> None:
     alone = ranks.run(1, hold, "gpt", Plan())[0]
     plans = (from_text("dp=4"), from_text("dp=4 zero=3"))
