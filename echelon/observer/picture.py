@@ -83,7 +83,9 @@ def _memory(axes: Any, timeline: Timeline) -> None:
         for (part, colour), size, left in zip(_PARTS.items(), sizes, accumulate([0.0, *sizes]), strict=False):
             axes.barh(rank, size, left=left, height=0.8, color=colour, label=part if not rank else None)
     axes.axvline(timeline.capacity / 1e9, color="black", linestyle="--", linewidth=1)
-    axes.set_title(f"memory of a rank; the line is the device: {figures.size(timeline.capacity)}", loc="left", fontsize=9)
+    axes.set_title(
+        f"memory of a rank; the line is the device: {figures.size(timeline.capacity)}", loc="left", fontsize=9
+    )
     axes.set_xlabel("GB")
     _ranks(axes, timeline)
     axes.legend(ncols=7, fontsize=7, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
