@@ -49,6 +49,8 @@ class Job:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     seed: int = 0
+    #: Leave out the last batch of an epoch where it is short, instead of training on it as it is.
+    drop_last: bool = False
     #: None: named after the job file.
     name: str | None = None
     #: What the parameters start from: a safetensors file, its index, a torch state dict, a checkpoint, or a run (its last one).
@@ -87,6 +89,10 @@ class Job:
             raise JobError(f"clip={self.clip!r}: a gradient norm, a number above 0, or None for no clipping")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
             raise JobError(f"seed={self.seed!r}: a whole number of 64 bits at most")
+        if type(self.drop_last) is not bool:
+            raise JobError(
+                f"drop_last={self.drop_last!r}: True leaves out the short last batch of each epoch, False trains on it"
+            )
         if self.name is not None and not isinstance(self.name, str):
             raise JobError(f"name={self.name!r}: text, or None for the name of the job file")
         if self.weights is not None and not isinstance(self.weights, str | Path):

@@ -179,3 +179,12 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         pass
     return cores
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or the limit of its container."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total

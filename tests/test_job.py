@@ -131,6 +131,7 @@ NEEDED = {"model": nn.Identity, "optimizer": lambda params: None, "data": [1], "
     ("changes", "words"),
     [
         ({"seed": "abc"}, r"seed='abc': a whole number"),
+        ({"drop_last": 1}, r"drop_last=1: True leaves out the short last batch"),
         ({"seed": 2**64}, r"seed=18446744073709551616: a whole number of 64 bits"),
         ({"clip": "1.0"}, r"clip='1.0': a gradient norm, a number above 0"),
         ({"clip": True}, r"clip=True: a gradient norm"),

@@ -1,4 +1,4 @@
-"""Data: which sample goes where (`Order`), reading it (`open_source`), and what each rank gets of it (`Loader`)."""
+"""Data: which sample goes where (`Order`), reading it (`open_source`, `Packed`), and what each rank gets of it (`Loader`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ _HOMES = {
     "Loader": "loader",
     "Micro": "loader",
     "Order": "order",
+    "Packed": "packed.reader",
     "Source": "source",
     "StepBatch": "loader",
     "Stream": "stream",
@@ -17,6 +18,7 @@ _HOMES = {
     "evaluation_stream": "stream",
     "is_stream": "source",
     "open_source": "source",
+    "prepared": "packed.prepare",
 }
 
 __all__ = sorted(_HOMES)

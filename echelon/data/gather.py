@@ -13,7 +13,7 @@ from torch import Tensor
 #: `(ids, pin)` -> the rows as one tensor, in page-locked memory if `pin`.
 Gather = Callable[[np.ndarray, bool], Tensor]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def gather_of(column: Any) -> Gather | None:
@@ -37,7 +37,7 @@ def _as_array(column: Tensor) -> np.ndarray | None:
     try:
         return column.numpy()
     except TypeError:
-        integer = _INTEGERS.get(column.itemsize)
+        integer = INTEGERS.get(column.itemsize)
         return None if integer is None else column.view(integer).numpy()
     except RuntimeError:  # lazily conjugated or negated
         return None

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,10 +17,12 @@ from echelon.data.order import Order
 from echelon.data.source import Source
 from echelon.data.workers import Request, from_workers
 from echelon.errors import DataError
-from echelon.plan.split import cut, split
+from echelon.plan.split import split
 
+#: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares, and its memory is asked for once.
+_TOGETHER = 2**21
 #: Shares that are gathered ahead while the device computes: one ready, one being made.
-_AHEAD = 2
+_READY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Loader:
             return
         raise DataError(
             f"step {first} is the last of epoch {order.epoch_of(first)} and has {short} of {order.samples} samples left for "
-            f"{self._ranks} data ranks: each needs at least one; leave out {short} sample{'s' * (short > 1)}, use dp={short} or less, "
+            f"{self._ranks} data ranks: each needs at least one; leave them out (drop_last=True), use dp={short} or less, "
             f"or a batch that does not leave so few (batch={_fitting_batch(order, self._ranks)})"
         )
 
@@ -132,24 +134,25 @@ def evaluation_batches(
     """
     if size < 1:
         raise ValueError(f"size={size}: an evaluation batch has at least one sample")
-    share = cut(0, len(source), ranks)[rank]
+    # Cut as packed files are: ranks whose number divides them read their own.
+    first, last = (part * len(source) // ranks for part in (rank, rank + 1))
     turns = -(-len(source) // ranks) // size + bool(-(-len(source) // ranks) % size)
-    parts = [
-        (min(share.start + turn * size, share.stop), min(share.start + (turn + 1) * size, share.stop))
-        for turn in range(turns)
-    ]
-    requests = (_evaluation_request(start, stop) for start, stop in parts)
+    parts = [(min(first + turn * size, last), min(first + (turn + 1) * size, last)) for turn in range(turns)]
+    filler = max(last - 1, 0)  # one of its own, where it has any
+    requests = (_evaluation_request(start, stop, filler) for start, stop in parts)
     with closing(_fetch(source, requests, pin=pin, workers=workers)) as fetched:
         for (start, stop), batches in zip(parts, fetched, strict=True):
             yield Micro(batches[0], stop - start)
 
 
-def _evaluation_request(start: int, stop: int) -> Request:
-    ids = np.arange(start, stop, dtype=np.int64) if stop > start else np.zeros(1, np.int64)
+def _evaluation_request(start: int, stop: int, filler: int) -> Request:
+    ids = np.arange(start, stop, dtype=np.int64) if stop > start else np.array([filler], np.int64)
     return Request(ids, [len(ids)], 0)
 
 
 def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: int) -> Generator[list[Any]]:
+    if source.ahead:
+        requests = _told_of(source, requests)
     if source.gathers:
         # A gather is one memory copy: a worker process would only add two more.
         return _from_thread(source, requests) if pin else _inline(source, requests, pin)
@@ -157,8 +160,39 @@ def _fetch(source: Source, requests: Iterator[Request], *, pin: bool, workers: i
 
 
 def _inline(source: Source, requests: Iterator[Request], pin: bool) -> Generator[list[Any]]:
+    for group in _groups(requests, _TOGETHER / source.sample_bytes):
+        if len(group) == 1:
+            yield source.parts(group[0].ids, group[0].sizes, group[0].epoch, pin=pin)
+            continue
+        sizes = [size for request in group for size in request.sizes]
+        parts = iter(source.parts(np.concatenate([request.ids for request in group]), sizes, group[0].epoch, pin=pin))
+        for request in group:
+            yield list(islice(parts, len(request.sizes)))
+
+
+def _told_of(source: Source, requests: Iterator[Request]) -> Iterator[Request]:
+    """The same requests, each told to the source some steps before it is read."""
+    waiting: deque[Request] = deque()
     for request in requests:
-        yield source.parts(request.ids, request.sizes, request.epoch, pin=pin)
+        source.expect(request.ids)
+        waiting.append(request)
+        if len(waiting) > source.ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _groups(requests: Iterator[Request], most: float) -> Iterator[list[Request]]:
+    """Requests that are read together: as many as have no more than `most` samples, one at least."""
+    group: list[Request] = []
+    count = 0
+    for request in requests:
+        if group and count + len(request.ids) > most:
+            yield group
+            group, count = [], 0
+        group.append(request)
+        count += len(request.ids)
+    if group:
+        yield group
 
 
 def _from_thread(source: Source, requests: Iterator[Request]) -> Generator[list[Any]]:
@@ -170,7 +204,7 @@ def _from_thread(source: Source, requests: Iterator[Request]) -> Generator[list[
         waiting: deque[Any] = deque()
         for request in requests:
             waiting.append(thread.submit(source.parts, request.ids, request.sizes, request.epoch, pin=True))
-            if len(waiting) > _AHEAD:
+            if len(waiting) > _READY:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from echelon.data.collate import collate as collate_as_torch
 from echelon.data.collate import pinned
 from echelon.data.describe import collation_error, kind_of
 from echelon.data.gather import Gather, gather_of
+from echelon.data.order import Bucketed, Order
 from echelon.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -26,6 +29,19 @@ class Source(ABC):
     """A data set of known length. `gathers`: a batch is one copy by index that draws no random numbers and needs no worker."""
 
     gathers: bool
+    #: Equal parts that lie apart: an order over them lets ranks read from their own.
+    lanes: int = 1
+    #: What it holds, as one short text, where that is known without reading samples.
+    identity: str | None = None
+    #: Files of equal size, and how many of a lane's are shuffled at a time (None: all).
+    files: int = 1
+    window: int | None = None
+    #: The length of each sample, where batches are to hold samples of similar length.
+    lengths: np.ndarray | None = None
+    #: Steps whose samples are told to `expect` before they are read, where that helps.
+    ahead: int = 0
+    #: Bytes of a sample, where they are so few that shares of several steps are best gathered together.
+    sample_bytes: float = inf
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -38,6 +54,16 @@ class Source(ABC):
         """The samples `ids` as one collated batch."""
         return self.parts(ids, (len(ids),), epoch, pin=pin)[0]
 
+    def expect(self, ids: np.ndarray) -> None:
+        """These samples are needed soon. Does not wait."""
+        return
+
+    def order(self, *, batch: int, seed: int, drop_last: bool = False) -> Order:
+        """The order in which a training visits it."""
+        how: dict[str, Any] = {"batch": batch, "seed": seed, "drop_last": drop_last}
+        how |= {"samples": len(self), "lanes": self.lanes, "files": self.files, "window": self.window}
+        return Order(**how) if self.lengths is None else Bucketed(lengths=self.lengths, **how)
+
     def sample(self, number: int) -> Any:
         """One sample as the first epoch has it: by itself, not collated where that is not how it is read."""
         return self.take(np.array([number]), 0)
@@ -49,7 +75,9 @@ def is_stream(data: Any) -> bool:
 
 
 def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> Source:
-    """`data` as a Source: a map-style Dataset, a list of samples, a tensor, or whatever has `__len__` and `__getitem__`."""
+    """`data` as a Source: a map-style Dataset, a list of samples, a tensor, a packed data set or its folder, or whatever has
+    `__len__` and `__getitem__`."""
+    data = opened(data)
     _refuse_what_is_no_data_set(data)
     try:
         samples = len(data)
@@ -60,12 +88,16 @@ def open_source(data: Any, *, collate: Collate | None = None, seed: int = 0) -> 
         ) from error
     if samples < 1:
         raise DataError(f"{kind_of(data)} is empty: a training or an evaluation needs at least one sample")
-    tensors = None if collate else _tensors(data)
-    if tensors is not None:
-        return tensors
+    gathered = None if collate else _gathered(data)
+    if gathered is not None:
+        return gathered
     if not hasattr(data, "__getitem__") and not hasattr(data, "__getitems__"):
         raise DataError(f"{kind_of(data)} has no `__getitem__`: samples are read by number, as data[17]")
-    return Samples(data, collate=collate, seed=seed)
+    source = Samples(data, collate=collate, seed=seed)
+    if _is_packed(data):
+        source.lanes, source.files, source.window = data.lanes, data.files, data.window
+        source.lengths, source.identity = data.bucketed(), data.identity
+    return source
 
 
 def _refuse_what_is_no_data_set(data: Any) -> None:
@@ -75,7 +107,9 @@ def _refuse_what_is_no_data_set(data: Any) -> None:
             "data is a DataLoader: give its data set, data=loader.dataset; batches and shuffling are the job's"
         )
     if isinstance(data, str | bytes | Path):
-        raise DataError(f"data={data!r} is text: give a torch Dataset, or a list of samples")
+        raise DataError(
+            f"data={data!r} is text: give a torch Dataset, a list of samples, or the folder of a packed data set (`echelon pack`)"
+        )
     if is_stream(data):
         raise DataError(
             f"{kind_of(data)} is a stream (IterableDataset): it has no samples by number; give a map-style data set here"
@@ -93,6 +127,39 @@ def _refuse_what_is_no_data_set(data: Any) -> None:
         )
 
 
+def opened(data: Any) -> Any:
+    """A folder's name or URL as the packed data set in it; anything else as it is."""
+    if isinstance(data, str) and "://" in data:
+        from echelon.data.packed.reader import Packed
+
+        return Packed(data)
+    if isinstance(data, str | Path) and any(
+        (Path(data) / name).is_file() for name in ("manifest.json", "packing.json")
+    ):
+        from echelon.data.packed.reader import Packed
+
+        return Packed(data)
+    return data
+
+
+def _is_packed(data: Any) -> bool:
+    """Whether it is a packed data set. Only one whose module was imported can be."""
+    module = sys.modules.get("echelon.data.packed.reader")
+    return module is not None and isinstance(data, module.Packed)
+
+
+def _gathered(data: Any) -> Source | None:
+    """`data` as a source that gathers, if it can be."""
+    whole = data.dataset if type(data) is Subset else data
+    if not _is_packed(whole):
+        return _tensors(data)
+    from echelon.data.packed.reader import Packed, PackedSource, gathers
+
+    if type(whole) is not Packed or not gathers(whole):
+        return None
+    return PackedSource(whole, None if whole is data else inside(data.indices, len(whole)))
+
+
 def _tensors(data: Any) -> Tensors | None:
     """`data` as columns, where one gather gives what collating single samples would; None where it would not."""
     if type(data) is Subset:
@@ -106,6 +173,17 @@ def _tensors(data: Any) -> Tensors | None:
     return Tensors(gathers, length=len(data), single=type(data) is not TensorDataset)
 
 
+def inside(places: Sequence[int], length: int) -> np.ndarray:
+    """The indices of a Subset, counted from the start, once they are known to lie in a data set of `length`."""
+    chosen = np.asarray(places, dtype=np.int64)
+    outside = chosen[(chosen < -length) | (chosen >= length)]
+    if len(outside):
+        raise DataError(
+            f"Subset names sample {outside[0]} of a data set of {length}: its indices must lie in it; make the Subset of this data set"
+        )
+    return chosen % length  # -1 is the last
+
+
 class Tensors(Source):
     """Columns in memory: a share of a batch is one gather per column, its micro-batches are views of that."""
 
@@ -117,14 +195,7 @@ class Tensors(Source):
 
     def only(self, places: Sequence[int]) -> Tensors:
         """The samples at these places, as torch's Subset has them."""
-        chosen = np.asarray(places, dtype=np.int64)
-        outside = chosen[(chosen < -self._length) | (chosen >= self._length)]
-        if len(outside):
-            raise DataError(
-                f"Subset names sample {outside[0]} of a data set of {self._length}: its indices must lie in it; "
-                "make the Subset of this data set"
-            )
-        chosen = chosen % self._length  # -1 is the last
+        chosen = inside(places, self._length)
         rows = chosen if self._rows is None else self._rows[chosen]
         return Tensors(self._columns, length=len(rows), rows=rows, single=self._single)
 
@@ -152,7 +223,7 @@ class Samples(Source):
 
     def __init__(self, data: Any, *, collate: Collate | None = None, seed: int = 0) -> None:
         self._data, self._seed, self._length = data, seed, len(data)
-        self._collate = collate_as_torch if collate is None else collate
+        self._collate = collate or getattr(data, "packed_collate", None) or collate_as_torch
         self._many = getattr(data, "__getitems__", None)
         self._generators = draws.Apart()
         self._draws: set[str] = set()

@@ -22,6 +22,7 @@ from echelon.data.describe import collation_error, kind_of
 from echelon.data.digest import digest
 from echelon.data.loader import Micro, StepBatch
 from echelon.data.source import Collate, is_stream
+from echelon.data.workers import ahead
 from echelon.errors import DataError
 from echelon.plan.split import Span, cut, split
 
@@ -32,6 +33,7 @@ _FAILED = -1  # instead of a place: this rank could not read or collate
 _EPOCH = 40  # a place is one number: the epoch above this many bits of samples
 
 _T = TypeVar("_T")
+_Own = tuple[int, list[Any], list[int]]
 
 
 class Stream:
@@ -114,34 +116,37 @@ class StreamLoader:
 
     def __init__(
         self, stream: Stream, *, batch: int, rank: int, ranks: int, micro: int | None, agree: Agree,
-        drop_last: bool = False, pin: bool = False, alike: int = 1, shares: Sequence[int] = (),
+        drop_last: bool = False, pin: bool = False, workers: int = 0, alike: int = 1, shares: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`alike`: how many ranks are data rank `rank` together, tp x pp; `agree` is over all of them."""
+        """`alike`: how many ranks are data rank `rank` together, tp x pp; `agree` is over all of them. `workers`: of any number one
+        reads ahead, because a stream has one order."""
         if batch < ranks:
             raise DataError(
                 f"a batch of {batch} cannot feed {ranks} data ranks: use batch={ranks} or more, or fewer ranks"
             )
         self._stream, self._batch, self._micro = stream, batch, micro
         self._rank, self._ranks, self._shares = rank, ranks, shares
-        self._agree, self._drop_last, self._pin, self._alike = agree, drop_last, pin, alike
+        self._agree, self._drop_last, self._alike = agree, drop_last, alike
+        self._pin, self._workers = pin, workers
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
         """The batches of steps `start` to `stop` (exclusive); what lies before is read and skipped."""
         reader = self._stream.reader()
-        own = self._own(reader, start)
+        own = _ahead(self._own(reader, start), reader, self._pin) if self._workers else self._own(reader, start)
         for step in range(start, stop):
             begin = time.perf_counter()
             item = _together(own, reader, self._agree, f"step {step}")
             if isinstance(item, DataError):
                 raise item
-            size, micros = item
+            size, batches, counts = item
+            micros = tuple(map(Micro, batches, counts))
             if step == start and self._alike > 1:
                 _require_same(reader.name, self._rank, micros, self._agree)
             waited = time.perf_counter() - begin
             yield StepBatch(step=step, epoch=reader.epoch, samples=size, micros=micros, waited=waited)
 
-    def _own(self, reader: Reader, start: int) -> Iterator[tuple[int, tuple[Micro, ...]] | DataError]:
-        """For each step from `start` on the global batch's size and this rank's micro-batches of it. Not collective.
+    def _own(self, reader: Reader, start: int) -> Iterator[_Own | DataError]:
+        """For each step from `start` on the global batch's size, this rank's micro-batches of it and their sizes. Not collective.
 
         A batch that feeds no training is given as the error to raise once the ranks agree: where they do not, that comes first.
         """
@@ -163,9 +168,7 @@ class StreamLoader:
             if size < self._batch:
                 reader.next_epoch()
 
-    def _step(
-        self, reader: Reader, samples: list[Any], first: int, step: int
-    ) -> tuple[int, tuple[Micro, ...]] | DataError:
+    def _step(self, reader: Reader, samples: list[Any], first: int, step: int) -> _Own | DataError:
         size = len(samples)
         if size < self._ranks:
             return DataError(
@@ -173,8 +176,17 @@ class StreamLoader:
                 "each needs at least one; use fewer ranks, another batch, or let the stream leave these out"
             )
         parts = split(size, self._ranks, self._micro, self._shares)[self._rank]
-        batches = [reader.batch(samples[part.start : part.stop], first + part.start, pin=self._pin) for part in parts]
-        return size, tuple(Micro(batch=batch, samples=part.size) for batch, part in zip(batches, parts, strict=True))
+        pin = self._pin and not self._workers  # a worker leaves that to the process that has the device
+        batches = [reader.batch(samples[part.start : part.stop], first + part.start, pin=pin) for part in parts]
+        return size, batches, [part.size for part in parts]
+
+
+def _ahead(own: Iterator[_T], reader: Reader, pin: bool) -> Iterator[_T]:
+    """`own` in a process that reads ahead; `reader`, which stays behind here, is told where that one stood."""
+    there = ((item, reader.epoch, reader.count) for item in own)
+    for item, epoch, count in ahead(there, pin=pin):
+        reader.epoch, reader.count = epoch, count
+        yield item
 
 
 def evaluation_stream(

@@ -1,4 +1,4 @@
-"""Reading by torch's DataLoader worker processes, micro-batch by micro-batch, the same at any number of workers."""
+"""Reading ahead by torch's DataLoader worker processes, micro-batch by micro-batch, the same at any number of workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from echelon.data.source import Source
 from echelon.errors import DataError
@@ -88,6 +88,49 @@ def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, work
             batches.append(batch)
         counts.pop(0)
         yield batches
+
+
+def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
+    """The same items, made by one process that is a little ahead. A DataError that ends them is raised here.
+
+    The process is forked, as torch does on Linux: an iterator that has begun cannot be sent to one that was started anew.
+    """
+    loader = DataLoader(
+        _Items(items),
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=1,
+        pin_memory=pin,
+        generator=torch.Generator(),
+    )
+    made = iter(loader)
+    while True:
+        try:
+            item = next(made)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            died = f"{type(error).__name__}: {error}"
+        else:
+            if isinstance(item, _Failed):
+                raise DataError(item.message)
+            yield item
+            continue
+        del made
+        raise DataError(
+            f"the process that reads the stream died: {died}; workers=0 reads in the training's own process"
+        )
+
+
+class _Items(IterableDataset[Any]):
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._items
+        except DataError as error:
+            yield _Failed(str(error))
 
 
 class _Once:

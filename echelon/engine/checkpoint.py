@@ -100,6 +100,8 @@ def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]])
         "batch": run.job.batch,
         "seed": run.job.seed,
         "samples": run.samples,
+        "order": run.order,
+        "content": run.content,
         "model": run.fingerprint,
         "parameters": run.shapes,
         "optimizers": optimizers,
@@ -199,12 +201,30 @@ def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str,
             "per optimizer): learning rates would not go on as they were; put it back, or start anew in another folder with "
             "weights= from this one"
         )
+    _require_same_data(run, manifest, folder)
+
+
+def _require_same_data(run: Run, manifest: dict[str, Any], folder: Path) -> None:
+    """A step number is a place in one order of one data set: in another, samples would be repeated and left out."""
+    back = "put it back, or start anew in another folder with weights= from this one"
     for name, mine in (("batch", run.job.batch), ("seed", run.job.seed), ("samples", run.samples)):
         if manifest[name] != mine:
             raise ForeignCheckpoint(
-                f"{folder}: made with {name}={manifest[name]}, the job now has {mine}: the order of samples would differ; "
-                "put it back, or start anew in another folder with weights= from this one"
+                f"{folder}: made with {name}={manifest[name]}, the job now has {mine}: the order of samples would differ; {back}"
             )
+    # Checkpoints that do not tell are of the time when there was this rule alone.
+    order = manifest.get("order", None if run.order is None else "shuffled whole")
+    if order != run.order:
+        raise ForeignCheckpoint(
+            f"{folder}: its samples were {order}, the job's are {run.order}: the order would differ (files, lanes=, window=, bucket= of "
+            f"packed data decide it, and echelon's version for very large sets); {back}"
+        )
+    content = manifest.get("content", run.content)
+    if content != run.content:
+        raise ForeignCheckpoint(
+            f"{folder}: made with packed data that held {content or 'no such text'}, the job's holds {run.content or 'none'} "
+            f"(a hash of columns and checksums): other samples; {back}"
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from echelon.data.digest import digest
 from echelon.data.loader import Loader
-from echelon.data.order import Order
 from echelon.data.source import Source, is_stream, open_source
 from echelon.data.stream import Stream, StreamLoader
 from echelon.engine.ranks import Group, Ranks
@@ -31,6 +30,9 @@ class Intake:
     #: Both 0 for a stream, whose length is not known.
     steps_per_epoch: int = 0
     samples: int = 0
+    #: The rule by which samples are ordered, and what the data holds, each as a short text (None: not known).
+    order: str | None = None
+    content: str | None = None
 
 
 def open_intake(
@@ -44,12 +46,12 @@ def open_intake(
         stream = Stream(job.data, collate=job.collate, seed=job.seed)
         loader = StreamLoader(
             stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=ranks.gather, pin=pin,
-            alike=ranks.size // data.size, shares=shares,
+            workers=workers, alike=ranks.size // data.size, drop_last=job.drop_last, shares=shares,
         )  # fmt: skip
         return Intake(loader, job.steps)
     with ranks.together():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
-        order = Order(samples=len(source), batch=job.batch, seed=job.seed)
+        order = source.order(batch=job.batch, seed=job.seed, drop_last=job.drop_last)
     _require_equal_data(source, ranks, data, workers)
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
     return Intake(
@@ -57,6 +59,8 @@ def open_intake(
         total,
         order.steps_per_epoch,
         order.samples,
+        order.rule,
+        source.identity,
     )
 
 
@@ -68,6 +72,15 @@ def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int)
             f"data= has {lengths[0]:,} samples on rank 0 and {lengths[other]:,} on rank {other}: every rank must see the same "
             "data set (it reads only its own part of it)"
         )
+    if source.identity is not None:
+        found = ranks.gather(source.identity)
+        differing = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if differing is not None:
+            raise DataError(
+                f"the ranks have different data: the packed data set on rank {differing} is not rank 0's; give every rank the same files, "
+                "or repair what one rank skips"
+            )
+        return
     # A data set with workers may not like to be opened before they are forked.
     if ranks.size > 1 and (source.gathers or not workers):
         for number in sorted({0, len(source) - 1}):

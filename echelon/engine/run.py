@@ -103,6 +103,8 @@ class Run:
         self.loader, self.total_steps = intake.loader, intake.total_steps
         #: Both 0 for a stream, whose length is not known.
         self.steps_per_epoch, self.samples = intake.steps_per_epoch, intake.samples
+        #: How samples are ordered and what they hold, each as a short text where it is known: a checkpoint goes on with these only.
+        self.order, self.content = intake.order, intake.content
         self.assembly = Assembly(
             job, plan, self.ranks, self.axes, dtype=dtype, loss=self._loss_of, measure=self._measure, warn=warn
         )

@@ -35,6 +35,22 @@ def load_job(spec: str) -> Job:
     return made if isinstance(made, Job) else make_job(made, f"{file}:{name}")
 
 
+def load_data(spec: str) -> Any:
+    """The data set that `file.py:name` names: itself, what a function of that name returns, or the data of a job."""
+    file, _, name = spec.rpartition(":") if not spec.endswith(".py") else (spec, "", "job")
+    path = Path(file)
+    if not path.is_file():
+        raise JobError(f"{file}: no such file")
+    module = _import_file(path)
+    if not hasattr(module, name):
+        raise JobError(f"{file}: no `{name}` in it; give the name of a data set, or of a function that returns one")
+    made = getattr(module, name)
+    if callable(made) and not hasattr(made, "__getitem__"):
+        _seed()
+        made = made()
+    return made.data if isinstance(made, Job) else made
+
+
 def make_job(function: Any, name: str | None = None) -> Job:
     """The job that a function returns, called the same way everywhere: random data that it makes is equal on every rank."""
     name = name or getattr(function, "__name__", type(function).__name__)

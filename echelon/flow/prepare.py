@@ -94,6 +94,11 @@ class Subject:
             )
         if not self._job.name:
             self._job = dataclasses.replace(self._job, name=self._default)
+        paths = [name for name in ("data", "evaluation") if isinstance(getattr(self._job, name), str | Path)]
+        if paths:
+            from echelon.data.source import opened
+
+            self._job = dataclasses.replace(self._job, **{name: opened(getattr(self._job, name)) for name in paths})
         return self._job
 
     @property

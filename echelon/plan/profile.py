@@ -160,7 +160,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 6
+    VERSION: ClassVar[int] = 7
 
     model: str  #: fingerprint: see `fingerprint`
     name: str

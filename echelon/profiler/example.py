@@ -22,7 +22,7 @@ class Example:
 
     def __init__(self, job: Job) -> None:
         self._data = job.data
-        self.collate = job.collate or default_collate
+        self.collate = job.collate or getattr(job.data, "packed_collate", None) or default_collate
         self.samples, self.length = _take(job.data)
         self.bytes = _bytes(self.batch(1))
 
@@ -50,7 +50,7 @@ def _take(data: Any) -> tuple[list[Any], int]:
     elif isinstance(data, str | Path) or (isinstance(data, tuple) and data and hasattr(data[0], "shape")):
         raise DataError(
             f"data= is a {type(data).__name__}, not a data set: give one with __len__ and __getitem__, for arrays "
-            "torch.utils.data.TensorDataset(inputs, targets)"
+            "torch.utils.data.TensorDataset(inputs, targets), for packed data echelon.data.Packed(folder)"
         )
     else:
         try:

@@ -19,7 +19,7 @@ from echelon.launchers.environment import child_environment
 from echelon.launchers.local import die_with_parent
 from echelon.plan.cluster import Cluster, Curve, Device, Link, Node, Point
 from echelon.plan.store import Store, installed_versions
-from echelon.world import cache_folder, usable_cores, visible_devices
+from echelon.world import cache_folder, usable_cores, usable_memory, visible_devices
 
 #: `progress(what, share)`: a line for people and how much is done, 0 to 1.
 Progress = Callable[[str, float], None]
@@ -78,7 +78,7 @@ def _measured(gpus: int, progress: Progress, versions: dict[str, str]) -> Cluste
             reports.append((ranks, threads, report))
             progress(what, (turn + min(count / _REPORTS, 1.0)) / len(loads))
     progress("measured", 1.0)
-    cores, memory = usable_cores(), _memory()
+    cores, memory = usable_cores(), usable_memory()
     devices = tuple(_device(kind, index, reports) for index in range(max(gpus, 1)))
     node = Node(name=platform.node() or "localhost", cores=cores, memory=memory, devices=devices, links=_links(reports))
     return Cluster(name=node.name, nodes=(node,), versions=versions, notes=busy.notes())
@@ -111,7 +111,7 @@ def _device(kind: Any, index: int, reports: list[tuple[int, int, dict[str, Any]]
         )
         for (operation, dtype, ranks, threads), found in sorted(points.items())
     )
-    name, memory = (_processor(), _memory()) if kind == "cpu" else _gpu(index)
+    name, memory = (_processor(), usable_memory()) if kind == "cpu" else _gpu(index)
     return Device(
         kind=kind,
         name=name,
@@ -230,14 +230,6 @@ class Busy:
             f"other processes used {share:.0%} of the cores while this machine was measured: times forecast from it are too "
             "long; measure again (refresh) when it is quiet",
         )
-
-
-def _memory() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return total
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.order import Order
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream
 from echelon.job import Job
@@ -42,7 +41,7 @@ class _Numbered(Feed):
 
     def __init__(self, job: Job) -> None:
         self._source = open_source(job.data, collate=job.collate, seed=job.seed)
-        self._order = Order(samples=len(self._source), batch=job.batch, seed=job.seed)
+        self._order = self._source.order(batch=job.batch, seed=job.seed, drop_last=job.drop_last)
         self.batch = job.batch
         self.total = job.steps if job.steps is not None else (job.epochs or 0) * self._order.steps_per_epoch
 
@@ -68,6 +67,7 @@ class _Streamed(Feed):
         self._reader = Stream(job.data, collate=job.collate, seed=job.seed).reader()
         self._read: list[tuple[int, list[Any]]] = []
         self.batch, self.total = job.batch, job.steps or 0
+        self._least = job.batch if job.drop_last else 1
 
     def size(self, step: int) -> int:
         return len(self._samples(step)[1])
@@ -81,7 +81,9 @@ class _Streamed(Feed):
             if not self._read or len(self._read[-1][1]) < self.batch:
                 self._reader.next_epoch()
             first, samples = self._reader.count, self._reader.read(self.batch)
-            if not samples:  # the epoch before ended with a whole batch
+            if (
+                len(samples) < self._least
+            ):  # the epoch before ended with a whole batch, or what is left of it is left out
                 self._reader.next_epoch()
                 first, samples = 0, self._reader.read(self.batch)
             self._read.append((first, samples))

@@ -12,6 +12,7 @@ def test_public_names() -> None:
         "Loader",
         "Micro",
         "Order",
+        "Packed",
         "Source",
         "StepBatch",
         "Stream",
@@ -20,6 +21,7 @@ def test_public_names() -> None:
         "evaluation_stream",
         "is_stream",
         "open_source",
+        "prepared",
     ]
     assert all(getattr(echelon.data, name).__name__ == name for name in echelon.data.__all__)
 

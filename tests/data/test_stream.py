@@ -20,6 +20,8 @@ from echelon.data.loader import Micro, StepBatch
 from echelon.data.stream import Stream, StreamLoader, evaluation_stream
 from echelon.errors import DataError
 
+# What torch says of worker processes on a small machine, and Python 3.12 of fork.
+WORKERS = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*use of fork:DeprecationWarning")
 QUICK = settings(deadline=None, max_examples=40)  # no deadline: the machine may be busy
 
 
@@ -150,6 +152,20 @@ def test_a_stream_draws_the_same_on_any_ranks_and_disturbs_nobody() -> None:
     assert len(set(epochs[0] + epochs[1])) == 30 + 2 * 21
     assert epochs[0][:30] != epochs[1][:30]
     assert steps(Shuffled(), batch=8, stop=1, seed=5) != one[:1]
+
+
+@WORKERS
+def test_a_stream_is_read_ahead_by_a_process_to_the_same_end() -> None:
+    def read_by(data: Any, workers: int, start: int = 0) -> list[Any]:
+        loader = StreamLoader(Stream(data, seed=3), batch=8, rank=1, ranks=2, micro=3, agree=alone(2), workers=workers)
+        return [(step.epoch, step.samples, [read(micro) for micro in step.micros]) for step in loader.steps(start, 13)]
+
+    assert read_by(Shuffled(), 1) == read_by(Shuffled(), 0)
+    assert read_by(Shuffled(), 2, start=5) == read_by(Shuffled(), 0)[5:]
+    with pytest.raises(DataError, match=r"Numbers: sample 17 of epoch 0 could not be read: OSError: connection lost"):
+        read_by(Numbers(40, fails=17), 1)
+    with pytest.raises(DataError, match=r"epoch 1 ends after 0 samples, before the first batch"):
+        read_by(OnlyOnce(40), 1)
 
 
 def test_a_stream_that_shuffles_by_set_epoch_hears_of_it() -> None:

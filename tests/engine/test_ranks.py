@@ -81,6 +81,7 @@ def test_ranks_that_share_a_gpu_talk_through_the_host(ranks: Pool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_rank_exchanges_shards_and_measures_by_nccl(tmp_path: Path) -> None:
     """The code that several GPUs run, over a group of one."""
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)

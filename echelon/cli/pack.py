@@ -1,0 +1,115 @@
+"""`echelon pack`: a data set into shards."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.cli.common import Debug, Json, print_json
+from echelon.errors import DataError
+from echelon.plan.figures import size as in_words
+
+if TYPE_CHECKING:
+    from echelon.data.packed.origin import Origin
+
+SOURCE = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, JSON lines, text, pictures by class), or FILE.py:name of a torch Dataset."
+
+
+def pack(
+    source: Annotated[str, typer.Argument(metavar="SRC", help=SOURCE)],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    split: Annotated[str | None, typer.Option(help="Of IDX files: train, t10k.")] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="HxW", help="Decode pictures and resize them; else as they are.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="byte|FILE", help="Text to tokens: bytes, or a tokenizer.json.")
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens in a row; else one row per file.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of tokens: uint8, int16, int32, int64.")] = "int64",
+    shuffle: Annotated[
+        str | None, typer.Option(metavar="SEED|no", help="In random order; pictures by class are, with seed 0.")
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Number of files; else by size. A process that packs holds one in memory.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes that pack; else one per core.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace what DST holds of another source.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Pack a data set into shards that every rank reads at the speed of memory. Run it again after a kill: it goes on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from echelon.data.packed.pack import pack as write
+
+    if re.match(r"[a-z0-9+]+:/", str(target)):
+        raise DataError(
+            f"{target} is on a store: pack into a folder here, and copy that folder there with the store's own tool"
+        )
+    processes = processes or os.cpu_count() or 1
+    kept = target.with_name(f".{target.name}.tokens")
+    screen = Console(stderr=True)
+    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*shown, console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
+        reading = bar.add_task("tokens", total=None, visible=False)
+        origin = _origin(
+            source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes,
+            progress=lambda done, total: bar.update(reading, completed=done, total=total, visible=True),
+        )  # fmt: skip
+        origin = _mixed(origin, shuffle)
+        packing = bar.add_task("packing", total=None)
+        made = write(
+            origin, target, shards=shards, processes=processes, overwrite=overwrite,
+            progress=lambda done, total: bar.update(packing, completed=done, total=total),
+        )  # fmt: skip
+    shutil.rmtree(kept, ignore_errors=True)
+    if json:
+        columns = {column.name: str(column) for column in made.columns}
+        print_json(
+            {
+                "folder": str(target),
+                "samples": made.samples,
+                "bytes": made.bytes,
+                "shards": len(made.shards),
+                "columns": columns,
+            }
+        )
+        return
+    files = f"{len(made.shards)} file{'s' * (len(made.shards) != 1)}"
+    typer.echo(f"{target}: {made.samples:,} samples, {in_words(made.bytes)} in {files}; use it as data={str(target)!r}")
+
+
+def _mixed(origin: Origin, shuffle: str | None) -> Origin:
+    """In random order where that is asked for, and where it is not but rows are sorted by class."""
+    from echelon.data.packed.from_images import Pictures
+    from echelon.data.packed.mixed import Mixed
+
+    if shuffle not in (None, "no") and not shuffle.isdecimal():
+        raise DataError(f"--shuffle {shuffle}: a seed, as 0, or no")
+    if shuffle == "no" or (shuffle is None and not isinstance(origin, Pictures)):
+        return origin
+    return Mixed(origin, int(shuffle or 0))
+
+
+def _origin(source: str, **options: Any) -> Origin:
+    """The source by its kind: a file of Python with a name in it, or data on the disk."""
+    from echelon.data.packed.detect import open_origin
+
+    file = source.rpartition(":")[0] if ":" in source else source
+    if not file.endswith(".py"):
+        return open_origin(Path(source), **options)
+    if options["tokens"] is not None and ":" not in source:
+        return open_origin(Path(source), **options)
+    from echelon.data.packed.fingerprint import fingerprint
+    from echelon.data.packed.from_samples import Values
+    from echelon.flow.jobfile import load_data
+
+    data = load_data(source)
+    return Values(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

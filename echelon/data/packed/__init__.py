@@ -1,0 +1,1 @@
+"""Data sets in files: `pack` writes them once, `Packed` reads them at the speed of memory. docs/data.md describes the format."""

@@ -1,0 +1,250 @@
+"""What a function or a data set does, as one short text: equal in another process, and another one once it does something else."""
+
+from __future__ import annotations
+
+import copyreg
+import dis
+import hashlib
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping, Set
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from echelon.data.digest import digest
+from echelon.data.packed.reader import Packed
+
+
+def fingerprint(value: Any) -> str:
+    """Functions count by their code, what they have taken with them, and the functions, classes and values of the user's own code
+    that they name; objects by their class and what they hold, as pickle would send it; arrays by their content; paths of files by size
+    and time of change. Installed packages count by their version, own modules that a function imports when it runs by their file."""
+    return _walked(value, frozenset(os.listdir()))
+
+
+def _walked(value: Any, here: frozenset[str]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    _Walk(found.update, here).feed(value)
+    return found.hexdigest()
+
+
+class _Walk:
+    """`here`: the names in the current folder."""
+
+    def __init__(self, write: Callable[[Any], Any], here: frozenset[str]) -> None:
+        self._write, self._here = write, here
+        self._seen: dict[int, tuple[int, Any]] = {}  # with the thing itself, or another may get its address
+
+    def feed(self, value: Any) -> None:
+        """Write down all that `value` is."""
+        if isinstance(value, str | os.PathLike):
+            self._text(os.fspath(value))
+        elif value is None or isinstance(value, bool | int | float | complex | np.generic):
+            self._say(type(value).__name__, repr(value))
+        elif isinstance(value, bytes):
+            self._say("bytes", str(len(value)))
+            self._write(value)
+        elif isinstance(value, np.memmap) and value.filename is not None:
+            self._say("memory map", str(value.dtype), str(value.shape), str(value.offset))
+            self._text(os.fspath(value.filename))
+        elif isinstance(value, Tensor | np.ndarray) and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
+            self._say(digest(value))
+        elif id(value) in self._seen:
+            self._say("seen", str(self._seen[id(value)][0]))
+        else:
+            self._seen[id(value)] = len(self._seen), value
+            self._large(value)
+
+    def _large(self, value: Any) -> None:
+        if isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self._all("method", value.__func__, value.__self__)
+        elif isinstance(value, staticmethod | classmethod):
+            self._all("method", value.__func__)
+        elif isinstance(value, property):
+            self._all("property", value.fget, value.fset)
+        elif isinstance(value, partial):
+            self._all("partial", value.func, value.args, value.keywords)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, types.ModuleType):
+            self._say("module", value.__name__, _version(value.__name__))
+        elif isinstance(value, np.ndarray):
+            self._all(f"objects {value.shape}", *value.reshape(-1).tolist())
+        elif isinstance(value, Packed):
+            self._say(value.identity)
+            self._all("packed", value.transform, value.pad)
+        elif isinstance(value, Mapping):
+            plain = all(isinstance(key, str | bytes | int | float | None) for key in value)
+            items = sorted(value.items(), key=lambda item: repr(item[0])) if plain else value.items()
+            self._all(f"mapping {type(value).__name__}", *items, getattr(value, "__dict__", None))
+        elif isinstance(value, Set):
+            self._say("set", *sorted(_walked(part, self._here) for part in value))
+        elif isinstance(value, list | tuple):
+            self._all(f"{type(value).__name__} {len(value)}", *value, getattr(value, "__dict__", None))
+        else:
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        self.feed(type(value))
+        if "__wrapped__" in getattr(value, "__dict__", {}):  # a decorated function
+            self.feed(value.__dict__["__wrapped__"])
+        try:
+            known = copyreg.dispatch_table.get(type(value))
+            parts = value.__reduce_ex__(4) if known is None else known(value)
+        except Exception:
+            self._handle(value)
+            return
+        if isinstance(parts, str):
+            self._say(parts)
+            return
+        made, given, *rest = parts
+        self._all("made", made, given)
+        for part in rest:  # its state, then, as iterators, items of it
+            self.feed(list(part) if isinstance(part, Iterator) else part)
+
+    def _handle(self, value: Any) -> None:
+        """What cannot be sent to another process: memory by its content, a file by its name, a lock by nothing."""
+        try:
+            self._write(memoryview(value).tobytes())
+        except TypeError:
+            names = [getattr(value, name, None) for name in ("name", "filename")]
+            self._all("handle", *(name for name in names if isinstance(name, str | os.PathLike)))
+            self.feed(getattr(value, "__dict__", None))
+
+    def _function(self, value: types.FunctionType) -> None:
+        self._say("function", value.__qualname__)
+        if not _own(value.__module__):
+            self._say(str(value.__module__), _version(value.__module__))
+            return
+        self._code(value.__code__)
+        self._all("holds", value.__defaults__, value.__kwdefaults__, value.__dict__)
+        for cell in value.__closure__ or ():
+            try:
+                self.feed(cell.cell_contents)
+            except ValueError:  # not filled yet
+                self._say("empty")
+        codes = list(_codes(value.__code__))
+        names = sorted({name for code in codes for name in code.co_names})
+        for name in names:
+            if name in value.__globals__:
+                self._global(value.__globals__[name], names, set())
+        package = str(value.__globals__.get("__package__") or "")
+        for name in sorted({name for code in codes for name in _imported(code, package)}):
+            file = _file_of(name)
+            if file is not None and _is_own(file):
+                self._say("import", name)
+                self._write(file.read_bytes())
+
+    def _global(self, value: Any, names: list[str], entered: set[str]) -> None:
+        self.feed(value)
+        if isinstance(value, types.ModuleType) and _own(value.__name__) and value.__name__ not in entered:
+            entered.add(value.__name__)
+            for name in names:  # `tools.image.clean(x)`: the function named after its modules
+                if name in vars(value):
+                    self._global(vars(value)[name], names, entered)
+
+    def _class(self, value: type) -> None:
+        self._say("class", f"{value.__module__}.{value.__qualname__}")
+        if not _own(value.__module__):
+            self._say(_version(value.__module__))
+            return
+        for name, part in sorted(vars(value).items()):
+            # Of what Python itself puts into a class only its methods do something.
+            if isinstance(part, types.FunctionType) or not (name.startswith("__") or name == "_abc_impl"):
+                self._say(name)
+                self.feed(part)
+        for base in value.__bases__:
+            self.feed(base)
+
+    def _code(self, code: types.CodeType) -> None:
+        self._write(code.co_code)
+        self._say(*code.co_names)
+        for part in code.co_consts:
+            if isinstance(part, types.CodeType):
+                self._code(part)
+            else:
+                self.feed(part)
+
+    def _text(self, text: str | bytes) -> None:
+        self._say("text", repr(text))
+        name = os.fsdecode(text)
+        if (os.sep in name or name in self._here) and len(name) < 4096 and "\0" not in name:
+            try:
+                state = os.stat(name)
+            except OSError:
+                return
+            if Path(name).is_file():  # a folder changes by what is written beside the data
+                self._say(str(state.st_size), str(state.st_mtime_ns))
+
+    def _all(self, kind: str, *parts: Any) -> None:
+        self._say(kind)
+        for part in parts:
+            self.feed(part)
+
+    def _say(self, *words: str) -> None:
+        for word in words:
+            self._write(f"{len(word)} {word} ".encode(errors="surrogatepass"))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions in it."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _codes(part)
+
+
+def _imported(code: types.CodeType, package: str) -> Iterator[str]:
+    """The modules, or what may be one, that the code imports when it runs."""
+    steps = list(dis.get_instructions(code))
+    for place, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            level, names = (before.argval for before in steps[place - 2 : place])
+            above = package.rsplit(".", level - 1)[0] if level else ""
+            module = ".".join(part for part in (above, step.argval) if part)
+            yield from accumulate(module.split("."), "{}.{}".format)  # the packages that it is in
+            yield from (f"{module}.{name}" for name in names or ())
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, found without running it or a package around it."""
+    top, *rest = module.split(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    found = [Path(spec.origin)] if spec.origin and not rest else []
+    for folder in (spec.submodule_search_locations or ()) if rest else ():
+        found += [Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")]
+    return next((path for path in found if path.is_file()), None)
+
+
+@cache
+def _own(module: str | None) -> bool:
+    """Whether it is the user's code, not an installed package or Python's own library."""
+    if module is None or module.partition(".")[0] == "echelon":
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" if file is None else _is_own(Path(file))
+
+
+def _is_own(file: Path) -> bool:
+    path = file.resolve()
+    installed = {"site-packages", "dist-packages"} & {*path.parts}
+    return not installed and not path.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _version(module: str) -> str:
+    return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))

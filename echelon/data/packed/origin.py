@@ -1,0 +1,59 @@
+"""What can be packed: rows by number, in columns. One file beside this one for each kind of source."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from echelon.data.packed.manifest import Column
+
+#: Called now and then with how much is done, and how much there is to do.
+Progress = Callable[[int, int], None]
+
+
+class Origin(ABC):
+    """A source of `samples` rows. It is handed to several processes, each of which reads other rows."""
+
+    samples: int
+    columns: tuple[Column, ...]
+    #: How the columns make up a sample (tree.py).
+    sample: Any
+    #: Where it comes from, in words, for the manifest. Two packings go on from each other only if this is equal.
+    provenance: Mapping[str, str]
+    #: What else there is to say of it once it was read.
+    remarks: Mapping[str, str] = MappingProxyType({})
+    #: Bytes of one row, about: decides how many make a shard.
+    row_bytes: float
+    #: Whether one row can be read without many others.
+    by_row: bool = True
+
+    def prepare(self) -> None:
+        """What has to be done before the number of samples is known or a row is read. Not called where all is packed already."""
+        return
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Sequence[Any]:
+        """For each column the rows `start` to `stop`: one array, or a list of arrays where the column is ragged."""
+
+    @property
+    def identity(self) -> str:
+        """A short text that changes when the source does."""
+        return self._identity(self.samples)
+
+    def _identity(self, *more: object) -> str:
+        known = [*map(str, more), repr(self.columns), json.dumps(self.sample), json.dumps(dict(self.provenance))]
+        return hashlib.blake2b("\n".join(known).encode(), digest_size=16).hexdigest()
+
+
+def stamp(paths: Iterable[Path]) -> str:
+    """Files by name, size and time of change, as one short text."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        state = path.stat()
+        found.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+    return found.hexdigest()

@@ -1,0 +1,105 @@
+"""Several files as one range of addresses, read-only, so that one gather reaches rows of all of them.
+
+NumPy and Python map one file at a time, wherever it falls. The C library lays files side by side in a range that was reserved
+for them; nothing is read before it is touched, and nothing counts as this process's own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from functools import cache
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Addresses that may be left free: a process has about 100 TB of them.
+_MOST_FREE = 2**42
+#: Bytes that one entry of a page table can map at once, on x86 and on ARM with small pages of 4 KB.
+HUGE = 2**21
+_PROT_NONE, _FIXED, _NORESERVE, _ADVISE_HUGE = 0, 0x10, 0x4000, 14  # Linux
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Region:
+    """Maps `files` one behind the other; `starts` are their first bytes in `bytes`."""
+
+    def __init__(
+        self, files: Sequence[tuple[Path, int]], gaps: Sequence[int] | None = None, *, page: int = mmap.PAGESIZE
+    ) -> None:
+        """`files`: path and size of each. `gaps`: addresses left free before each, in whole pages. `page`: HUGE asks the kernel to read
+        and map so much at a time, which takes less of its work, where the file system can do that."""
+        sizes = [-(-size // page) * page for _, size in files]
+        free = np.zeros(len(files), np.int64) if gaps is None else np.array(gaps, np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64) + np.cumsum(free)
+        self._length = max(sum(sizes) + int(free.sum()), page)
+        self._reserved = self._length + page - mmap.PAGESIZE
+        self._first = _map(None, self._reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)
+        self._address = -(-self._first // page) * page
+        for (path, size), start in zip(files, self.starts.tolist(), strict=True):
+            if size:
+                with path.open("rb") as file:
+                    found = os.fstat(file.fileno()).st_size
+                    if found != size:  # a mapping beyond the end of a file would end the process when it is read
+                        raise OSError(f"it has {found:,} bytes, not {size:,}")
+                    at = _map(self._address + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file.fileno())
+                    if page == HUGE:
+                        _library().madvise(at, size, _ADVISE_HUGE)  # it may not: then pages are as small as ever
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "typestr": "|u1", "shape": (self._length,), "data": (self._address, True)}
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """All of it; the region lives as long as this array or a view of it does."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        address = getattr(self, "_first", None)
+        if address is not None:
+            _library().munmap(address, self._reserved)
+
+
+def even_gaps(sizes: Sequence[int], offsets: Sequence[int], item: int, page: int = mmap.PAGESIZE) -> list[int] | None:
+    """Gaps before files of `sizes` with which what lies at `offsets` of them is whole multiples of `item` bytes apart; None where
+    no gaps do that, files being mapped in whole pages, or only vast ones."""
+    common = gcd(page, item)
+    turn = pow(page // common, -1, item // common)
+    gaps, place = [], 0
+    for size, offset in zip(sizes, offsets, strict=True):
+        short = offsets[0] - place - offset
+        if short % common:
+            return None
+        gaps.append(short // common * turn % (item // common) * page)
+        place += gaps[-1] + -(-size // page) * page
+    return gaps if sum(gaps) < _MOST_FREE else None
+
+
+def _map(address: int | None, length: int, protection: int, flags: int, file: int) -> int:
+    found = _library().mmap(address, length, protection, flags, file, 0)
+    if found == _FAILED or found is None:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{length:,} bytes cannot be mapped: {os.strerror(code)}")
+    return int(found)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library

@@ -1,0 +1,374 @@
+"""What can be packed, from the command line: each kind of source comes back as it was."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from echelon.cli.app import app
+from echelon.data import Loader, Packed, open_source
+from echelon.data.packed.detect import open_origin
+from echelon.data.packed.origin import Origin
+
+MNIST = Path(__file__).parents[3] / "shared/data/mnist"
+
+
+def echelon(*words: Any, code: int = 0) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def packed(tmp_path: Path, source: Any, *options: Any) -> Packed:
+    echelon("pack", source, tmp_path / "packed", "--processes", 1, *options)
+    return Packed(tmp_path / "packed")
+
+
+def idx(path: Path, array: np.ndarray) -> None:
+    head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(gzip.compress(head + array.tobytes()) if path.suffix == ".gz" else head + array.tobytes())
+
+
+def test_idx_files(tmp_path: Path) -> None:
+    folder = tmp_path / "idx"
+    folder.mkdir()
+    pixels = np.arange(10 * 4 * 5, dtype=np.uint8).reshape(10, 4, 5)
+    idx(folder / "train-images-idx3-ubyte.gz", pixels)
+    idx(folder / "train-labels-idx1-ubyte.gz", np.arange(10, dtype=np.uint8))
+    idx(folder / "t10k-images-idx3-ubyte", pixels[:3])
+    idx(folder / "t10k-labels-idx1-ubyte", np.arange(3, dtype=np.uint8))
+    data = packed(tmp_path, folder)
+    assert np.array_equal(data.batch(np.arange(10))[0].numpy(), pixels)
+    assert data[4][1].item() == 4
+    echelon("pack", folder, tmp_path / "test", "--split", "t10k")
+    assert len(Packed(tmp_path / "test")) == 3
+    assert "has no split 'dev'; it has t10k, train" in echelon("pack", folder, tmp_path / "x", "--split", "dev", code=2)
+
+
+def test_idx_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    idx(tmp_path / "train-images-idx3-ubyte", np.zeros((3, 2, 2), np.uint8))
+    idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(3, np.uint8))
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "has 11 bytes of values, its head promises (3, 2, 2)" in echelon("pack", tmp_path, tmp_path / "p", code=2)
+
+
+@pytest.mark.parametrize("ending", ["npy", "npz"])
+def test_numpy(tmp_path: Path, ending: str) -> None:
+    rows = np.random.default_rng(0).normal(size=(30, 2, 3)).astype(">f4")
+    if ending == "npy":
+        np.save(tmp_path / "x.npy", rows)
+        batch = packed(tmp_path, tmp_path / "x.npy").batch(np.array([3, 1]))
+    else:
+        np.savez(tmp_path / "x.npz", rows=rows, flag=np.arange(30) > 3)
+        found = packed(tmp_path, tmp_path / "x.npz").batch(np.array([3, 1]))
+        batch = found["rows"]
+        assert found["flag"].tolist() == [False, False]
+    assert np.array_equal(batch.numpy(), rows[[3, 1]])
+
+
+def test_numpy_never_unpickles(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{}, None]), allow_pickle=True)
+    assert "cannot be read as a NumPy file of numbers" in echelon("pack", tmp_path / "x.npy", tmp_path / "p", code=2)
+
+
+TABLE = {"number": [1, 2, 3], "name": ["a", "", "ccc"], "weight": [0.5, 1.5, -1.0], "good": [True, False, True]}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "folder"])
+def test_tables(tmp_path: Path, kind: str) -> None:
+    table = pa.table(TABLE)
+    if kind == "csv":
+        from pyarrow import csv
+
+        csv.write_csv(table, tmp_path / "t.csv")
+    elif kind == "parquet":
+        pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+    elif kind == "arrow":
+        with pa.ipc.new_stream(str(tmp_path / "t.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        (tmp_path / "t.folder").mkdir()
+        for part in range(3):
+            pq.write_table(table.slice(part, 1), tmp_path / f"t.folder/{part}.parquet")
+    data = packed(tmp_path, tmp_path / f"t.{kind}", "--shards", 2)
+    batch = data.batch(np.array([2, 0, 1]))
+    assert batch["number"].tolist() == [3, 1, 2]
+    assert batch["name"] == ["ccc", "a", ""]
+    assert batch["weight"].tolist() == [-1.0, 0.5, 1.5]
+    assert batch["good"].tolist() == [True, True, False]
+
+
+def test_lists_in_tables(tmp_path: Path) -> None:
+    columns = {
+        "any": pa.array([[1, 2], [], [3]], pa.list_(pa.int16())),
+        "two": pa.array([[1.0, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2)),
+        "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    data = packed(tmp_path, tmp_path / "t.parquet")
+    assert [data[row]["any"].tolist() for row in range(3)] == [[1, 2], [], [3]]
+    assert data[1]["two"].tolist() == [3, 4]
+    assert data[1]["kind"] == "y"
+
+
+def test_a_place_without_a_value_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2, None]}), tmp_path / "t.parquet")
+    assert "column 'a' has no value in row 2" in echelon("pack", tmp_path / "t.parquet", tmp_path / "p", code=2)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"line {number}", "ids": [number] * (number % 3), "meta": {"score": number / 2}} for number in range(9)
+    ]
+    (tmp_path / "x.jsonl").write_text(
+        "\n".join(map(json.dumps, rows[:4])) + "\n\n" + "\n".join(map(json.dumps, rows[4:]))
+    )
+    data = packed(tmp_path, tmp_path / "x.jsonl", "--shards", 2)
+    assert len(data) == 9
+    assert (data[8]["text"], data[8]["ids"].tolist(), data[8]["meta"]["score"].item()) == ("line 8", [8, 8], 4.0)
+    (tmp_path / "y.jsonl").write_text('{"a": 1}\n{"a": \n')
+    assert "y.jsonl: its value 1 is no JSON" in echelon("pack", tmp_path / "y.jsonl", tmp_path / "p", code=2)
+
+
+def test_text_as_bytes(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/a.txt").write_text("hello ")
+    (tmp_path / "t/b.txt").write_text("world!!")
+    rows = packed(tmp_path, tmp_path / "t", "--tokens", "byte", "--length", 4).batch(np.arange(3))
+    assert bytes(rows.reshape(-1).tolist()) == b"hello world!"
+    echelon("pack", tmp_path / "t", tmp_path / "whole", "--tokens", "byte", "--dtype", "uint8")
+    assert bytes(Packed(tmp_path / "whole")[1].tolist()) == b"world!!"
+    assert "is text: say how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
+
+
+def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
+    (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"{n},{n if n < 900 else n + 0.5}\n" for n in range(1000)))
+    batch = packed(tmp_path, tmp_path / "x.csv").batch(np.array([5, 950]))
+    assert (batch["a"].tolist(), batch["b"].tolist()) == ([5, 950], [5.0, 950.5])
+    (tmp_path / "y.csv").write_text("a\n" + "".join(f"{n}\n" for n in range(1000)))
+    echelon("pack", tmp_path / "y.csv", tmp_path / "y", "--shards", 4, "--processes", 2)
+    assert Packed(tmp_path / "y").batch(np.arange(1000))["a"].tolist() == list(range(1000))
+
+
+def test_numbers_in_json_that_are_not_all_whole_are_floats(tmp_path: Path) -> None:
+    lines = [{"score": n if n % 3 else n + 0.5, "ids": [n]} for n in range(300)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    packed(tmp_path, tmp_path / "x.jsonl")
+    assert Packed(tmp_path / "packed", pad=0).batch(np.arange(5))["score"].tolist() == [0.5, 1.0, 2.0, 3.5, 4.0]
+
+
+def test_parquet_in_many_row_groups(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": list(range(2000))}), tmp_path / "x.parquet", row_group_size=700)
+    echelon("pack", tmp_path / "x.parquet", tmp_path / "packed", "--shards", 3, "--processes", 2)
+    assert [sample["n"].item() for sample in Packed(tmp_path / "packed").__getitems__(range(2000))] == list(range(2000))
+
+
+def test_text_by_a_tokenizer_file(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a b c a b")
+    data = packed(tmp_path, tmp_path / "a.txt", "--tokens", tmp_path / "tokenizer.json", "--length", 2)
+    assert data.batch(np.arange(2)).tolist() == [[0, 1], [2, 0]]
+    assert data.manifests[0].provenance["left out"] == "1"
+
+
+def test_text_that_is_packed_already_is_not_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a")
+    options = "--tokens", tmp_path / "tokenizer.json"
+    packed(tmp_path, tmp_path / "a.txt", *options)
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("tokenized again")
+
+    monkeypatch.setattr("echelon.data.packed.from_text._encode", refuse)
+    assert len(packed(tmp_path, tmp_path / "a.txt", *options)) == 1
+
+
+def test_the_size_of_rows_is_that_of_what_is_packed(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": np.zeros(10000), "t": ["abcd"] * 10000}), tmp_path / "x.parquet")
+    assert open_origin(tmp_path / "x.parquet", kept=tmp_path / "kept").row_bytes == 12
+    assert (tmp_path / "x.parquet").stat().st_size < 20000
+
+
+def test_lines_of_json_are_found_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.from_samples._PIECE", 7)
+    (tmp_path / "x.jsonl").write_text("".join(f"{number}\n" for number in range(0, 3000, 7)))
+    assert [int(value) for value in packed(tmp_path, tmp_path / "x.jsonl").__getitems__(range(429))] == list(
+        range(0, 3000, 7)
+    )
+
+
+def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(500)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t").mkdir()
+    for number in range(20):
+        (tmp_path / f"t/{number:02}.txt").write_text(" ".join(map(str, range(number * 17 % 23))))
+    said: list[int] = []
+
+    def open_texts(stop: int | None) -> Origin:
+        def told(done: int, total: int) -> None:
+            said.append(done)
+            if len(said) == stop:
+                raise KeyboardInterrupt
+
+        how = {"tokens": str(tmp_path / "tokenizer.json"), "kept": tmp_path / "kept", "progress": told}
+        origin = open_origin(tmp_path / "t", **how, processes=2)
+        origin.prepare()
+        return origin
+
+    with pytest.raises(KeyboardInterrupt):
+        open_texts(8)
+    found = len(list((tmp_path / "kept").glob("*.int32")))
+    assert 7 <= found < 20
+    said.clear()
+    origin = open_texts(None)
+    assert said[0] > 0
+    assert len(said) <= 21 - found
+    assert [row.tolist() for row in origin.read(0, 20)[0]] == [list(range(number * 17 % 23)) for number in range(20)]
+    data = packed(tmp_path, tmp_path / "t", "--tokens", tmp_path / "tokenizer.json", "--length", 7, "--shards", 3)
+    whole = [token for number in range(20) for token in range(number * 17 % 23)]
+    assert data.batch(np.arange(len(data))).flatten().tolist() == whole[: len(data) * 7]
+    assert not (tmp_path / ".packed.tokens").exists()
+
+
+def test_pictures_by_class(tmp_path: Path) -> None:
+    for name, shade in (("cat", 10), ("dog", 200)):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (6 + number, 5), (shade, number, 0)).save(tmp_path / "in" / name / f"{number}.png")
+    raw = packed(tmp_path, tmp_path / "in", "--shuffle", "no")
+    assert raw[4][0].shape == (3, 5, 7)
+    assert (raw[4][0][:, 0, 0].tolist(), raw[4][1].item()) == ([200, 1, 0], 1)
+    echelon("pack", tmp_path / "in", tmp_path / "sized", "--size", "4x3")
+    assert Packed(tmp_path / "sized").batch(np.array([0, 5]))[0].shape == (2, 3, 4, 3)
+    (tmp_path / "in/dog/1.png").write_bytes(b"no picture")
+    assert "dog/1.png is no picture that can be read" in echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
+
+
+def test_pictures_by_class_are_packed_in_random_order(tmp_path: Path) -> None:
+    """Else each file, and with it each rank's share and each micro-batch, would hold one class or two."""
+    for label in range(4):
+        (tmp_path / "in" / f"class {label}").mkdir(parents=True)
+        for number in range(16):
+            Image.new("RGB", (4, 4), (label, number, 0)).save(tmp_path / "in" / f"class {label}" / f"{number:02}.png")
+    data = packed(tmp_path, tmp_path / "in", "--size", "4x4", "--shards", 4)
+    pixels, labels = data.batch(np.arange(64))
+    assert sorted(zip(pixels[:, 0, 0, 0].tolist(), pixels[:, 1, 0, 0].tolist(), strict=True)) == [
+        (label, number) for label in range(4) for number in range(16)
+    ]
+    assert pixels[:, 0, 0, 0].tolist() == labels.tolist()
+    source = open_source(str(tmp_path / "packed"))
+    order = source.order(batch=16, seed=0)
+    assert order.rule == "shuffled in lanes=4"
+    micros = [
+        len(set(micro.batch[1].tolist()))
+        for step in Loader(source, order, rank=0, ranks=1, micro=4).steps(0, 40)
+        for micro in step.micros
+    ]
+    assert np.mean(micros) > 2  # of 4 samples drawn from 4 classes 2.7 classes are expected, of a sorted file 1
+    assert data.manifests[0].provenance["shuffled"] == "seed 0"
+
+
+@pytest.mark.parametrize("kind", ["npy", "jsonl", "text"])
+def test_other_sources_are_shuffled_if_asked(tmp_path: Path, kind: str) -> None:
+    how: list[Any] = ["--shuffle", 3]
+    if kind == "npy":
+        np.save(tmp_path / "x.npy", np.arange(50))
+    elif kind == "jsonl":
+        (tmp_path / "x.jsonl").write_text("".join(f"{number}\n" for number in range(50)))
+    else:
+        (tmp_path / "x.txt").write_bytes(bytes(range(50)))
+        how += ["--tokens", "byte", "--length", 1]
+    source = next(path for path in tmp_path.iterdir())
+    found = packed(tmp_path, source, *how).batch(np.arange(50)).reshape(-1).tolist()
+    assert sorted(found) == list(range(50))
+    assert found != list(range(50))
+    echelon("pack", source, tmp_path / "packed", *how)  # the same again is nothing to do
+    assert "holds another packed data set" in echelon(
+        "pack", source, tmp_path / "packed", *how[2:], "--shuffle", 4, code=2
+    )
+
+
+def test_what_cannot_be_shuffled_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a\n1\n2\n")
+    told = echelon("pack", tmp_path / "x.csv", tmp_path / "p", "--shuffle", 0, code=2)
+    assert "rows of a table are read many at a time" in " ".join(told.split())
+    assert "a seed, as 0, or no" in echelon("pack", tmp_path / "x.csv", tmp_path / "p", "--shuffle", "yes", code=2)
+
+
+def test_show_tells_names_and_kinds_as_they_are(tmp_path: Path) -> None:
+    """Square brackets are markup to rich."""
+    (tmp_path / "x.jsonl").write_text('{"[/x]": [1, 2], "[red]y": "[b]"}\n{"[/x]": [3], "[red]y": ""}\n')
+    packed(tmp_path, tmp_path / "x.jsonl")
+    shown = echelon("data", "show", tmp_path / "packed")
+    for words in ("[/x]", "int64[any]", "[red]y", "'[b]'"):
+        assert words in shown
+
+
+def test_a_torch_data_set_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "numbers_set.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def squares():\n    return TensorDataset(torch.arange(50.0), torch.arange(50) ** 2)\n"
+    )
+    data = packed(tmp_path, f"{tmp_path / 'numbers_set.py'}:squares", "--shards", 4)
+    assert data.batch(np.array([7, 49]))[1].tolist() == [49, 2401]
+    assert "no `cubes` in it" in echelon("pack", f"{tmp_path / 'numbers_set.py'}:cubes", tmp_path / "p", code=2)
+
+
+def test_show_and_verify(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.arange(60.0).reshape(20, 3), y=np.arange(20))
+    packed(tmp_path, tmp_path / "x.npz", "--shards", 3)
+    shown = echelon("data", "show", tmp_path / "packed")
+    assert "20 samples" in shown
+    assert "float64[3]" in shown
+    assert "6 to 7" in shown
+    assert "sample 1: {x: float64[3] [3, 4, 5], y: 1}" in shown
+    assert json.loads(echelon("data", "show", tmp_path / "packed", "--json"))["shards"]["lanes"] == 3
+    assert "whole; 3 blocks in 3 files" in echelon("data", "verify", tmp_path / "packed")
+    path = tmp_path / "packed/shard-00001.arrow"
+    content = bytearray(path.read_bytes())
+    content[Packed(tmp_path / "packed").manifests[0].shards[1].buffers[0][0]] ^= 1
+    path.write_bytes(content)
+    told = echelon("data", "verify", tmp_path / "packed", code=1)
+    assert "shard-00001.arrow, block 0 (samples 6 to 12) is damaged: its checksum is" in told
+    assert "no such folder" in echelon("data", "verify", tmp_path / "nothing", code=2)
+
+
+@pytest.mark.skipif(not MNIST.is_dir(), reason="no MNIST beside the checkout")
+def test_mnist(tmp_path: Path) -> None:
+    data = packed(tmp_path, MNIST, "--split", "t10k")
+    assert len(data) == 10_000
+    assert data.batch(np.arange(10_000))[1].bincount().tolist() == [
+        980,
+        1135,
+        1032,
+        1010,
+        982,
+        892,
+        958,
+        1028,
+        974,
+        1009,
+    ]

@@ -1,0 +1,91 @@
+"""A checkpoint goes on in its own order of its own data: in another, samples would be repeated and left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import echelon
+from echelon.data import Packed
+from echelon.data import order as orders
+from echelon.data.order import Bucketed, Order
+from echelon.data.packed.from_samples import Values
+from echelon.data.packed.pack import pack
+from echelon.engine.stored import MANIFEST
+from echelon.errors import ForeignCheckpoint
+from tests.flow.jobs import make
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+
+
+def packed(folder: Path, shards: int, *, shift: int = 0) -> Path:
+    rows = [(torch.full((8,), (number + shift) / 100), torch.ones(1)) for number in range(64)]
+    pack(Values(rows, {"source": f"cut into {shards}"}), folder, shards=shards)
+    return folder
+
+
+def train(folder: Path, data: Any, epochs: int) -> None:
+    echelon.train(make(data=data, epochs=epochs, batch=8), "dp=1", folder=folder, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("shards", "options", "message"),
+    [
+        (8, {}, "were shuffled in lanes=4, the job's are shuffled in lanes=8: the order would differ"),
+        (4, {"window": 1, "lanes": 2}, "the job's are shuffled in lanes=2, window=1 of files=4: the order"),
+        (4, {"lanes": 1}, "the job's are shuffled whole: the order would differ"),
+    ],
+)
+def test_data_packed_or_read_in_another_way_is_refused_by_train(
+    tmp_path: Path, shards: int, options: dict[str, Any], message: str
+) -> None:
+    train(tmp_path / "run", str(packed(tmp_path / "one", 4)), 1)
+    with pytest.raises(ForeignCheckpoint, match=message):
+        train(tmp_path / "run", Packed(packed(tmp_path / "two", shards), **options), 2)
+
+
+def test_other_samples_are_refused_and_the_same_ones_from_elsewhere_are_not(tmp_path: Path) -> None:
+    train(tmp_path / "run", str(packed(tmp_path / "one", 4)), 1)
+    with pytest.raises(
+        ForeignCheckpoint, match=r"made with packed data that held [0-9a-f]{32}, the job's holds [0-9a-f]{32}"
+    ):
+        train(tmp_path / "run", str(packed(tmp_path / "two", 4, shift=1)), 2)
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    train(tmp_path / "run", str(tmp_path / "moved"), 2)
+
+
+def test_a_checkpoint_that_does_not_tell_its_order_is_of_the_only_one_there_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = TensorDataset(torch.randn(64, 8), torch.ones(64, 1))
+    train(tmp_path / "run", rows, 1)
+    path = next((tmp_path / "run" / "checkpoints").glob(f"*/{MANIFEST}"))
+    told = json.loads(path.read_text())
+    assert told["order"] == "shuffled whole"
+    path.write_text(json.dumps({name: value for name, value in told.items() if name not in ("order", "content")}))
+    with monkeypatch.context() as patch:
+        patch.setattr(orders, "_TABLE", 50)
+        with pytest.raises(ForeignCheckpoint, match="the job's are shuffled whole, by formula 1"):
+            train(tmp_path / "run", rows, 2)
+    train(tmp_path / "run", rows, 2)
+
+
+def test_a_rule_tells_what_decides_the_order() -> None:
+    def rule(**more: Any) -> str:
+        return Order(samples=64, batch=8, **more).rule
+
+    assert rule(lanes=3) == rule(files=7) == "shuffled whole"  # three lanes do not divide the batch
+    assert rule(drop_last=True) == "shuffled whole, without short batches"
+    assert rule(shuffle=False, lanes=4) == "in their own order"
+    by_length = Bucketed(samples=64, batch=8, lanes=2, lengths=torch.arange(64).numpy())
+    assert by_length.rule == "shuffled in lanes=2, alike in length in pools of 32 batches"
+    assert Order(samples=2**23, batch=8, lanes=2).rule == "shuffled in lanes=2, by formula 1"

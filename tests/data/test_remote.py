@@ -1,0 +1,523 @@
+"""Data on remote stores: through a cache that is never too large, that ranks share, and that nothing can spoil."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from typer.testing import CliRunner
+
+from echelon.cli.app import app
+from echelon.data import Loader, Packed, evaluation_batches, open_source
+from echelon.data.packed.cache import Cache
+from echelon.data.packed.store import Store
+from echelon.errors import DataError
+from tests.data.test_packed import PIXELS, images
+
+
+class Stalling(LocalFileSystem):
+    """A store on which files do not begin to come, until `GO` is set."""
+
+    protocol = "stalling"
+    which = "*.arrow"
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        if Path(path).match(Stalling.which):
+            GO.wait(30)
+        return super().open(path, mode, **how)
+
+
+class Halting(LocalFileSystem):
+    """A store on which a file stops to come after its first 4,000 bytes."""
+
+    protocol = "halting"
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        file = super().open(path, mode, **how)
+        return HaltingFile(file) if path.endswith(".arrow") else file
+
+
+class HaltingFile:
+    def __init__(self, file: Any) -> None:
+        self._file, self._turns = file, 0
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def read(self, size: int) -> bytes:
+        self._turns += 1
+        if self._turns > 1:
+            GO.wait(30)
+        content: bytes = self._file.read(4000)
+        return content
+
+
+class Dripping(LocalFileSystem):
+    """A store on which each file comes in small pieces, slowly."""
+
+    protocol = "dripping"
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        file = super().open(path, mode, **how)
+        return DrippingFile(file) if path.endswith(".arrow") else file
+
+
+class DrippingFile:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def read(self, size: int) -> bytes:
+        time.sleep(0.02)
+        content: bytes = self._file.read(8000)
+        return content
+
+
+class Slow(LocalFileSystem):
+    """A store on which each file takes half a second; it counts how many come at once."""
+
+    protocol = "slow"
+    now = most = 0
+
+    def open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        if path.endswith(".arrow"):
+            Slow.now += 1
+            Slow.most = max(Slow.most, Slow.now)
+            time.sleep(0.5)
+            Slow.now -= 1
+        return super().open(path, mode, **how)
+
+
+class Hanging(LocalFileSystem):
+    """A store to which no connection is made until `GO` is set."""
+
+    protocol = "hanging"
+
+    def __init__(self, *given: Any, **how: Any) -> None:
+        GO.wait(30)
+        super().__init__(*given, **how)
+
+
+class Noting(AbstractFileSystem):
+    """A store as fsspec's own ones are, with the buffers that fsspec puts before them; it notes how much they ask for at once."""
+
+    protocol = "noting"
+    asked: ClassVar[list[int]] = []
+
+    def info(self, path: str, **how: Any) -> Any:
+        return {"name": path, "size": os.stat(path).st_size, "type": "file"}
+
+    def _open(self, path: str, mode: str = "rb", **how: Any) -> Any:
+        return NotingFile(self, path, mode, **how)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("noting://")
+
+
+class NotingFile(AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        Noting.asked.append(end - start)
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+
+GO = threading.Event()
+for store_ in (Stalling, Halting, Dripping, Slow, Hanging, Noting):
+    fsspec.register_implementation(store_.protocol, store_, clobber=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    images(tmp_path / "far", 8, 400)
+    return f"file://{tmp_path / 'far'}"
+
+
+def cached(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix == ".arrow")
+
+
+def test_remote_batches_are_the_same(store: str, tmp_path: Path) -> None:
+    data = Packed(store, cache=tmp_path / "cache")
+    ids = np.random.default_rng(0).permutation(400)[:100]
+    pixels, labels = data.batch(ids)
+    assert np.array_equal(pixels.numpy(), PIXELS[ids])
+    assert labels.tolist() == ids.tolist()
+    assert (len(data), data.lanes) == (400, 8)
+
+
+def test_a_rank_fetches_only_its_own_files(store: str, tmp_path: Path) -> None:
+    source = open_source(Packed(store, cache=tmp_path / "cache"))
+    list(Loader(source, source.order(batch=16, seed=0), rank=1, ranks=4, micro=None).steps(0, 25))
+    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 2
+
+
+def test_the_cache_stays_within_its_bound(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    data = Packed(store, cache=tmp_path / "cache", cache_bytes=3 * size + 100, window=1)
+    order = open_source(data).order(batch=8, seed=0)
+    assert order.window == 1
+    for first in (0, 350, 60, 200, 120, 399, 0):
+        assert data.batch(np.array([first]))[1].item() == first
+        assert cached(tmp_path / "cache") <= 3 * size + 100
+
+
+def test_the_cache_stays_within_its_bound_while_files_come_together(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    data = Packed(store.replace("file://", "dripping://"), cache=tmp_path / "cache", cache_bytes=3 * size + 100)
+    data.expect(np.arange(0, 400, 50))  # all eight files
+    most = 0
+    until = time.monotonic() + 20
+    while cached(tmp_path / "cache") < 3 * size and time.monotonic() < until:
+        most = max(most, sum(_size(path) for path in (tmp_path / "cache").iterdir()))
+        time.sleep(0.002)
+    assert 3 * size == cached(tmp_path / "cache")
+    assert most <= 3 * size + 100
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # it got another name just now
+        return 0
+
+
+def test_a_cache_that_is_too_small_says_so(store: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a cache of 1.00 kB cannot hold one file of"):
+        Packed(store, cache=tmp_path / "cache", cache_bytes=1000).batch(np.array([0]))
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    small = Packed(store, cache=tmp_path / "cache", cache_bytes=2 * size + 50, timeout=0.1)
+    with pytest.raises(DataError, match=r"of the cache are in use, .* more are needed"):
+        small.batch(np.array([0, 100, 200, 300]))
+
+
+def test_a_copy_that_is_in_use_is_not_deleted(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 25)
+    held = cache.hold("a", 10, lambda path: path.write_bytes(b"a" * 10) and None)
+    cache.hold("b", 10, lambda path: path.write_bytes(b"b" * 10) and None).release()
+    cache.hold("c", 10, lambda path: path.write_bytes(b"c" * 10) and None)
+    assert sorted(path.read_bytes()[:1] for path in tmp_path.glob("*.arrow")) == [b"a", b"c"]
+    held.release()
+
+
+def test_files_in_the_folder_that_are_no_copies_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for name in ("thesis.pdf", "table.arrow", ".0123.arrow.part", "photos/cat.jpg"):
+        (tmp_path / name).write_bytes(b"mine" * 100)
+    cache = Cache(tmp_path, 25)
+    for key in "abcdef":
+        cache.hold(key, 10, lambda path: path.write_bytes(b"a" * 10) and None).release()
+    assert (tmp_path / "photos/cat.jpg").read_bytes() == b"mine" * 100
+    assert {path.name for path in tmp_path.iterdir()} > {"thesis.pdf", "table.arrow", ".0123.arrow.part"}
+    assert cached(tmp_path) == 400 + 20
+
+
+def test_a_copy_that_is_deleted_just_as_it_is_opened_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
+    cache = Cache(tmp_path, 100)
+    fill = lambda path: path.write_bytes(b"a" * 10) and None  # noqa: E731
+    cache.hold("a", 10, fill).release()
+    (copy,) = tmp_path.glob("*.arrow")
+    found, utime = [copy], os.utime
+    monkeypatch.setattr(os, "utime", lambda *given: (found and found.pop().unlink(), utime(*given)))
+    assert cache.hold("a", 10, fill).path.read_bytes() == b"a" * 10
+
+
+def test_a_process_that_is_forked_while_a_copy_is_made_keeps_no_lock(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 100)
+    helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+
+    def fill(path: Path) -> None:
+        helper.start()
+        path.write_bytes(b"a" * 10)
+
+    try:
+        cache.hold("a", 10, fill).release()
+        next(tmp_path.glob("*.arrow")).unlink()
+        again = ThreadPoolExecutor(1).submit(cache.hold, "a", 10, lambda path: path.write_bytes(b"a" * 10) and None)
+        assert again.result(timeout=20).path.read_bytes() == b"a" * 10
+    finally:
+        helper.kill()
+        helper.join()
+
+
+def test_a_store_that_fails_leaves_no_copy(store: str, tmp_path: Path) -> None:
+    path = tmp_path / "far/shard-00003.arrow"
+    content = bytearray(path.read_bytes())
+    content[2000] ^= 1
+    path.write_bytes(content)
+    data = Packed(store, cache=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"file://.*/far/shard-00003.arrow, block 0 \(samples 150 to 199\) is damaged"):
+        data.batch(np.array([160]))
+    assert not list((tmp_path / "cache").glob("*.arrow"))
+    path.unlink()
+    with pytest.raises(DataError, match=r"file://.*/far/shard-00003.arrow cannot be read: FileNotFoundError"):
+        data.batch(np.array([160]))
+    assert data.batch(np.array([10]))[1].item() == 10
+
+
+@pytest.mark.parametrize(("kind", "came"), [("stalling", "0"), ("halting", "4,000")])
+def test_a_read_that_stalls_ends_with_a_message(store: str, tmp_path: Path, kind: str, came: str) -> None:
+    GO.clear()
+    data = Packed(store.replace("file://", f"{kind}://"), cache=tmp_path / "cache", timeout=0.2)
+    began = time.monotonic()
+    with pytest.raises(
+        DataError, match=rf"{kind}://.*shard-00000.arrow: no byte came for 0.2 s \(after {came}\); try again"
+    ):
+        data.batch(np.array([0]))
+    assert time.monotonic() - began < 10
+    GO.set()
+
+
+def test_a_read_that_comes_to_life_after_it_was_given_up_spoils_nothing(store: str, tmp_path: Path) -> None:
+    GO.clear()
+    url = store.replace("file://", "stalling://")
+    with pytest.raises(DataError, match="no byte came"):
+        Packed(url, cache=tmp_path / "cache", timeout=0.1).batch(np.array([0]))
+    data = Packed(url, cache=tmp_path / "cache", timeout=20)
+    with ThreadPoolExecutor(1) as other:
+        again = other.submit(data.batch, np.arange(50))
+        time.sleep(0.1)  # a second attempt waits at the same place as the first; then both go on
+        GO.set()
+        assert again.result()[1].tolist() == list(range(50))
+    assert cached(tmp_path / "cache") == data.manifests[0].shards[0].bytes
+
+
+@pytest.mark.parametrize("how", ["bit", "cut"])
+def test_a_copy_that_is_damaged_later_is_made_anew(store: str, tmp_path: Path, how: str) -> None:
+    data = Packed(store, cache=tmp_path / "cache")
+    assert data[60][1].item() == 60
+    (copy,) = (tmp_path / "cache").glob("*.arrow")
+    right = copy.read_bytes()
+    if how == "cut":
+        os.truncate(copy, 1000)
+    else:
+        place = data.manifests[0].shards[1].buffers[0][0] + 700
+        copy.write_bytes(right[:place] + bytes([right[place] ^ 1]) + right[place + 1 :])
+    again = Packed(store, cache=tmp_path / "cache")
+    assert np.array_equal(again.batch(np.arange(50, 100))[0].numpy(), PIXELS[50:100])
+    assert copy.read_bytes() == right
+
+
+def test_remote_files_that_cannot_be_had_are_skipped_and_counted_if_asked(store: str, tmp_path: Path) -> None:
+    (tmp_path / "far/shard-00003.arrow").unlink()
+    os.truncate(tmp_path / "far/shard-00005.arrow", 700)
+    with pytest.warns(
+        UserWarning, match=r"100 of 400 samples are skipped in 2 damaged parts, the first: file://.*-00003"
+    ):
+        data = Packed(store, cache=tmp_path / "cache", damaged="skip")
+    assert (len(data), data.skipped) == (300, 100)
+    left = [*range(150), *range(200, 250), *range(300, 400)]
+    assert data.batch(np.arange(300))[1].tolist() == left
+    with pytest.raises(DataError, match=r"shard-00003.arrow cannot be read"):
+        Packed(store, cache=tmp_path / "cache").batch(np.array([160]))
+
+
+def test_show_and_verify_take_a_url(store: str, tmp_path: Path) -> None:
+    def said(*words: str, code: int = 0) -> str:
+        done = CliRunner().invoke(app, ["data", *words], env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+        assert done.exit_code == code, done.output
+        return done.output
+
+    assert "far: 400 samples" in " ".join(said("show", store).split())
+    assert f"{store}: whole; 8 blocks in 8 files" in said("verify", store)
+    (tmp_path / "far/shard-00003.arrow").unlink()
+    os.truncate(tmp_path / "far/shard-00005.arrow", 700)
+    told = said("verify", store, code=1)
+    assert "shard-00003.arrow cannot be read" in told
+    assert "shard-00005.arrow (samples 250 to 299) is cut off" in told
+    done = CliRunner().invoke(app, ["pack", str(tmp_path / "far"), "s3://bucket/set"])
+    assert "is on a store: pack into a folder here" in done.output
+
+
+def test_files_come_together_and_ahead_of_their_batch(store: str, tmp_path: Path) -> None:
+    url = store.replace("file://", "slow://")
+    data = Packed(url, cache=tmp_path / "cache")
+    data.batch(np.array([0, 60, 110, 160]))
+    assert Slow.most == 4  # at once, not one after the other
+    source = open_source(Packed(url, cache=tmp_path / "other", lanes=2, window=1))
+    order = source.order(batch=2, seed=0)
+    steps = Loader(source, order, rank=0, ranks=1, micro=None).steps(0, 100)
+    next(steps)
+    time.sleep(1.5)
+    # The first two files last for fifty steps, and the next ones are there already.
+    assert len(list((tmp_path / "other").glob("*.arrow"))) >= 4
+    labels = [label for step in steps for label in step.micros[0].batch[1].tolist()]
+    assert len({*labels}) == 198
+
+
+def test_a_rank_that_copies_ahead_never_fills_a_cache_that_another_needs(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    both = [
+        open_source(Packed(store, cache=tmp_path / "cache", cache_bytes=4 * size + 50, window=1, lanes=4, timeout=5))
+        for _ in range(2)
+    ]
+    loaders = [
+        Loader(source, source.order(batch=4, seed=0), rank=rank, ranks=2, micro=None).steps(0, 100)
+        for rank, source in enumerate(both)
+    ]
+    seen = [label for pair in zip(*loaders, strict=True) for step in pair for label in step.micros[0].batch[1].tolist()]
+    assert sorted(seen) == list(range(400))
+    assert cached(tmp_path / "cache") <= 4 * size + 50
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*use of fork:DeprecationWarning")
+def test_workers_read_remote_files_for_a_transform(store: str, tmp_path: Path) -> None:
+    data = Packed(store, cache=tmp_path / "cache", transform=lambda sample: sample[1] * 2)
+    assert data[3].item() == 6  # the store was used before the workers are born
+    source = open_source(data)
+    loader = Loader(source, source.order(batch=40, seed=0), rank=0, ranks=1, micro=None, workers=2)
+    seen = [label for step in loader.steps(0, 10) for label in step.micros[0].batch.tolist()]
+    assert sorted(seen) == list(range(0, 800, 2))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*use of fork:DeprecationWarning")
+def test_what_was_read_before_the_workers_were_born_keeps_no_room_from_them(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    data = Packed(store, cache=tmp_path / "cache", cache_bytes=3 * size + 100, transform=_label, timeout=2)
+    assert [data[number] for number in (3, 60, 110)] == [3, 60, 110]
+    source = open_source(data)
+    loader = Loader(source, source.order(batch=8, seed=0), rank=0, ranks=1, micro=1, workers=2)
+    seen = [micro.batch.item() for step in loader.steps(0, 5) for micro in step.micros]
+    assert len({*seen}) == 40
+
+
+def _label(sample: Any) -> int:
+    return int(sample[1])
+
+
+def test_an_evaluation_takes_the_room_that_the_training_needs_later(store: str, tmp_path: Path) -> None:
+    images(tmp_path / "other", 8, 400)
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    how: dict[str, Any] = {"cache": tmp_path / "cache", "cache_bytes": 8 * size + 100, "timeout": 1}
+    source = open_source(Packed(store, **how))
+    steps = Loader(source, source.order(batch=16, seed=0), rank=0, ranks=1, micro=None).steps(0, 50)
+    seen = next(steps).micros[0].batch[1].tolist()
+    for _ in range(2):
+        other = open_source(Packed(f"file://{tmp_path / 'other'}", **how))
+        batches = list(evaluation_batches(other, rank=0, ranks=1, size=40))
+        assert [label for micro in batches for label in micro.batch[1].tolist()] == list(range(400))
+        seen += next(steps).micros[0].batch[1].tolist()
+    assert len({*seen}) == 48
+    # A process that reads through the same cache finds room: between two batches nothing is held that no batch to come needs.
+    steps.close()
+    assert Packed(store, **how).batch(np.arange(400))[1].tolist() == list(range(400))
+
+
+def test_batches_that_were_told_of_and_given_up_hold_nothing(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    data = Packed(store, cache=tmp_path / "cache", cache_bytes=8 * size + 100)
+    source = open_source(data)
+    for _ in range(2):
+        steps = Loader(source, source.order(batch=16, seed=0), rank=0, ranks=1, micro=None).steps(0, 25)
+        next(steps)
+        steps.close()
+    assert len(list(evaluation_batches(source, rank=0, ranks=1, size=40))) == 10
+    for path in (tmp_path / "cache").glob("*.arrow"):
+        with path.open() as copy:
+            fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has it
+
+
+def test_a_slow_store_and_a_full_cache_are_no_damage_that_is_skipped(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GO.clear()
+    monkeypatch.setattr(Stalling, "which", "shard-00003.arrow")
+    with pytest.raises(DataError, match=r"^stalling://.*shard-00003.arrow: no byte came for 0.2 s"):
+        Packed(store.replace("file", "stalling"), cache=tmp_path / "cache", timeout=0.2, damaged="skip")
+    GO.set()
+    held = Cache(tmp_path / "full", 10**5).hold("another's", 9 * 10**4, lambda path: None)
+    with pytest.raises(DataError, match=r"^/.*/full: all 100 kB of the cache are in use"):
+        Packed(store, cache=tmp_path / "full", cache_bytes=10**5, timeout=0.2, damaged="skip")
+    held.release()
+
+
+def test_a_reader_that_is_sent_to_another_process_finds_the_same_samples_or_says_so(store: str, tmp_path: Path) -> None:
+    (tmp_path / "far/shard-00003.arrow").rename(tmp_path / "gone")
+    with pytest.warns(UserWarning, match="50 of 400 samples are skipped"):
+        sent = pickle.dumps(Packed(store, cache=tmp_path / "cache", damaged="skip"))
+    with pytest.warns(UserWarning, match="50 of 400 samples are skipped"):
+        again = pickle.loads(sent)
+    assert again[150][1].item() == 200
+    (tmp_path / "gone").rename(tmp_path / "far/shard-00003.arrow")
+    with pytest.raises(
+        DataError, match=r"far holds other samples than when it was opened: .* without \[\(150, 200\)\]"
+    ):
+        pickle.loads(sent)
+
+
+def test_a_stopped_process_that_makes_a_copy_is_named(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, 100)
+
+    def stop(path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    helper = multiprocessing.get_context("fork").Process(target=cache.hold, args=("a", 10, stop))
+    helper.start()
+    try:
+        assert helper.pid is not None
+        os.waitpid(helper.pid, os.WUNTRACED)
+        with pytest.raises(DataError, match=rf"process {helper.pid} has held this lock for 0.3 s and did nothing"):
+            cache.hold("a", 10, lambda path: None, timeout=0.3)
+    finally:
+        helper.kill()
+        helper.join()
+
+
+def test_a_store_that_hangs_while_it_connects_ends_with_a_message(store: str, tmp_path: Path) -> None:
+    GO.clear()
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"hanging://.*manifest.json: no byte came for 0.2 s"):
+        Packed(store.replace("file", "hanging"), cache=tmp_path / "cache", timeout=0.2)
+    assert time.monotonic() - began < 10
+    GO.set()
+
+
+def test_a_large_file_shows_that_it_comes_before_it_is_there(tmp_path: Path) -> None:
+    size = 3 * 2**22
+    (tmp_path / "big").write_bytes(bytes(size))
+    (tmp_path / "copy").write_bytes(bytes(size))
+    Store(f"noting://{tmp_path}", 5).copy("big", tmp_path / "copy")
+    assert max(Noting.asked) <= 2**22
+    assert (tmp_path / "copy").stat().st_size == size
+
+
+def test_threads_may_read_the_same_remote_data(store: str, tmp_path: Path) -> None:
+    size = Packed(store, cache=tmp_path / "cache").manifests[0].shards[0].bytes
+    data = Packed(store, cache=tmp_path / "cache", cache_bytes=4 * size + 100)
+
+    def read(seed: int) -> bool:
+        draw = np.random.default_rng(seed)
+        batches = [draw.integers(0, 100, 8) + 100 * draw.integers(0, 4) for _ in range(60)]
+        return all(data.batch(ids)[1].tolist() == ids.tolist() for ids in batches)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(read, range(4)))
+
+
+def test_no_such_store(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere://x/manifest.json cannot be read: .*nowhere"):
+        Packed("nowhere://x")
+    with pytest.raises(DataError, match=r"far/manifest.json cannot be read: FileNotFoundError"):
+        open_source(f"file://{tmp_path}/far")
