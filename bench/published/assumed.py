@@ -17,9 +17,10 @@ from echelon.plan.plan import Plan
 from echelon.simulator.stack import Stack
 
 _GIGA, _TERA = 1e9, 1e12
-#: How attention is built in the model.
+#: How attention is built in the model. Flash attention of no version is that of the flash-attn package, before torch had one of its own; with
+#: it comes the package's cross entropy.
 CORES = {
-    "flash1": "flash", "flash2": "flash", "flash": "flash", "cudnn": "flash", "fused-softmax": "fused", "no-flash": "fused", "eager": "eager",
+    "flash1": "flash", "flash2": "flash", "flash": "package", "cudnn": "flash", "fused-softmax": "fused", "no-flash": "fused", "eager": "eager",
     "none": "flash", "unknown": "flash", None: "flash",
 }  # fmt: skip
 #: Before there was a second version nobody said which: where it is not said it is the first.

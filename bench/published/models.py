@@ -43,7 +43,7 @@ class Core(nn.Module):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        if self.kind == "flash":
+        if self.kind in ("flash", "package"):
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         lots, heads, length, width = q.shape
         scores = torch.bmm(q.reshape(-1, length, width), k.reshape(-1, length, width).transpose(1, 2))
@@ -160,6 +160,28 @@ def word_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Cross entropy in float32 over the positions that are predicted."""
     targets = batch[-1][:, : output.shape[1]]
     return F.cross_entropy(output.float().flatten(0, 1), targets.flatten())
+
+
+class _OneKernel(torch.autograd.Function):
+    """Cross entropy in one kernel each way: logits are read as they are, and nothing is kept beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        return F.cross_entropy(logits, targets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        logits, targets = ctx.saved_tensors
+        found = logits.softmax(-1)
+        found.scatter_add_(-1, targets[:, None], -torch.ones_like(targets[:, None], dtype=found.dtype))
+        return found.mul_(grad / len(targets)), None
+
+
+def package_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The same as the flash-attn package computes it (`flash_attn.losses.cross_entropy`)."""
+    targets = batch[-1][:, : output.shape[1]]
+    return _OneKernel.apply(output.flatten(0, 1), targets.flatten())
 
 
 class Unit(nn.Module):

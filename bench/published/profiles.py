@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from bench.published.models import CONVNETS, Transformer, word_loss
+from bench.published.models import CONVNETS, Transformer, package_loss, word_loss
 from echelon.job import Job
 from echelon.plan.profile import Module, Profile, Visit, fold_path
 from echelon.profiler import profile as trace
@@ -58,9 +58,8 @@ def job(model: dict[str, Any], core: str, dtype: torch.dtype, *, layers: int, fu
             classes,
         )
     tokens = torch.zeros(2, model["seq_len"], dtype=torch.long)
-    return _job(
-        lambda: Transformer(model, core, layers=layers, fused_norm=fused_norm).to(dtype), word_loss, tokens, tokens
-    )
+    loss = package_loss if core == "package" else word_loss
+    return _job(lambda: Transformer(model, core, layers=layers, fused_norm=fused_norm).to(dtype), loss, tokens, tokens)
 
 
 def _job(model: Any, loss: Any, inputs: torch.Tensor, targets: torch.Tensor) -> Job:
