@@ -30,7 +30,6 @@ from echelon.data import Packed
 from echelon.data.loader import Micro
 from echelon.data.packed.from_arrays import Arrays
 from echelon.data.packed.pack import pack
-from echelon.engine.intake import moved
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.plan.plan import Plan
@@ -182,9 +181,7 @@ def measure(case: Case, folder: Path, device: str, workers: int, warm: int, step
     _settled(device)
     spent = time.perf_counter() - began
     assert batch is not None
-    there = replace(
-        batch, micros=tuple(Micro(moved(each.batch, run.device, None), each.samples) for each in batch.micros)
-    )
+    there = replace(batch, micros=tuple(Micro(run.move(each.batch), each.samples) for each in batch.micros))
     _settled(device)
     began = time.perf_counter()
     for _ in range(steps):

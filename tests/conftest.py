@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -36,14 +37,19 @@ def ranks() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder (ECHELON_CACHE) in which this machine is measured already; measured once for the session."""
+    """A cache folder (ECHELON_CACHE) in which this machine is measured already; measured once for the session.
+
+    Workers of pytest-xdist share it: their folders have one parent, and the first to hold the lock measures.
+    """
     from tests.machine import environment
 
-    folder = tmp_path_factory.mktemp("cache")
-    subprocess.run(
-        [sys.executable, "-m", "echelon", "doctor", "--json"],
-        env=environment(folder),
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "known-machine"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "measured").exists():
+            doctor = [sys.executable, "-m", "echelon", "doctor", "--json"]
+            subprocess.run(doctor, env=environment(folder), check=True, stdout=subprocess.DEVNULL)
+            (folder / "measured").touch()
     return folder

@@ -31,7 +31,7 @@ def show(
         return
     screen = console()
     shards = found["shards"]
-    screen.print(f"{folder}: {found['samples']:,} samples, {size(found['bytes'])}", markup=False)
+    screen.print(f"{folder}: {found['samples']:,} samples, {size(found['bytes'])}", markup=False, soft_wrap=True)
     files = table("files", "samples in each", "size of each", "lanes", "samples per checksum", left=0)
     counts = _range(f"{shards['fewest']:,}", f"{shards['most']:,}")
     sizes = _range(size(shards["smallest"]), size(shards["largest"]))
@@ -42,9 +42,9 @@ def show(
     screen.print(columns)
     screen.print(files)
     for number, sample in enumerate(found["first"]):
-        screen.print(f"sample {number}: {sample}", markup=False)
+        screen.print(f"sample {number}: {sample}", markup=False, soft_wrap=True)
     for key, value in found["provenance"].items():
-        screen.print(f"{key}: {value if len(value) < 200 else value[:200] + '...'}", markup=False)
+        screen.print(f"{key}: {value if len(value) < 200 else value[:200] + '...'}", markup=False, soft_wrap=True)
 
 
 def _range(least: str, most: str) -> str:

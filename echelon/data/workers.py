@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, work
         pin_memory=pin,
         generator=torch.Generator(),  # else it draws its workers' seeds from the training's generator
     )
-    made = iter(loader)
+    made = _started(loader)
     while True:
         batches: list[Any] = []
         while not batches or len(batches) < counts[0]:
@@ -103,7 +104,7 @@ def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
         pin_memory=pin,
         generator=torch.Generator(),
     )
-    made = iter(loader)
+    made = _started(loader)
     while True:
         try:
             item = next(made)
@@ -120,6 +121,20 @@ def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
         raise DataError(
             f"the process that reads the stream died: {died}; workers=0 reads in the training's own process"
         )
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Its iterator, whose workers never look for garbage in what they inherit.
+
+    Else one may find what is left of an earlier run here, and end with it: what belongs to a GPU cannot be given back by a forked process.
+    """
+    ours = not gc.get_freeze_count()
+    gc.freeze()
+    try:
+        return iter(loader)
+    finally:
+        if ours:
+            gc.unfreeze()
 
 
 class _Items(IterableDataset[Any]):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from echelon.engine.build import build, equalise, fingerprint, to_device
 from echelon.engine.exchange import Exchange
 from echelon.engine.hooks import require_hooks
-from echelon.engine.intake import moved
+from echelon.engine.intake import Mover
 from echelon.engine.layout import Piece
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
@@ -119,7 +119,7 @@ class Assembly:
         self.fingerprint = fingerprint(model)
         self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
         if self._axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
-            example = moved(Example(self._job).batch(2), ranks.device, self._dtype)
+            example = Mover(ranks.device, self._dtype)(Example(self._job).batch(2))
             self.pipeline = Pipeline(model.train(), self._loss, example, plan, self._axes["pp"])
             if self._job.evaluation is not None:
                 self.pipeline.require_evaluation(self._measure, example)

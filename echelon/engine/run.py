@@ -24,7 +24,7 @@ from echelon.data.loader import Micro, StepBatch
 from echelon.engine import checkpoint, norm, state
 from echelon.engine.assemble import Assembly
 from echelon.engine.evaluate import evaluate, measured
-from echelon.engine.intake import moved, open_intake, seed_step
+from echelon.engine.intake import Mover, open_intake, seed_step
 from echelon.engine.optimizers import begin_late, make_optimizers, make_schedules
 from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
@@ -91,7 +91,7 @@ class Run:
         self.data = self.axes["dp"]
         #: The ranks that compute the same samples together: tp x pp.
         self.core = self.ranks.core
-        self.device, self._dtype = self.ranks.device, dtype
+        self.device, self._move = self.ranks.device, Mover(self.ranks.device, dtype)
         if self.ranks.staged:
             warn(
                 "ranks share a GPU, which NCCL refuses: gradients go through the hosts' memory (gloo), which is far slower; start "
@@ -348,7 +348,7 @@ class Run:
 
     def move(self, value: Any) -> Any:
         """To the device, and to the proof's dtype where there is one. Containers keep their kind."""
-        return moved(value, self.device, self._dtype)
+        return self._move(value)
 
     # What it holds
 
