@@ -23,6 +23,7 @@ from echelon.plan.plan import Plan, Precision, Recompute
 from echelon.plan.profile import Profile
 from echelon.plan.stages import bound, find_stages
 from echelon.planner.goal import Goal
+from echelon.planner.shardings import choose
 from echelon.planner.space import Space, best, devices_needed, with_shares
 from echelon.simulator.load import require_one_kind
 from echelon.simulator.step import by_sheet, price
@@ -88,7 +89,7 @@ def search(
             raise _too_slow(everything, wanted)
         raise _too_large(everything, cluster.kind)
     fitting.sort(key=lambda each: (_cost(wanted, each), each.forecast.time.step, each.forecast.memory.peak))
-    return _simplest_first(fitting, wanted, top)
+    return _sharded(_simplest_first(fitting, wanted, top), wanted, profile, lambda plan: price(profile, cluster, plan))
 
 
 def _wide(space: Space, goal: Goal, top: int, complete: Complete | None, *, exhaustive: bool) -> tuple[Candidate, ...]:
@@ -104,7 +105,9 @@ def _wide(space: Space, goal: Goal, top: int, complete: Complete | None, *, exha
         wanted *= 4  # with the cuts that the model allows they cost more than what comes after them may: look further
     if not done:
         raise _nothing(space, goal, refused)
-    return _simplest_first(done, goal, top)
+    quotes = space.quotes
+    first = _simplest_first(done, goal, top)
+    return _sharded(first, goal, space.profile, lambda plan: quotes.forecast(quotes.layouts(plan)))
 
 
 def _completed(
@@ -207,6 +210,17 @@ def _simplest_first(fitting: list[Candidate], goal: Goal, top: int) -> tuple[Can
     limit = _cost(goal, fitting[0]) * (1 + _WORTH)
     chosen = min((candidate for candidate in fitting if _cost(goal, candidate) <= limit), key=_simplicity)
     return (chosen, *[candidate for candidate in fitting if candidate is not chosen][: top - 1])
+
+
+def _sharded(
+    found: tuple[Candidate, ...], goal: Goal, profile: Profile, price: Callable[[Plan], Forecast]
+) -> tuple[Candidate, ...]:
+    """What was found with all that is faster whole left whole. Bounds are of plans that cut everything, so that this comes after the search."""
+    if goal.kind == "memory" or not any(each.plan.placements for each in found):
+        return found
+    better = [choose(each.plan, profile, price) if each.plan.placements else each.forecast for each in found]
+    made = [Candidate(plan=each.plan, forecast=each) for each in better]
+    return _simplest_first(sorted(made, key=lambda each: _cost(goal, each)), goal, len(made))
 
 
 def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:

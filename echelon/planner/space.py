@@ -140,7 +140,7 @@ class Space:
         """The plans of a family."""
         mesh = family.mesh
         base = self.plan(family)
-        schedules: list[Schedule] = ["1f1b"] if mesh.pp == 1 else ["1f1b", "interleaved", "zero-bubble"]
+        schedules: list[Schedule] = ["1f1b"] if mesh.pp == 1 else ["1f1b", "gpipe", "interleaved", "zero-bubble"]
         for zero, schedule, sequence in product(
             (0, 1, 2, 3) if mesh.dp > 1 else (0,), schedules, (False, True) if mesh.tp > 1 else (False,)
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from typing import get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,7 +16,7 @@ from echelon.plan.check import check
 from echelon.plan.cluster import Cluster
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Slice
-from echelon.plan.plan import Plan
+from echelon.plan.plan import Plan, Schedule
 from echelon.plan.profile import Profile
 from echelon.plan.stages import divide
 from echelon.plan.text import from_text
@@ -288,3 +289,10 @@ def test_shares_that_are_not_one_for_each_data_rank_are_refused() -> None:
     ):
         with pytest.raises(PlanError, match=told):
             from_text(text)
+
+
+def test_every_schedule_is_searched() -> None:
+    profile = make_stack(blocks=4, batch=8)
+    space = Space(profile, catalogue.cluster("4xA100-40GB"), ranks=4, beyond=False)
+    plans = [plan for family in space.families(4) for plan in space.plans(family) if plan.mesh.pp > 1]
+    assert {plan.schedule for plan in plans} == set(get_args(Schedule))
