@@ -14,7 +14,7 @@ from bench.published.__main__ import left_out, worker
 from bench.published.assumed import usual_length
 from bench.published.cases import Case, Outcome, _variants, cases, outcome
 from bench.published.fit import fit
-from bench.published.models import CONVNETS, Transformer
+from bench.published.models import CONVNETS, Transformer, package_loss, word_loss
 from bench.published.profiles import TRACED, deepen, job, key_of, shallow
 from bench.published.rows import ROWS, TRANSFORMERS, Row, read
 from bench.published.scores import (
@@ -303,6 +303,18 @@ def test_every_fact_that_a_row_may_lack_makes_a_range(unknown: str, changes: dic
     assert len(given) == 1
 
 
+def test_the_loss_of_a_package_is_the_same_and_holds_less() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 7, generator=drawn, dtype=torch.float64, requires_grad=True)
+    batch = (logits, torch.randint(0, 7, (2, 5), generator=drawn))
+    plain, packed = word_loss(logits, batch), package_loss(logits, batch)
+    assert packed.item() == pytest.approx(plain.item(), rel=1e-6)
+    (one,), (other,) = (torch.autograd.grad(loss, logits) for loss in (plain, packed))
+    assert torch.allclose(one, other, atol=1e-7)
+    held = [distil(shallow(key_of(SMALL, core=core, half=True, fused_norm=True))).loss for core in ("flash", "package")]
+    assert held[1] < held[0] / 2
+
+
 def test_samples_of_bert_are_shorter_than_their_frame() -> None:
     assert [usual_length(SMALL | {"arch": "bert", "seq_len": length}) for length in (128, 512)] == [128, 288]
     assert usual_length(SMALL | {"seq_len": 4096}) == 4096
@@ -320,6 +332,6 @@ def test_the_scores_that_are_written_down_hold() -> None:
     assert scores["rank"]["regret_median"] <= 0.02
     assert scores["rank"]["regret_worst"] <= 0.1
     assert scores["rank"]["oom_choices"] == 0
-    assert scores["fit"]["balanced_accuracy"] >= 0.92
-    assert scores["fit"]["false_fits"] <= 0.06
+    assert scores["fit"]["balanced_accuracy"] >= 0.95
+    assert scores["fit"]["false_fits"] <= 0.05
     assert scores["memory"]["median_abs"] <= 0.04
