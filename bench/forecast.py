@@ -1,6 +1,8 @@
 """Forecast against measured: memory and step time of GPT, ResNet and MLP, each of at least 500 MB, at 1 and 2 ranks.
 
     python -m bench.forecast [--device cuda] [--only gpt] [--plan tp=2] [--rounds 2] [--refresh] [--json OUT]
+    python -m bench.forecast --drawn 60 [--seed 0] [--ranks 1,2]    plans of GPT, ResNet, MLP and LSTM, drawn with a seed
+    python -m bench.forecast --device cuda --large                  ten configurations of GPT 124M to 1.3B and ResNet-50
 
 Rates come from the measured cluster alone; the models here are never timed to forecast them. Memory on a CPU is the peak of RSS
 minus RSS after one step of a tiny model with the same operators, in processes that run nothing else; on a GPU it is the
@@ -27,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from bench.common import Row, publish
+from bench.drawn import draw, rows
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.launchers.environment import child_environment
@@ -108,6 +111,59 @@ def mlp(*, width: int, layers: int, batch: int, precision: Any = "fp32") -> Job:
     )
 
 
+class Sentence(nn.Module):
+    """Words, an LSTM over them, a class from its last state."""
+
+    def __init__(self, vocab: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocab, width)
+        self.recurrent = nn.LSTM(width, width, num_layers=layers, batch_first=True)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(self.words(words))[0][:, -1])
+
+
+def lstm(*, width: int, layers: int, length: int, batch: int) -> Job:
+    """An LSTM that classifies random sentences, with AdamW."""
+    generator = torch.Generator().manual_seed(0)
+    rows, vocab = 4 * batch, 1000
+    words, labels = (
+        torch.randint(vocab, (rows, length), generator=generator),
+        torch.randint(10, (rows,), generator=generator),
+    )
+    return Job(
+        model=lambda: Sentence(vocab, width, layers),
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=_adamw,
+        data=TensorDataset(words, labels),
+        batch=batch,
+        steps=1000,
+        name="LSTM",
+    )
+
+
+def resnet50(*, batch: int) -> Job:
+    """ResNet-50 in bf16 on random images of 224 x 224 with SGD."""
+    from bench.published.models import CONVNETS
+
+    generator = torch.Generator().manual_seed(0)
+    images, labels = (
+        torch.randn(batch, 3, 224, 224, generator=generator),
+        torch.randint(1000, (batch,), generator=generator),
+    )
+    return Job(
+        model=CONVNETS["resnet50"],
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        data=TensorDataset(images, labels),
+        batch=batch,
+        steps=1000,
+        precision="bf16",
+        name="ResNet-50",
+    )
+
+
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4)
 
@@ -159,6 +215,48 @@ CUDA = {
 }
 
 
+#: Models whose plans are drawn: small, so that sixty of them take minutes.
+DRAWN = {
+    "drawn gpt": Case(
+        job=lambda: gpt(layers=4, width=256, context=128, vocab=4096, batch=16), tiny=_tiny_gpt, plans=()
+    ),
+    "drawn resnet": Case(job=lambda: resnet(width=16, batch=64), tiny=lambda: resnet(width=4, batch=8), plans=()),
+    "drawn mlp": Case(
+        job=lambda: mlp(width=1024, layers=8, batch=128), tiny=lambda: mlp(width=32, layers=3, batch=8), plans=()
+    ),
+    "drawn lstm": Case(
+        job=lambda: lstm(width=256, layers=2, length=64, batch=32),
+        tiny=lambda: lstm(width=16, layers=1, length=8, batch=8),
+        plans=(),
+    ),
+}
+
+
+def _sized(layers: int, width: int, heads: int, batch: int) -> Callable[[], Job]:
+    return lambda: gpt(
+        layers=layers, width=width, context=1024, vocab=50304, batch=batch, precision="bf16", heads=heads
+    )
+
+
+#: Ten configurations on a large GPU.
+LARGE = {
+    "gpt 124M": Case(
+        job=_sized(12, 768, 12, 32), tiny=_tiny_gpt, plans=("dp=1", "dp=1 micro=8", "dp=1 recompute=block")
+    ),
+    "gpt 350M": Case(job=_sized(24, 1024, 16, 16), tiny=_tiny_gpt, plans=("dp=1", "dp=1 micro=4")),
+    "gpt 774M": Case(job=_sized(36, 1280, 20, 16), tiny=_tiny_gpt, plans=("dp=1", "dp=1 recompute=selective")),
+    "gpt 1.3B": Case(job=_sized(24, 2048, 16, 16), tiny=_tiny_gpt, plans=("dp=1 micro=8",)),
+    "resnet50": Case(job=lambda: resnet50(batch=256), tiny=lambda: resnet50(batch=4), plans=("dp=1", "dp=1 micro=64")),
+}
+#: The issue: time within 10 %, memory within 7 % there.
+LARGE_TIME, LARGE_MEMORY = 0.10, 0.07
+
+
+def case_of(device: str, name: str) -> Case:
+    """A case by its name."""
+    return ((CUDA | LARGE) if device == "cuda" else (CPU | DRAWN))[name]
+
+
 def run_case(
     world: World, device: str, name: str, plan: str, tiny: str, threads: int
 ) -> tuple[float, list[float], list[float]]:
@@ -166,7 +264,7 @@ def run_case(
 
     `plan` and `tiny` are the plans' documents for the model and for its tiny one.
     """
-    case = (CUDA if device == "cuda" else CPU)[name]
+    case = case_of(device, name)
     job = case.job()
     torch.set_num_threads(threads)
     where = torch.device(device)
@@ -264,6 +362,33 @@ def _row(
     )
 
 
+def run_drawn(options: argparse.Namespace) -> int:
+    """Plans drawn with a seed: each in new processes, in rounds, the median step counts."""
+    cluster = measure(refresh=options.refresh)
+    jobs = {name: case.job for name, case in DRAWN.items() if not options.only or options.only in name}
+    profiles = {name: profile(make()) for name, make in jobs.items()}
+    ranks = [int(each) for each in options.ranks.split(",")]
+    drawn = draw(jobs, profiles, cluster, count=options.drawn, seed=options.seed, ranks=ranks)
+    tiny = [complete(replace(from_text(str(each.plan)), micro=None), DRAWN[each.model].tiny()) for each in drawn]
+    seconds: dict[int, list[float]] = {place: [] for place in range(len(drawn))}
+    others = Busy()
+    for _ in range(options.rounds):
+        for place, each in enumerate(drawn):
+            threads = each.plan.threads or max(cluster.cores // each.plan.ranks, 1)
+            answers = _answers("cpu", each.model, each.plan, tiny[place], threads)
+            queues = [max(queue) for queue in zip(*(answer[2] for answer in answers), strict=True)]
+            seconds[place] += [step - queue for step, queue in zip(answers[0][1], queues, strict=True)]
+            print(f"{each.model} {each.plan}: {np.median(seconds[place]):.4f} s", file=sys.stderr, flush=True)
+    measured = {place: float(np.median(times)) for place, times in seconds.items()}
+    notes = [*cluster.notes, f"others used {others.share:.0%} of the cores during the runs", f"seed {options.seed}"]
+    return publish(
+        "Forecast against measured: drawn plans",
+        rows(drawn, measured, cluster.cores),
+        json_path=options.json,
+        notes=notes,
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.forecast", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -271,9 +396,18 @@ def main() -> int:
     parser.add_argument("--plan", help="this plan alone")
     parser.add_argument("--rounds", type=int, default=2, help="times that every case is run")
     parser.add_argument("--refresh", action="store_true", help="measure the machine again")
+    parser.add_argument("--drawn", type=int, metavar="N", help="draw so many plans of four models and run them")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--ranks", default="1,2", help="numbers of ranks to draw plans for")
+    parser.add_argument("--large", action="store_true", help="ten configurations for a large GPU")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    cases = CUDA if options.device == "cuda" else CPU
+    if options.drawn:
+        return run_drawn(options)
+    if options.large and options.device != "cuda":
+        parser.error("--large is for a GPU: add --device cuda where there is one")
+    cases = (LARGE if options.large else CUDA) if options.device == "cuda" else CPU
+    limits = (LARGE_MEMORY, LARGE_TIME) if options.large else (MEMORY, TIME)
     cases = {name: case for name, case in cases.items() if not options.only or name.startswith(options.only)}
     if options.plan:
         cases = {name: replace(case, plans=(options.plan,)) for name, case in cases.items()}
@@ -292,19 +426,19 @@ def main() -> int:
             # A rank that queues for a core behind another program makes the others wait: the longest queue counts.
             queues = [max(each) for each in zip(*(answer[2] for answer in answers), strict=True)]
             seconds[name, text] += [step - queue for step, queue in zip(answers[0][1], queues, strict=True)]
-    rows = []
+    lines = []
     for (name, text), forecast in forecasts.items():
         memory, step = forecast.memory, float(np.median(seconds[name, text]))
         parts = {
             part: getattr(memory, part)
             for part in ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets")
         }
-        rows.append(_row(name, text, "memory", "MB", memory.peak / 1e6, grown[name, text] / 1e6, MEMORY, parts))
+        lines.append(_row(name, text, "memory", "MB", memory.peak / 1e6, grown[name, text] / 1e6, limits[0], parts))
         causes = {
             part: getattr(forecast.time, part)
             for part in ("forward", "backward", "bubble", "exchange", "hidden", "optimizer", "input", "overhead")
         }
-        rows.append(
+        lines.append(
             _row(
                 name,
                 text,
@@ -312,12 +446,12 @@ def main() -> int:
                 "s",
                 forecast.time.step,
                 step,
-                TIME,
+                limits[1],
                 causes | {"steps": seconds[name, text], "wall": wall[name, text]},
             )
         )
     notes = [*measure().notes, f"others used {others.share:.0%} of the cores during the runs"]
-    return publish("Forecast against measured", rows, json_path=options.json, notes=notes)
+    return publish("Forecast against measured", lines, json_path=options.json, notes=notes)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from echelon.flow.prepare import Subject
     from echelon.plan.cluster import Cluster
+    from echelon.plan.plan import Plan
     from echelon.plan.profile import Profile
 
 DEBUG = "echelon.debug"
@@ -40,8 +41,46 @@ PlanOption = Annotated[
 ]
 ClusterOption = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="FILE", help="A cluster that `echelon doctor -o` described; else this machine."),
+    typer.Option(
+        "--cluster",
+        metavar="C",
+        help='Machines by name ("8xH100-80GB", "4x8xA100-80GB"), a .toml file of them, or what `echelon doctor -o` described; else this machine.',
+    ),
 ]
+
+
+Picture = Annotated[
+    str | None,
+    typer.Option("--picture", metavar="FILE", help="Draw the step, the memory and the mesh: a .svg or a .png file."),
+]
+TraceOption = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Write the step as a trace for Perfetto (.json).")
+]
+
+
+def draw_plan(profile: Profile, cluster: Cluster, plan: Plan, picture: str | None, trace: str | None) -> list[str]:
+    """Write what was asked for; the files' names."""
+    if picture is None and trace is None:
+        return []
+    from echelon.observer import picture as drawing
+    from echelon.simulator.timeline import timeline
+
+    step = timeline(profile, cluster, plan)
+    made = [drawing.draw(step, picture)] if picture is not None else []
+    made += [drawing.trace(step, trace)] if trace is not None else []
+    return [str(each) for each in made]
+
+
+def duration(text: str) -> float:
+    """Seconds of `90`, `45s`, `90m`, `12h` or `3d`."""
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
+    try:
+        return float(number) * scale[unit]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r}: a duration is a number of seconds, or one with s, m, h or d: 12h"
+        ) from None
 
 
 def print_json(answer: Any) -> None:
@@ -84,12 +123,17 @@ def warn(messages: Iterable[str]) -> None:
 
 
 def read_cluster(file: str | None) -> Cluster:
-    """The cluster that was asked for: a file's, or this machine, measured."""
+    """The cluster that was asked for: one of the catalogue, a file's, or this machine, measured."""
     if file is None:
         return measured()
+    from pathlib import Path
+
+    from echelon.plan import catalogue
     from echelon.plan.cluster import Cluster
 
-    return Cluster.load(file)
+    if file.endswith(".json") or (Path(file).is_file() and not file.endswith(".toml")):
+        return Cluster.load(file)
+    return catalogue.cluster(file)
 
 
 def measured(*, refresh: bool = False) -> Cluster:

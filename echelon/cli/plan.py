@@ -11,7 +11,11 @@ from echelon.cli.common import (
     Debug,
     File,
     Json,
+    Picture,
+    TraceOption,
     console,
+    draw_plan,
+    duration,
     print_json,
     read_cluster,
     read_subject,
@@ -33,6 +37,29 @@ def plan(
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="FILE", help="Write the best plan to a file.")
     ] = None,
+    goal: Annotated[
+        str,
+        typer.Option(
+            help="fastest; memory: the smallest; cheapest: per step; devices: the fewest that are done in time."
+        ),
+    ] = "fastest",
+    within: Annotated[str | None, typer.Option(metavar="TIME", help="Time for all steps: 90s, 12h, 3d.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps that must be done in that time.")] = 1,
+    price: Annotated[float, typer.Option(help="What one device costs for an hour.")] = 1.0,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Forecast every plan, also those that cannot be the best.")
+    ] = False,
+    beyond: Annotated[
+        bool, typer.Option("--beyond", help="Also axes that are forecast but not executed yet (cp, ep).")
+    ] = False,
+    precisions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--precision", metavar="NAME", help="Also plans in this precision (tf32, bf16, fp16, fp32); again for more."
+        ),
+    ] = None,
+    picture: Picture = None,
+    trace: TraceOption = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -41,13 +68,19 @@ def plan(
     Each comes with a forecast of time and memory on this machine, or on a described cluster. Exit 1 when no plan fits into the memory
     that there is.
     """
-    from echelon.plan.check import require
+    from echelon.plan.check import check
     from echelon.plan.codec import to_plain
-    from echelon.planner import explain, search
+    from echelon.planner import Goal, explain, search
 
+    limit = duration(within) if within is not None else None
+    wanted = Goal(kind=goal, within=limit, steps=steps, price=price)  # type: ignore[arg-type]
     (subject, profile), machines = read_subject(file), read_cluster(cluster)
-    candidates = search(profile, machines, top=top, complete=subject.complete)
+    candidates = search(
+        profile, machines, top=top, complete=subject.complete, goal=wanted, exhaustive=exhaustive, beyond=beyond,
+        precisions=(None, *(precisions or ())),
+    )  # fmt: skip
     best = candidates[0]
+    drawn = draw_plan(profile, machines, best.plan, picture, trace)
     if out is not None:
         best.plan.save(out)
     if json:
@@ -60,6 +93,7 @@ def plan(
                 "plan": str(best.plan),
                 "document": to_plain(best.plan),
                 "why": explain(candidates).splitlines(),
+                "files": drawn,
                 "candidates": rows,
             }
         )
@@ -73,7 +107,9 @@ def plan(
     screen.print(_table(candidates))
     screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
     typer.echo(explain(candidates))
-    warn(map(str, require(best.plan, profile, machines)))
+    for each in drawn:
+        screen.print(f"in {each}")
+    warn(str(each) for each in check(best.plan, profile, machines) if each.severity == "warning")
 
 
 def _table(candidates: tuple[Candidate, ...]) -> Table:

@@ -11,7 +11,10 @@ from echelon.cli.common import (
     Debug,
     File,
     Json,
+    Picture,
+    TraceOption,
     console,
+    draw_plan,
     print_json,
     read_cluster,
     read_subject,
@@ -30,6 +33,8 @@ def simulate(
         str, typer.Option("--plan", metavar="P", help='A plan in short form ("dp=2 zero=1"), or a plan file.')
     ],
     cluster: ClusterOption = None,
+    picture: Picture = None,
+    trace: TraceOption = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -39,22 +44,32 @@ def simulate(
     """
     from echelon.errors import PlanError
     from echelon.flow.prepare import read_plan
-    from echelon.plan.check import require
+    from echelon.plan.check import check, refuse, require
     from echelon.plan.codec import to_plain
     from echelon.simulator import simulate as forecast_of
+    from echelon.simulator.step import by_sheet
 
     wanted = read_plan(plan)
     if wanted is None:
         raise PlanError("--plan auto: there is nothing to simulate yet; `echelon plan` searches and forecasts")
     (subject, profile), machines = read_subject(file), read_cluster(cluster)
-    wanted, fallback = subject.settle(wanted, profile, machines)
-    warn([fallback] if fallback else [])
-    warnings = require(wanted, profile, machines)
+    problems = check(wanted, profile, machines)
+    # A forecast by data sheets is for clusters elsewhere, and knows axes that the engine here does not.
+    ahead = [each for each in problems if by_sheet(machines) and each.path in ("cp", "ep")]
+    if ahead:
+        warnings = (*refuse(wanted, [each for each in problems if each not in ahead]), *ahead)
+    else:
+        wanted, fallback = subject.settle(wanted, profile, machines)
+        warn([fallback] if fallback else [])
+        warnings = require(wanted, profile, machines)
     forecast = forecast_of(profile, machines, wanted)
+    drawn = draw_plan(profile, machines, wanted, picture, trace)
     if json:
-        print_json({"plan": str(wanted), "fits": forecast.fits, "forecast": to_plain(forecast)})
+        print_json({"plan": str(wanted), "fits": forecast.fits, "forecast": to_plain(forecast), "files": drawn})
     else:
         _show(forecast)
+        for each in drawn:
+            console().print(f"in {each}")
         warn(map(str, warnings))
     raise typer.Exit(0 if forecast.fits else 1)
 

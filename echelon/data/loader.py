@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Loader:
 
     def __init__(
         self, source: Source, order: Order, *, rank: int, ranks: int, micro: int | None,
-        pin: bool = False, workers: int = 0,
+        pin: bool = False, workers: int = 0, shares: Sequence[int] = (),
     ) -> None:  # fmt: skip
         if order.samples != len(source):
             raise DataError(f"the order is over {order.samples} samples but the data set has {len(source)}")
@@ -77,7 +77,7 @@ class Loader:
             raise ValueError(f"rank {rank} is not one of {ranks} data ranks")
         self.source, self.order = source, order
         self._rank, self._ranks, self._micro = rank, ranks, micro
-        self._pin, self._workers = pin, workers
+        self._pin, self._workers, self._parts = pin, workers, shares
         self._shares: dict[int, _Share] = {}  # by the batch's size, of which there are two at most
 
     def steps(self, start: int, stop: int) -> Iterator[StepBatch]:
@@ -118,7 +118,7 @@ class Loader:
     def _share(self, size: int) -> _Share:
         share = self._shares.get(size)
         if share is None:
-            parts = split(size, self._ranks, self._micro)[self._rank]
+            parts = split(size, self._ranks, self._micro, self._parts)[self._rank]
             share = _Share(parts[0].start, parts[-1].stop, [part.size for part in parts])
             self._shares[size] = share
         return share

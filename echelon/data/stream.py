@@ -9,7 +9,7 @@ that deals its samples out by rank gives each of them another, as many as the ot
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -116,7 +116,7 @@ class StreamLoader:
 
     def __init__(
         self, stream: Stream, *, batch: int, rank: int, ranks: int, micro: int | None, agree: Agree,
-        drop_last: bool = False, pin: bool = False, workers: int = 0, alike: int = 1,
+        drop_last: bool = False, pin: bool = False, workers: int = 0, alike: int = 1, shares: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`alike`: how many ranks are data rank `rank` together, tp x pp; `agree` is over all of them. `workers`: of any number one
         reads ahead, because a stream has one order."""
@@ -125,7 +125,7 @@ class StreamLoader:
                 f"a batch of {batch} cannot feed {ranks} data ranks: use batch={ranks} or more, or fewer ranks"
             )
         self._stream, self._batch, self._micro = stream, batch, micro
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._shares = rank, ranks, shares
         self._agree, self._drop_last, self._alike = agree, drop_last, alike
         self._pin, self._workers = pin, workers
 
@@ -175,7 +175,7 @@ class StreamLoader:
                 f"{reader.name}: epoch {reader.epoch} ends at step {step} with {size} sample{'s' * (size != 1)} for {self._ranks} data ranks: "
                 "each needs at least one; use fewer ranks, another batch, or let the stream leave these out"
             )
-        parts = split(size, self._ranks, self._micro)[self._rank]
+        parts = split(size, self._ranks, self._micro, self._shares)[self._rank]
         pin = self._pin and not self._workers  # a worker leaves that to the process that has the device
         batches = [reader.batch(samples[part.start : part.stop], first + part.start, pin=pin) for part in parts]
         return size, batches, [part.size for part in parts]

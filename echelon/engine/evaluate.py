@@ -14,6 +14,7 @@ from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
+from echelon.plan.split import sizes
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -67,7 +68,9 @@ def _row(name: str, value: Any, device: torch.device) -> Tensor:
 
 def _micros(run: Run, data: Any) -> Iterator[Micro]:
     data_ranks = run.data
-    rank, ranks, size = data_ranks.rank, data_ranks.size, run.plan.micro or -(-run.job.batch // data_ranks.size)
+    rank, ranks = data_ranks.rank, data_ranks.size
+    # All ranks have as many samples here, so that no more than the smallest share fits everywhere.
+    size = run.plan.micro or (min if run.plan.shares else max)(sizes(run.job.batch, ranks, run.plan.shares))
     collate, seed = run.job.collate, run.job.seed
     with run.ranks.together():
         pin = run.device.type == "cuda"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,10 @@ class Intake:
     content: str | None = None
 
 
-def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int) -> Intake:
-    """The job's data for the ranks of `data`; refused where they have not the same."""
+def open_intake(
+    job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int, shares: Sequence[int] = ()
+) -> Intake:
+    """The job's data for the ranks of `data`; refused where they have not the same. `shares`: of the batch, where they are unequal."""
     pin = ranks.device.type == "cuda"
     if is_stream(job.data):
         if job.steps is None:
@@ -43,7 +46,7 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
         stream = Stream(job.data, collate=job.collate, seed=job.seed)
         loader = StreamLoader(
             stream, batch=job.batch, rank=data.rank, ranks=data.size, micro=micro, agree=ranks.gather, pin=pin,
-            workers=workers, alike=ranks.size // data.size, drop_last=job.drop_last,
+            workers=workers, alike=ranks.size // data.size, drop_last=job.drop_last, shares=shares,
         )  # fmt: skip
         return Intake(loader, job.steps)
     with ranks.together():
@@ -52,7 +55,7 @@ def open_intake(job: Job, ranks: Ranks, data: Group, *, micro: int | None, worke
     _require_equal_data(source, ranks, data, workers)
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
     return Intake(
-        Loader(source, order, rank=data.rank, ranks=data.size, micro=micro, pin=pin, workers=workers),
+        Loader(source, order, rank=data.rank, ranks=data.size, micro=micro, pin=pin, workers=workers, shares=shares),
         total,
         order.steps_per_epoch,
         order.samples,

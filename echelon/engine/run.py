@@ -99,7 +99,7 @@ class Run:
             )
         self.precision = "fp32" if dtype is not None else plan.precision or job.precision
         self.workers = workers
-        intake = open_intake(job, self.ranks, self.data, micro=plan.micro, workers=workers)
+        intake = open_intake(job, self.ranks, self.data, micro=plan.micro, workers=workers, shares=plan.shares)
         self.loader, self.total_steps = intake.loader, intake.total_steps
         #: Both 0 for a stream, whose length is not known.
         self.steps_per_epoch, self.samples = intake.steps_per_epoch, intake.samples

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
+from echelon.errors import PlanError
 from echelon.observer.parts import card, facts, fold, notes, section, table
 from echelon.observer.record import Record, figure
 from echelon.plan import figures
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster, Node
 from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
 from echelon.plan.text import explain
 
 #: Warnings of the same words are counted, and no more than this many kinds are shown.
@@ -75,7 +77,23 @@ def plan(record: Record) -> str:
     known = batch if isinstance(batch, int) and batch >= record.plan.mesh.dp else None
     words = "".join(f"<li>{escape(decision)}</li>" for decision in explain(record.plan, known).splitlines())
     body = f'<ul class="plain">{words}</ul>{notes([escape(said)])}{fold("plan.json", record.plan.to_json())}'
-    return section("Plan", card(str(record.plan), "", body))
+    return section("Plan", card(str(record.plan), "", body) + _picture(record))
+
+
+def _picture(record: Record) -> str:
+    """The step as it was forecast; nothing where too little was kept to draw it."""
+    if not (
+        isinstance(record.plan, Plan) and isinstance(record.profile, Profile) and isinstance(record.cluster, Cluster)
+    ):
+        return ""
+    from echelon.observer.picture import svg
+    from echelon.simulator.timeline import timeline
+
+    try:
+        step = timeline(record.profile, record.cluster, record.plan)
+    except PlanError as error:
+        return notes([escape(f"No picture of the step: {error}")])
+    return card("The step as forecast", "", f'<div class="picture">{svg(step)}</div>', wide=True)
 
 
 def machine(record: Record) -> str:

@@ -37,6 +37,7 @@ pre { background: var(--grid); border-radius: 8px; padding: 14px 16px; margin: 8
 .tile .value small { font-size: 14px; font-weight: 500; color: var(--soft); letter-spacing: 0; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 16px; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; padding: 16px 18px; min-width: 0; }
+.picture svg { width: 100%; height: auto; background: #fff; border-radius: 8px; }
 .card + .card.alone, .card.alone { margin-top: 16px; } .wide { grid-column: 1 / -1; }
 .card .head { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 16px; margin-bottom: 12px; align-items: baseline; }
 .key { color: var(--soft); font-size: 13px; display: flex; flex-wrap: wrap; gap: 2px 14px; }

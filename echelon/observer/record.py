@@ -17,6 +17,7 @@ from echelon.plan.cluster import Cluster
 from echelon.plan.codec import Document
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Record:
     forecast: Forecast | str
     cluster: Cluster | str
     certificate: Certificate | str
+    profile: Profile | str = "the model was not profiled"
 
     def of(self, kind: str) -> Sequence[Event]:
         """The events of one kind, in order."""
@@ -110,6 +112,7 @@ def read_record(folder: str | Path) -> Record:
         forecast=_document(Forecast, folder, "this run was not forecast"),
         cluster=_document(Cluster, folder, "the machine was not measured"),
         certificate=_document(Certificate, folder, "this run carries no proof; echelon verify makes one"),
+        profile=_document(Profile, folder, "the model was not profiled"),
     )
 
 

@@ -13,7 +13,7 @@ from echelon.plan.cuts import cut_bytes
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile, Rule
-from echelon.plan.split import rounds
+from echelon.plan.split import largest_micro, largest_share, rounds
 from echelon.plan.stages import INTERLEAVING, UNCUT, bound, stage_count
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
@@ -224,7 +224,8 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="dp", value=dp, rule=f"a batch of {batch} gives some rank no sample", remedy=f"use dp={batch} or less"
         )
         return
-    turns, stages, share = rounds(batch, dp, plan.micro), stage_count(plan), -(-batch // dp)
+    turns, stages = rounds(batch, dp, plan.micro, plan.shares), stage_count(plan)
+    share = largest_share(batch, dp, plan.shares)
     if plan.mesh.pp > 1 and turns < stages:
         size = max(batch // dp // (2 * stages), 1)
         yield Problem(
@@ -235,6 +236,12 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path="micro", value=plan.micro, rule=f"a rank's share of batch={batch} over dp={dp} is {share} sample{'s' * (share > 1)}",
             remedy=f"use micro={share} or less",
+        )  # fmt: skip
+    most = largest_micro(batch, dp, plan.micro, plan.shares)
+    if plan.micro is not None and most > plan.micro + 1:
+        yield Problem(
+            path="micro", value=plan.micro, rule=f"the smallest share of batch={batch} lasts for {turns} micro-batch{'es' * (turns > 1)}, so that the "
+            f"largest share needs {most} samples in each", remedy=f"use micro={most}, a larger batch or shares that are nearer to each other",
         )  # fmt: skip
     if parts_batches(plan, batch):
         yield from _coupling(plan, profile)

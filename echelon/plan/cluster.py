@@ -139,6 +139,65 @@ class Link:
         return self.points[-1][1] * size / self.points[-1][0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """What a data sheet says of a device: prices what was not measured there."""
+
+    peaks: dict[str, float]  #: dense FLOP/s of matrix products by precision: fp32, tf32, half, fp8, fp4
+    vector: float  #: FLOP/s of everything that is no matrix product, in fp32
+    bandwidth: float  #: bytes/s of its memory
+    units: int  #: multiprocessors: a product is dealt out to them in tiles
+    #: Power that it is allowed, as a share of what it is rated at: below 1 it clocks lower.
+    power: float = 1.0
+    #: Share of the peak that matrix instructions of earlier generations reach; kernels that were written for those use them.
+    legacy: float = 1.0
+    source: str = ""  #: where the figures were printed
+
+    def __post_init__(self) -> None:
+        if "fp32" not in self.peaks:
+            raise ValueError(
+                f"peaks: {', '.join(self.peaks) or 'none'} given; fp32 is needed, every device computes in it"
+            )
+        if min(*self.peaks.values(), self.vector, self.bandwidth, self.units, self.power, self.legacy) <= 0:
+            raise ValueError("a data sheet's figures are above 0")
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of products in `precision`; one that it lacks is computed in the next wider one that it has."""
+        for name in _WIDER[precision]:
+            if name in self.peaks:
+                return self.peaks[name]
+        return self.peaks["fp32"]
+
+
+#: What a device that lacks a precision computes in instead.
+_WIDER = {
+    "fp4": ("fp4", "fp8", "half", "fp32"),
+    "fp8": ("fp8", "half", "fp32"),
+    "half": ("half", "fp32"),
+    "tf32": ("tf32", "fp32"),
+    "fp32": ("fp32",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """A network by its data sheet: inside nodes (bytes/s per device) or between them (bytes/s per node), in each direction."""
+
+    kind: str
+    rate: float
+    #: Devices that share it: more than a node has where several nodes form one domain; 0: those of a node.
+    domain: int = 0
+    #: Share of the rate that large collectives reach, where it was measured.
+    share: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0 or self.domain < 0:
+            raise ValueError(f"{self.kind}: rate={self.rate} bytes/s is above 0 and domain={self.domain} not below it")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError(f"{self.kind}: share={self.share} of the rate is above 0 and at most 1")
+
+
 #: Small blocks share a stretch of memory: one grain is lost per this many bytes (mimalloc's 32 MiB segments hold 24 to 30).
 _STRETCH = 20 * 2**20
 
@@ -166,6 +225,7 @@ class Device:
         0.0  #: bytes that the allocator has not given back at the peak, per byte that comes and goes by then
     )
     workspace: float = 0.0  #: bytes that libraries take once and keep
+    sheet: Sheet | None = None  #: prices what has no curve
 
     def curve(self, operation: str, dtype: str, *, ranks: int = 1, threads: int = 1) -> Curve | None:
         """The curve measured under the load nearest to `ranks` x `threads`; None: this operation was not measured."""
@@ -188,6 +248,7 @@ class Node:
     memory: int  #: bytes of the machine
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
+    wire: Wire | None = None  #: between its devices, where no link was measured
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -204,12 +265,13 @@ class Cluster(Document):
     """The machines that a plan is for."""
 
     KIND: ClassVar[str] = "cluster"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     name: str
     nodes: tuple[Node, ...]
     versions: dict[str, str]  #: of what it was measured with
     notes: tuple[str, ...] = ()
+    network: Wire | None = None  #: between nodes
 
     def __post_init__(self) -> None:
         if not self.nodes:

@@ -21,13 +21,15 @@ class Plan(Document):
     """How to compute a job. Every field is a decision that the engine executes as written."""
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
 
     mesh: Mesh = field(default_factory=Mesh)
     #: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too.
     zero: int = 0
     #: Samples per micro-batch per data rank; None: the rank's whole share at once.
     micro: int | None = None
+    #: Of the batch, in proportion, what each data rank computes: more on faster devices. Empty: all the same.
+    shares: tuple[int, ...] = ()
     #: zero 2-3: keep full gradients between micro-batches and exchange once a step.
     keep_gradients: bool = False
     #: zero 1-3: shard the model as one unit, not block by block; needed where samples decide which blocks run.
@@ -66,6 +68,10 @@ class Plan(Document):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r}: a whole number of at least 1")
+        if self.shares and len(self.shares) != self.mesh.dp:
+            raise ValueError(f"shares={':'.join(map(str, self.shares))}: one for each of dp={self.mesh.dp} data ranks")
+        if any(type(share) is not int or share < 1 for share in self.shares):
+            raise ValueError(f"shares={':'.join(map(str, self.shares))}: whole numbers of at least 1")
         if type(self.bucket) is not int or self.bucket < 1:
             raise ValueError(f"bucket={self.bucket!r}: a whole number of megabytes, at least 1")
 

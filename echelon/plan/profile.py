@@ -85,7 +85,8 @@ class Operator:
     """One kind of call with one kind of shape, and how often a step makes it.
 
     `dims` by `kind`: matmul (batch, m, n, k); convolution (samples, channels in, channels out, kernel elements, output elements,
-    groups); attention (samples x heads, queries, keys, head dim); stream: none, it is priced by `moved`.
+    groups); attention (samples x heads, queries, keys, head dim), of which `flops` leave out scores that are never computed;
+    stream: none, it is priced by `moved`.
     """
 
     name: str  #: as torch names it: "addmm", "convolution_backward"
@@ -159,7 +160,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 6
+    VERSION: ClassVar[int] = 7
 
     model: str  #: fingerprint: see `fingerprint`
     name: str

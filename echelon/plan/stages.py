@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence, Set
+from functools import partial
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -67,13 +69,18 @@ def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) 
     place in `bound`. None: that cannot be."""
     sums = [0.0, *accumulate(weights)]
     size = len(weights)
+    allowed = [place for place in range(1, size) if place not in bound]
     #: For each number of stages: (heaviest stage, where the last one begins) over the first n visits.
     best: list[list[tuple[float, int]]] = [[(sums[n], 0) for n in range(size + 1)]]
     for stage in range(1, count):
+        before = best[-1]
         row = [(inf, 0)] * (size + 1)
+        places = allowed[bisect_left(allowed, stage) :]
         for end in range(stage + 1, size + 1):
-            places = [begin for begin in range(stage, end) if begin not in bound]
-            row[end] = min(((max(best[-1][b][0], sums[end] - sums[b]), b) for b in places), default=(inf, 0))
+            # Where the last stage begins later it is lighter and those before it are heavier: the best place is where that turns.
+            turn = bisect_left(places, True, key=partial(_turned, before, sums, end))
+            near = [b for b in places[max(turn - 1, 0) : turn + 1] if b < end]
+            row[end] = min(((max(before[b][0], sums[end] - sums[b]), b) for b in near), default=(inf, 0))
         best.append(row)
     if best[-1][size][0] == inf:
         return None
@@ -82,3 +89,10 @@ def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) 
         end = best[stage][end][1]
         bounds.append(end)
     return tuple(reversed(bounds))
+
+
+def _turned(before: list[tuple[float, int]], sums: list[float], end: int, begin: int) -> bool:
+    """Whether a last stage from `begin` to `end` is no heavier than the heaviest before it."""
+    heaviest = before[begin][0]
+    # Where those before cannot be made yet a later place may do.
+    return begin >= end or (heaviest < inf and heaviest >= sums[end] - sums[begin])

@@ -17,6 +17,7 @@ from echelon.plan.plan import BatchNorm, Plan, Precision, Recompute, Schedule
 
 _AXES = tuple(field.name for field in fields(Mesh))
 _NUMBERS = ("zero", "micro", "threads", "bucket")
+_SHARES = "shares"
 _WORDS = {
     "precision": get_args(Precision),
     "batchnorm": get_args(BatchNorm),
@@ -40,6 +41,7 @@ def to_text(plan: Plan) -> str:
     for name in (*_NUMBERS, *_WORDS):
         if getattr(plan, name) != getattr(plain, name):
             words.append(f"{name}={getattr(plan, name)}")
+    words += [f"shares={':'.join(map(str, plan.shares))}"] if plan.shares else []
     words += [word for word, (name, value) in _SWITCHES.items() if getattr(plan, name) == value]
     return " ".join(words)
 
@@ -61,11 +63,17 @@ def from_text(text: str) -> Plan:
             axes[name] = _number(text, name, value)
         elif name in _NUMBERS and equals:
             given[name] = _number(text, name, value)
+        elif name == _SHARES and equals:
+            if not re.fullmatch(r"\d+(:\d+)*", value):
+                raise PlanError(
+                    f"plan {text!r}: shares={value!r}: whole numbers with colons between them, one per data rank: 3:1"
+                )
+            given[name] = tuple(map(int, value.split(":")))
         elif name in _WORDS and equals:
             if value not in _WORDS[name]:
                 raise PlanError(f"plan {text!r}: {name}={value!r} is not one of {', '.join(_WORDS[name])}")
             given[name] = value
-        elif name in (*_AXES, *_NUMBERS, *_WORDS):
+        elif name in (*_AXES, *_NUMBERS, *_WORDS, _SHARES):
             raise PlanError(f"plan {text!r}: {_needs(name)}")
         else:
             raise PlanError(f"plan {text!r}: {word!r} is not part of a plan{_meant(name)}")
@@ -84,21 +92,23 @@ def _number(text: str, name: str, value: str) -> int:
 
 
 def _needs(name: str) -> str:
+    if name == _SHARES:
+        return "shares needs a number for each data rank: shares=3:1, without spaces"
     if name in _WORDS:
         return f"{name} needs one of {', '.join(_WORDS[name])}: {name}={_WORDS[name][0]}, without spaces"
     return f"{name} needs a number: {name}={2 if name in _AXES else 1}, without spaces"
 
 
 def _meant(name: str) -> str:
-    known = [*(f"{axis}=2" for axis in _AXES), *(f"{number}=1" for number in _NUMBERS), *_WORDS, *_SWITCHES]
-    near = difflib.get_close_matches(name.lower(), [*_AXES, *_NUMBERS, *_WORDS, *_SWITCHES], 1)
+    known = [*(f"{axis}=2" for axis in _AXES), *(f"{number}=1" for number in _NUMBERS), *_WORDS, _SHARES, *_SWITCHES]
+    near = difflib.get_close_matches(name.lower(), [*_AXES, *_NUMBERS, *_WORDS, _SHARES, *_SWITCHES], 1)
     return f"; did you mean {near[0]}?" if near else f"; a plan is made of {' '.join(known)}"
 
 
 def explain(plan: Plan, batch: int | None = None) -> str:
     """The plan in words, one decision a line."""
     from echelon.plan.cuts import runs
-    from echelon.plan.split import rounds
+    from echelon.plan.split import largest_micro, rounds
     from echelon.plan.stages import stage_count
 
     ranks, dp = plan.ranks, plan.mesh.dp
@@ -122,12 +132,15 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1]
     if dp > 1:
         lines.append(_ZERO[plan.zero])
+    if plan.shares:
+        lines.append(f"the data ranks have unequal shares of the batch: {' : '.join(map(str, plan.shares))}")
     if plan.keep_gradients:
         lines.append("full gradients are kept between micro-batches: one exchange per step")
     if batch is not None and batch < dp:
         lines.append(f"a batch of {batch} cannot feed {dp} data ranks")
     elif batch is not None:
-        turns, most = rounds(batch, dp, plan.micro), plan.micro or -(-batch // dp)
+        turns = rounds(batch, dp, plan.micro, plan.shares)
+        most = largest_micro(batch, dp, plan.micro, plan.shares)
         lines.append(
             f"a batch of {batch} is {turns} micro-batch{'es' * (turns > 1)} of up to {_of(most, 'sample')} per rank"
         )

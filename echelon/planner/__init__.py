@@ -1,6 +1,7 @@
 """Search over plans; why this one, and why not another."""
 
 from echelon.planner.explain import explain, why_not
+from echelon.planner.goal import Goal
 from echelon.planner.search import Candidate, search
 
-__all__ = ["Candidate", "explain", "search", "why_not"]
+__all__ = ["Candidate", "Goal", "explain", "search", "why_not"]

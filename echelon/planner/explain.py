@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from echelon.errors import PlanError
 from echelon.plan.check import check
 from echelon.plan.cluster import Cluster
 from echelon.plan.figures import seconds as _seconds
@@ -13,6 +14,13 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner.search import Candidate
 from echelon.simulator import simulate
+
+_CAUSES = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework")
+#: So many causes of a difference are told.
+_TOLD = 4
+#: Axes that the engine does not execute yet, and that are forecast all the same.
+_FORECAST_ONLY = ("cp", "ep")
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
@@ -29,9 +37,9 @@ def explain(candidates: Sequence[Candidate]) -> str:
             )
         else:
             lines.append("  one process: nothing is exchanged")
-    if best.plan.ranks > best.plan.mesh.dp or best.plan.recompute != "none":
+    if not any(_plain(each.forecast) for each in candidates):
         lines.append(
-            "  no plan of the data axis alone fits or can be executed: this one cuts the model, or computes blocks again"
+            "  no plan of the data axis alone is among the best: this one cuts the model, or computes blocks again"
         )
     lines += [f"  note: {note}" for note in best.notes]
     for candidate in candidates[1:]:
@@ -39,38 +47,54 @@ def explain(candidates: Sequence[Candidate]) -> str:
     return "\n".join(lines)
 
 
+def _plain(forecast: Forecast) -> bool:
+    return forecast.plan.ranks == forecast.plan.mesh.dp and forecast.plan.recompute == "none"
+
+
 def why_not(profile: Profile, cluster: Cluster, plan: Plan, best: Plan) -> str:
-    """What `plan` would cost against `best`, or which rule forbids it."""
+    """What `plan` would cost against `best`, and which rule forbids it."""
     problems = [problem for problem in check(plan, profile, cluster) if problem.severity == "error"]
-    if problems:
-        return f'"{plan}" cannot be executed: ' + "; ".join(map(str, problems))
-    mine, other = simulate(profile, cluster, best), simulate(profile, cluster, plan)
-    return f'"{plan}" against "{best}": {_against(mine, other)}'
+    refused = f'"{plan}" cannot be executed: ' + "; ".join(map(str, problems)) if problems else ""
+    if any(problem.path not in _FORECAST_ONLY for problem in problems):
+        return refused
+    try:
+        mine, other = simulate(profile, cluster, best), simulate(profile, cluster, plan)
+    except PlanError as error:
+        return refused or f'"{plan}" cannot be forecast: {error}'
+    told = f'"{plan}" against "{best}": {_against(mine, other)}'
+    return f"{refused}\n{told}" if refused else told
 
 
 def _against(best: Forecast, other: Forecast) -> str:
-    """The difference in time and bytes, and what binds."""
+    """The difference in time and bytes, by cause, and what binds."""
     if not other.fits:
         needs = other.memory.high + other.memory.framework
-        return f"does not fit: up to {_bytes(needs)} per rank of {_bytes(other.capacity)}, most at {other.peak_at}"
+        largest = max(_PARTS, key=lambda part: getattr(other.memory, part))
+        return (
+            f"does not fit: up to {_bytes(needs)} per rank of {_bytes(other.capacity)}, {_bytes(needs - other.capacity)} too much; most of it "
+            f"{largest} ({_bytes(getattr(other.memory, largest))}), most at {other.peak_at}"
+        )
     slower = other.time.step - best.time.step
-    causes = {
-        name: getattr(other.time, name) - getattr(best.time, name)
-        for name in ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
-    }
-    cause = max(causes, key=lambda name: causes[name] * (1 if slower > 0 else -1))
     more = other.memory.peak - best.memory.peak
     return (
-        f"{_seconds(abs(slower))} {'slower' if slower > 0 else 'faster'} ({abs(slower) / best.time.step:.0%}), most of it "
-        f"{cause}; {_bytes(abs(more))} {'more' if more > 0 else 'less'} memory per rank"
+        f"{_seconds(abs(slower))} {'slower' if slower > 0 else 'faster'} ({abs(slower) / best.time.step:.0%})"
+        f"{_causes(best.time, other.time, _CAUSES, _seconds, best.time.step)}; {_bytes(abs(more))} {'more' if more > 0 else 'less'} memory per rank"
+        f"{_causes(best.memory, other.memory, _PARTS, _bytes, best.memory.peak)}"
     )
+
+
+def _causes(best: object, other: object, names: Sequence[str], show: Callable[[float], str], whole: float) -> str:
+    """Where the difference comes from, the largest first."""
+    changes = {name: getattr(other, name) - getattr(best, name) for name in names}
+    told = sorted((name for name in names if abs(changes[name]) > whole / 200), key=lambda name: -abs(changes[name]))
+    words = [f"{name} {'+' if changes[name] > 0 else '-'}{show(abs(changes[name]))}" for name in told[:_TOLD]]
+    return f": {', '.join(words)}" if words else ""
 
 
 def _time(forecast: Forecast) -> str:
     time = forecast.time
-    parts = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
     told = ", ".join(
-        f"{name} {_seconds(getattr(time, name))}" for name in parts if getattr(time, name) > time.step / 200
+        f"{name} {_seconds(getattr(time, name))}" for name in _CAUSES if getattr(time, name) > time.step / 200
     )
     hidden = f"; {_seconds(time.hidden)} of exchange hide behind backward" if time.hidden else ""
     return f"time: {told}{hidden}"
@@ -78,8 +102,7 @@ def _time(forecast: Forecast) -> str:
 
 def _memory(forecast: Forecast) -> str:
     memory = forecast.memory
-    parts = ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework")
     told = ", ".join(
-        f"{name} {_bytes(getattr(memory, name))}" for name in parts if getattr(memory, name) > memory.peak / 200
+        f"{name} {_bytes(getattr(memory, name))}" for name in _PARTS if getattr(memory, name) > memory.peak / 200
     )
     return f"memory per rank: {_bytes(memory.total)} of {_bytes(forecast.capacity)} ({told}); the peak is at {forecast.peak_at}"

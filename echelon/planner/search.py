@@ -1,26 +1,32 @@
-"""The best plans of a job on a cluster: every dp, thread count, ZeRO stage and micro-batch, forecast and sorted.
+"""The best plans of a job on a cluster, forecast and sorted.
 
-Where none of these fits, or none can be executed, blocks are computed again and the model is cut over tp and pp: that costs time and
-saves memory.
+On a machine that was measured: every dp, thread count, ZeRO stage and micro-batch; where none of these fits, or none can be executed,
+blocks are computed again and the model is cut over tp and pp, which costs time and saves memory. On a cluster that is known by its data
+sheets: all axes at once (`space`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import get_args
 
 from echelon.errors import PlanError
-from echelon.plan.check import Problem, check
+from echelon.plan.check import Problem, check, require
 from echelon.plan.cluster import Cluster
+from echelon.plan.figures import seconds
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import Plan, Recompute
+from echelon.plan.plan import Plan, Precision, Recompute
 from echelon.plan.profile import Profile
-from echelon.plan.stages import find_stages
+from echelon.plan.stages import bound, find_stages
+from echelon.planner.goal import Goal
+from echelon.planner.shardings import choose
+from echelon.planner.space import Space, best, devices_needed, with_shares
 from echelon.simulator.load import require_one_kind
-from echelon.simulator.step import price
+from echelon.simulator.step import by_sheet, price
 
 #: So many reasons are told when all plans are refused.
 _REASONS = 8
@@ -43,28 +49,178 @@ class Candidate:
 
 
 def search(
-    profile: Profile, cluster: Cluster, *, top: int = 5, ranks: int | None = None, complete: Complete | None = None
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    top: int = 5,
+    ranks: int | None = None,
+    complete: Complete | None = None,
+    goal: Goal | None = None,
+    exhaustive: bool = False,
+    beyond: bool = False,
+    precisions: tuple[Precision | None, ...] = (None,),
 ) -> tuple[Candidate, ...]:
     """The `top` plans that can be executed and fit, best first. `ranks`: only plans for so many ranks.
 
-    `complete`: without it no plan has a tensor axis, whose cuts only a look into the model tells.
+    `complete`: without it no plan of a measured machine has a tensor axis, whose cuts only a look into the model tells.
+    `goal`: what the best is; the fastest where it is not given. `exhaustive`: forecast every plan, also those that cannot be the best.
+    `beyond`: axes too that are forecast and not executed yet. `precisions`: other than the job's, None.
     """
+    wanted = goal or Goal()
+    strange = next((each for each in precisions if each not in (None, *get_args(Precision))), None)
+    if strange is not None:
+        raise PlanError(f"precision={strange}: not one of {', '.join(get_args(Precision))}")
+    if set(precisions) != {None} and not by_sheet(cluster):
+        raise PlanError(
+            "precisions are searched on clusters that are known by their data sheets; here give the job's precision"
+        )
+    if by_sheet(cluster):
+        space = Space(profile, cluster, ranks=ranks, beyond=beyond, precisions=precisions)
+        return _wide(space, wanted, top, complete, exhaustive=exhaustive)
     everything = candidates(profile, cluster, ranks=ranks)
-    fitting = [candidate for candidate in everything if candidate.forecast.fits]
-    if not fitting:
+    fitting = _good(everything, wanted)
+    if not fitting or exhaustive:
         everything += _priced(_cut_plans(profile, cluster, ranks, complete), profile, cluster)
-        fitting = [candidate for candidate in everything if candidate.forecast.fits]
+        fitting = _good(everything, wanted)
     if not everything:
         raise _no_plan(profile, cluster, ranks)
     if not fitting:
+        if any(candidate.forecast.fits for candidate in everything):
+            raise _too_slow(everything, wanted)
         raise _too_large(everything, cluster.kind)
-    fitting.sort(key=_order)
-    # Among plans of nearly the same speed the simplest one is the best.
-    limit = fitting[0].forecast.time.step * (1 + _WORTH)
-    close = [candidate for candidate in fitting if candidate.forecast.time.step <= limit]
-    best = min(close, key=_simplicity)
-    fitting.remove(best)
-    return (best, *fitting[: top - 1])
+    fitting.sort(key=lambda each: (_cost(wanted, each), each.forecast.time.step, each.forecast.memory.peak))
+    return _sharded(_simplest_first(fitting, wanted, top), wanted, profile, lambda plan: price(profile, cluster, plan))
+
+
+def _wide(space: Space, goal: Goal, top: int, complete: Complete | None, *, exhaustive: bool) -> tuple[Candidate, ...]:
+    """On a cluster by its data sheets."""
+    wanted = top
+    known: dict[tuple[object, ...], Plan | PlanError] = {}
+    while True:
+        found = best(space, goal, top=wanted, near=_WORTH if goal.kind != "devices" else 0.0, exhaustive=exhaustive)
+        found = sorted((*found, *with_shares(space, goal)), key=lambda each: (_price(goal, each), each.time.step))
+        done, refused = _completed(space, goal, found, complete, known)
+        if len(found) < wanted or (done and _cost(goal, done[0]) <= _price(goal, found[-1])):
+            break
+        wanted *= 4  # with the cuts that the model allows they cost more than what comes after them may: look further
+    if not done:
+        raise _nothing(space, goal, refused)
+    quotes = space.quotes
+    first = _simplest_first(done, goal, top)
+    return _sharded(first, goal, space.profile, lambda plan: quotes.forecast(quotes.layouts(plan)))
+
+
+def _completed(
+    space: Space,
+    goal: Goal,
+    found: Sequence[Forecast],
+    complete: Complete | None,
+    known: dict[tuple[object, ...], Plan | PlanError],
+) -> tuple[list[Candidate], list[PlanError]]:
+    """What was found, with its cuts and priced with them, best first; and why others have none. `known`: cuts by what decides them."""
+    done: list[Candidate] = []
+    refused: list[PlanError] = []
+    for forecast in found:
+        if complete is not None and forecast.plan.open:
+            try:
+                plan = _cut(space, forecast.plan, complete, known)
+            except PlanError as error:
+                refused.append(error)
+                continue
+            forecast = space.quotes.forecast(space.quotes.layouts(plan))
+        if forecast.fits and forecast.time.step <= goal.limit:
+            done.append(Candidate(plan=forecast.plan, forecast=forecast))
+    done.sort(key=lambda each: (_cost(goal, each), each.forecast.time.step))
+    return done, refused
+
+
+def _cut(space: Space, plan: Plan, complete: Complete, known: dict[tuple[object, ...], Plan | PlanError]) -> Plan:
+    """A plan with its cuts, whose stages do not begin between a column and its row, and that can be executed."""
+    kind = plan.mesh.tp, plan.sequence, plan.mesh.pp > 1
+    if kind not in known:
+        try:
+            known[kind] = complete(plan)
+        except PlanError as error:
+            known[kind] = error
+    like, visits = known[kind], space.profile.visits
+    if isinstance(like, PlanError):
+        raise like
+    plan = replace(plan, placements=like.placements, uncut=like.uncut, segments=like.segments)
+    if set(plan.stages) & bound(plan, visits):
+        stages = find_stages(plan, visits)
+        if stages is None:
+            raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
+        plan = replace(plan, stages=stages)
+    if space.refused(plan):
+        require(plan, space.profile, space.quotes.cluster)
+    return plan
+
+
+def _nothing(space: Space, goal: Goal, refused: Sequence[PlanError]) -> PlanError:
+    if refused:
+        return refused[0]
+    if goal.limit < math.inf:
+        fastest = best(space, Goal(), top=1, near=0.0, exhaustive=False)
+        if fastest:
+            return _late(fastest[0], goal)
+    profile, cluster = space.profile, space.cluster
+    asked = f" of {space.ranks} devices" if space.ranks is not None else f" of {cluster.name} ({space.devices} devices)"
+    needed = devices_needed(profile, cluster, above=space.ranks or space.devices)
+    error = PlanError(
+        f"{profile.name}: {profile.elements:,} parameters fit no plan{asked}; "
+        + (
+            f"{needed} devices of this kind would hold it"
+            if needed is not None
+            else "one sample and one block alone fill a device: larger devices, smaller blocks or shorter samples are needed"
+        )
+    )
+    error.exit_code = 1
+    return error
+
+
+def _late(fastest: Forecast, goal: Goal) -> PlanError:
+    error = PlanError(
+        f'no plan is done in time: the fastest, "{fastest.plan}", takes {seconds(fastest.time.step * goal.steps)} for {goal.steps:,} '
+        f"step{'s' * (goal.steps > 1)} and there are {seconds(goal.within or 0)}; give more time, more devices or fewer steps"
+    )
+    error.exit_code = 1
+    return error
+
+
+def _too_slow(everything: Sequence[Candidate], goal: Goal) -> PlanError:
+    return _late(min((c.forecast for c in everything if c.forecast.fits), key=lambda each: each.time.step), goal)
+
+
+def _good(everything: Sequence[Candidate], goal: Goal) -> list[Candidate]:
+    return [each for each in everything if each.forecast.fits and each.forecast.time.step <= goal.limit]
+
+
+def _cost(goal: Goal, candidate: Candidate) -> float:
+    return _price(goal, candidate.forecast)
+
+
+def _price(goal: Goal, forecast: Forecast) -> float:
+    return goal.cost(forecast.time.step, forecast.plan.ranks, _needed(forecast))
+
+
+def _simplest_first(fitting: list[Candidate], goal: Goal, top: int) -> tuple[Candidate, ...]:
+    """Among plans that cost nearly the same the simplest one is the best."""
+    if goal.kind == "devices":
+        return tuple(fitting[:top])
+    limit = _cost(goal, fitting[0]) * (1 + _WORTH)
+    chosen = min((candidate for candidate in fitting if _cost(goal, candidate) <= limit), key=_simplicity)
+    return (chosen, *[candidate for candidate in fitting if candidate is not chosen][: top - 1])
+
+
+def _sharded(
+    found: tuple[Candidate, ...], goal: Goal, profile: Profile, price: Callable[[Plan], Forecast]
+) -> tuple[Candidate, ...]:
+    """What was found with all that is faster whole left whole. Bounds are of plans that cut everything, so that this comes after the search."""
+    if goal.kind == "memory" or not any(each.plan.placements for each in found):
+        return found
+    better = [choose(each.plan, profile, price) if each.plan.placements else each.forecast for each in found]
+    made = [Candidate(plan=each.plan, forecast=each) for each in better]
+    return _simplest_first(sorted(made, key=lambda each: _cost(goal, each)), goal, len(made))
 
 
 def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:
@@ -171,10 +327,6 @@ def _micros(share: int) -> list[int | None]:
         size = -(-size // 2)
         micros.append(size)
     return micros
-
-
-def _order(candidate: Candidate) -> tuple[float, float]:
-    return candidate.forecast.time.step, candidate.forecast.memory.peak
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int, float, float]:

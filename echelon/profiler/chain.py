@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,16 @@ from echelon.plan.profile import Visit as Planned
 from echelon.profiler.build import built
 from echelon.profiler.example import Example
 from echelon.profiler.ghost import Ghost, Returned
+from echelon.profiler.repeat import Run, shortened, stretch_visits
 from echelon.profiler.visits import Value, Visit, crossing
 
 #: Samples of the two batches that tell a fixed part from a part per sample.
 _SIZES = (2, 4)
 
 
-def chain(job: Job, example: Example | None = None) -> tuple[Planned, ...]:
-    """Nothing is computed. Empty: the model cannot be cut into stages. Whatever its code says to tensors without numbers is raised."""
+def chain(job: Job, example: Example | None = None, run: Run | None = None) -> tuple[Planned, ...]:
+    """Nothing is computed. Empty: the model cannot be cut into stages. Whatever its code says to tensors without numbers is raised.
+    `run`: blocks that are known to be treated alike."""
     example = example or Example(job)
 
     def loss(model: nn.Module, batch: Any) -> Any:
@@ -30,6 +32,16 @@ def chain(job: Job, example: Example | None = None) -> tuple[Planned, ...]:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = built(job).train()
+    if run is not None:
+        with shortened(model, run):
+            few = _visited(model, example, loss)
+        found = stretch_visits(few, run) if few else ()
+        if found is not None:
+            return found
+    return _visited(model, example, loss)
+
+
+def _visited(model: nn.Module, example: Example, loss: Callable[[nn.Module, Any], Any]) -> tuple[Planned, ...]:
     ghost = Ghost(model, torch.device("cpu"))
     visits = ghost.visits(loss, example.batch(_SIZES[0]))
     paths = list(dict.fromkeys(visit.path for visit in visits if visit.path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from echelon.profiler.coupling import coupling, first_line, outside_torch, rando
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
+from echelon.profiler.repeat import Run, alike_in_forward, find, shortened, stretched
 from echelon.profiler.trace import Trace, counting, recording
 from echelon.profiler.tree import module_tree
 from echelon.profiler.visits import DIFFERENTIATE
@@ -34,6 +36,16 @@ _INPUTS = 64 * 2**20
 #: Samples of a real run, where tracing fails: few, because the memory is real.
 _REAL = (2, 4)
 _TWICE = "the model differentiates its own derivative (autograd.grad with create_graph), which torch's fully_shard does not follow"
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A model and its steps of two batch sizes; `run`: of blocks alike, where few of them were traced."""
+
+    model: nn.Module
+    first: Trace
+    second: Trace
+    run: Run | None = None
 
 
 class _HeldBesideError(RuntimeError):
@@ -47,7 +59,8 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
     notes: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, first, second, how, device, beside = _step_somehow(job, example, device, notes)
+        traced, how, device, beside = _step_somehow(job, example, device, notes)
+        model, first, second = traced.model, traced.first, traced.second
         coupled, uncompared = coupling(
             job,
             example,
@@ -56,7 +69,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
         )
         visits: tuple[Visit, ...] = ()
         with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
-            visits = chain(job, example)
+            visits = chain(job, example, traced.run)
     return _assemble(
         job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
         visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(job, model, second),
@@ -65,7 +78,7 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
 
 def _step_somehow(
     job: Job, example: Example, device: str, notes: list[str]
-) -> tuple[nn.Module, Trace, Trace, Literal["fake", "real"], str, str]:
+) -> tuple[_Traced, Literal["fake", "real"], str, str]:
     """Two steps without their values for `device`, else for the CPU (cuDNN's recurrent layers look at values), else run for real.
 
     Last, which parameter is held beside its module, if one is.
@@ -73,7 +86,7 @@ def _step_somehow(
     beside = ""
     for kind in dict.fromkeys((device, "cpu")):
         try:
-            return *_traced(job, example, kind), "fake", kind, beside
+            return _traced(job, example, kind), "fake", kind, beside
         except EchelonError:
             raise
         except _HeldBesideError as error:
@@ -86,7 +99,7 @@ def _step_somehow(
                 f"the model cannot be traced{where} without running it ({type(error).__name__}: {first_line(error)})"
             )
     notes[-1] += f": two small steps of {_REAL[0]} and {_REAL[1]} samples were run on the CPU instead"
-    return *_ran(job, example), "real", "cpu", beside
+    return _ran(job, example), "real", "cpu", beside
 
 
 def _assemble(
@@ -159,28 +172,70 @@ def _unsteady(first: Trace, second: Trace, how: Literal["fake", "real"]) -> str:
     return ""
 
 
-def _traced(job: Job, example: Example, device: str) -> tuple[nn.Module, Trace, Trace]:
+def _traced(job: Job, example: Example, device: str) -> _Traced:
     """Two fake steps. The smaller has two samples: code and batch norm treat a single one apart."""
     large = max(min(job.batch, _INPUTS // max(example.bytes, 1)), 4)
     with random_states(), FakeTensorMode(allow_non_fake_inputs=True) as mode, unquestioned():
         model = built(job)
-        tensors = {
-            name: _faked(mode, value, device)
-            for name, value in (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
-        }
-        _share(model, tensors)
-        traces = []
+        batches = {}
         for samples in (2, large):
             with unset_fake_temporarily():
                 batch = example.batch(samples)
-            batch = tree_map(lambda value: _faked(mode, value, device) if isinstance(value, Tensor) else value, batch)
-            seed_all(0)  # whatever Python's and NumPy's numbers decide, both steps are of one kind
-            with _untouched(model):
-                traces.append(_step(job, model, tensors, batch, samples, device))
-    return model, traces[0], traces[1]
+            batches[samples] = tree_map(
+                lambda value: _faked(mode, value, device) if isinstance(value, Tensor) else value, batch
+            )
+        run = find(model)
+        if run is not None and _alike(job, model, mode, run, batches[2], device):
+            with shortened(model, run):
+                few = _steps(job, model, mode, batches, device)
+            traces = stretched(few, run)
+            if traces is not None:
+                return _Traced(model, traces[0], traces[1], run)
+        first, second = _steps(job, model, mode, batches, device)
+    return _Traced(model, first, second)
+
+
+def _steps(job: Job, model: nn.Module, mode: FakeTensorMode, batches: dict[int, Any], device: str) -> list[Trace]:
+    """A fake step of each batch."""
+    tensors = _tensors(model, mode, device)
+    traces = []
+    for samples, batch in batches.items():
+        seed_all(0)  # whatever Python's and NumPy's numbers decide, both steps are of one kind
+        with _untouched(model):
+            traces.append(_step(job, model, tensors, batch, samples, device))
+    return traces
+
+
+def _tensors(model: nn.Module, mode: FakeTensorMode, device: str) -> dict[str, Tensor]:
+    """Fakes of all that the model holds, by name."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    tensors = {name: _faked(mode, value, device) for name, value in named}
+    _share(model, tensors)
+    return tensors
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Of all that the model holds."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [name for name, _ in named]
+
+
+def _alike(job: Job, model: nn.Module, mode: FakeTensorMode, run: Run, batch: Any, device: str) -> bool:
+    """Whether a step treats all blocks of the run alike."""
+    model.train()
+    tensors = _tensors(model, mode, device)
+
+    def step() -> None:
+        seed_all(0)
+        here = {name: tensors[name] for name in _names(model)}
+        output = call_model(job, _Bound(model, here), batch)
+        call_loss(job, output, batch, model)
+
+    try:
+        with torch.no_grad(), _autocast(job, device):
+            return alike_in_forward(model, run, step)
+    except Exception:  # whatever a user's forward does with a block that is not there
+        return False
 
 
 @contextlib.contextmanager
@@ -197,7 +252,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _ran(job: Job, example: Example) -> tuple[nn.Module, Trace, Trace]:
+def _ran(job: Job, example: Example) -> _Traced:
     """Two real steps on the CPU, on a copy of the model where the job gives a module."""
     torch_state = torch.random.get_rng_state()
     model = made(job)
@@ -208,14 +263,12 @@ def _ran(job: Job, example: Example) -> tuple[nn.Module, Trace, Trace]:
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     traces = [_step(job, model, tensors, example.batch(samples), samples, "cpu") for samples in _REAL]
     torch.random.set_rng_state(torch_state)
-    return model, traces[0], traces[1]
+    return _Traced(model, traces[0], traces[1])
 
 
 def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, samples: int, device: str) -> Trace:
     """Forward, loss and backward of one batch, recorded."""
     model.train()
-    half = _HALF.get(job.precision)
-    autocast = torch.autocast(device, dtype=half) if half else contextlib.nullcontext()
     # One thread for backward too, so that the recorder sees it on every device.
     with recording(model, samples) as recorder, torch.autograd.set_multithreading_enabled(False):
         for tensor in tensors.values():
@@ -227,7 +280,7 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
         ]
         tree_map(lambda value: recorder.hold(value) if isinstance(value, Tensor) else None, batch)
         before, versions = outside_torch(), {name: value._version for name, value in tensors.items()}
-        with autocast, _Derivatives() as derivatives:
+        with _autocast(job, device), _Derivatives() as derivatives:
             output = call_model(job, _Bound(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
         recorder.trace.twice = derivatives.twice
@@ -243,6 +296,11 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
         for hook in hooks:
             hook.remove()
     return recorder.trace
+
+
+def _autocast(job: Job, device: str) -> contextlib.AbstractContextManager[Any]:
+    half = _HALF.get(job.precision)
+    return torch.autocast(device, dtype=half) if half else contextlib.nullcontext()
 
 
 class _Derivatives(TorchFunctionMode):

@@ -267,9 +267,23 @@ def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str,
     if "scaled_dot_product" in name and "attention" in name:
         q, k = (args[1], args[2]) if "backward" in name else (args[0], args[1])
         shape = (float(q.shape[0] * q.shape[1]), float(q.shape[-2]), float(k.shape[-2]), float(q.shape[-1]))
+        scores = shape[0] * (_looking_back(*shape[1:3]) if _causal(func, args, kwargs) else shape[1] * shape[2])
         # Backward computes the scores again, then four products.
-        return "attention", shape, (10.0 if "backward" in name else 4.0) * math.prod(shape)
+        return "attention", shape, (10.0 if "backward" in name else 4.0) * scores * shape[3]
     return "stream", (), _counted(func, args, kwargs, out)
+
+
+def _causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an attention looks back only: kernels then leave out the scores that are not used."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get("is_causal", False) is True
+
+
+def _looking_back(queries: float, keys: float) -> float:
+    """Scores of so many queries of which the first sees one key, the second two, and so on."""
+    few = min(queries, keys)
+    return few * (few + 1) / 2 + (queries - few) * keys
 
 
 _MATMULS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}  # name -> place of the first factor

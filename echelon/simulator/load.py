@@ -68,12 +68,13 @@ def load_of(profile: Profile, cluster: Cluster, plan: Plan) -> Load:
     crowding = 1.0
     if cluster.kind == "cpu" and asked > node.cores:
         crowding = asked / node.cores * (_CROWDING if threads > 1 else 1.0)
-    shares = split(profile.batch, plan.mesh.dp, plan.micro)
+    shares = split(profile.batch, plan.mesh.dp, plan.micro, plan.shares)
+    most = max(shares, key=lambda share: share[-1].stop - share[0].start)
     return Load(
         device=node.devices[0],
         node=node,
         ranks=ranks,
         threads=threads,
-        micros=tuple(part.size for part in shares[0]),
+        micros=tuple(part.size for part in most),
         crowding=crowding,
     )

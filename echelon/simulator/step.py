@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from echelon.errors import PlanError
-from echelon.plan.cluster import Cluster
+from echelon.plan.cluster import Cluster, Device
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Operator, Phase, Profile
+from echelon.plan.split import sizes
 from echelon.simulator.again import computed_again
 from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
+from echelon.simulator.distil import distil
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
+from echelon.simulator.fitted import Fitted, digest, fitted
+from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
 from echelon.simulator.shares import Shares
+from echelon.simulator.sheet_memory import fullest
+from echelon.simulator.sheet_step import Known, step_time
+from echelon.simulator.stack import Stack
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -24,10 +32,118 @@ _SPREAD = 0.25
 _SAMPLE = 1
 
 
-def simulate(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
-    """What a step of `plan` takes and holds on `cluster`."""
-    require_one_kind(cluster)
-    return price(profile, cluster, plan)
+def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | None = None) -> Forecast:
+    """What a step of `plan` takes and holds on `cluster`; `stack`: how others than echelon's engine execute it.
+
+    A device that was measured is priced by its curves, one that was not by its data sheet. On devices that are not alike every rank waits
+    for the one that takes longest.
+    """
+    if not by_sheet(cluster):
+        require_one_kind(cluster)
+        return price(profile, cluster, plan)
+    constants = fitted()
+    return worst([forecast_of(*each, constants) for each in laid_out(profile, cluster, plan, stack)])
+
+
+def laid_out(
+    profile: Profile, cluster: Cluster, plan: Plan, stack: Stack | None = None
+) -> list[tuple[Layout, Cluster]]:
+    """The plan on each kind of device of the cluster, with the most samples that a rank on such a device has."""
+    work, alike = distil(profile, plan), kinds(cluster)
+    return [
+        (lay_out(work, profile.batch, each, plan, stack or Stack(), largest=largest), each)
+        for each, largest in zip(alike, most_samples(profile.batch, cluster, plan, alike), strict=True)
+        if largest != 0  # no rank is on such a device
+    ]
+
+
+def most_samples(batch: int, cluster: Cluster, plan: Plan, alike: Sequence[Cluster]) -> list[int | None]:
+    """For each kind of device the most samples that a rank on one has; None: as many as any."""
+    if not plan.shares or plan.ranks != plan.mesh.dp or batch < plan.mesh.dp:
+        return [None] * len(alike)
+    placed = list(zip(on_ranks(cluster), sizes(batch, plan.mesh.dp, plan.shares), strict=False))
+    return [max((size for on, size in placed if on == each.nodes[0].devices[0]), default=0) for each in alike]
+
+
+def by_sheet(cluster: Cluster) -> bool:
+    """Whether its devices were never measured and have data sheets instead."""
+    device = cluster.nodes[0].devices[0]
+    return device.sheet is not None and not device.curves
+
+
+def kinds(cluster: Cluster) -> list[Cluster]:
+    """For each kind of device the cluster as it would be with that kind alone, as many in each node as all nodes have, over the slowest
+    link that there is."""
+    devices = distinct(device for node in cluster.nodes for device in node.devices)
+    if len(devices) == 1:
+        return [cluster]
+    bare = next((device.name for device in devices if device.sheet is None), None)
+    if bare is not None:
+        raise PlanError(
+            f"{cluster.name}: {bare} has no data sheet and others have; describe it in the cluster's file too"
+        )
+    fewest = min(len(node.devices) for node in cluster.nodes)
+    wires = [node.wire for node in cluster.nodes if node.wire is not None]
+    wire = min(wires, key=lambda each: each.rate) if wires else None
+    names = " and ".join(sorted({device.name for device in devices}))
+    notes = [f"{names}: all wait for the slowest, and a plan must fit on each"]
+    left = sum(len(node.devices) for node in cluster.nodes) - fewest * len(cluster.nodes)
+    notes += [f"{left} devices of larger nodes are not used"] if left else []
+    return [
+        replace(
+            cluster,
+            nodes=tuple(replace(node, devices=(device,) * fewest, wire=wire) for node in cluster.nodes),
+            notes=(*cluster.notes, *notes),
+        )
+        for device in devices
+    ]
+
+
+def on_ranks(cluster: Cluster) -> list[Device]:
+    """The devices that ranks are on, in their order: as many of each node as all nodes have."""
+    fewest = min(len(node.devices) for node in cluster.nodes)
+    return [device for node in cluster.nodes for device in node.devices[:fewest]]
+
+
+def distinct(devices: Iterable[Device]) -> list[Device]:
+    """Each device once of those that are alike in everything."""
+    found: list[Device] = []
+    for device in {id(each): each for each in devices}.values():
+        if device not in found:
+            found.append(device)
+    return found
+
+
+def worst(made: Sequence[Forecast]) -> Forecast:
+    """The device that takes longest decides the time, the one with the least room left the memory."""
+    longest = max(made, key=lambda each: each.time.step)
+    tightest = max(made, key=lambda each: (each.memory.high + each.memory.framework) / each.capacity)
+    return replace(
+        longest,
+        memory=tightest.memory,
+        capacity=tightest.capacity,
+        peak_at=tightest.peak_at,
+        notes=tuple(dict.fromkeys(note for each in made for note in each.notes)),
+    )
+
+
+def forecast_of(layout: Layout, cluster: Cluster, constants: Fitted, known: Known | None = None) -> Forecast:
+    """The forecast of a plan that was laid out on a cluster by its data sheets."""
+    held, where = fullest(layout, constants)
+    return Forecast(
+        plan=layout.plan,
+        batch=layout.batch,
+        time=step_time(layout, cluster, constants, known=known),
+        memory=held,
+        capacity=layout.capacity,
+        peak_at=where,
+        notes=(*cluster.notes, *_sheet_notes(cluster)),
+    )
+
+
+def _sheet_notes(cluster: Cluster) -> list[str]:
+    name = cluster.nodes[0].devices[0].name
+    return [f"priced by the data sheet of {name} and constants {digest()}: nothing was measured there"]
 
 
 def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
@@ -51,15 +167,19 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     return Forecast(
         plan=plan,
         batch=profile.batch,
-        time=max(
-            (_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)),
-            key=lambda each: each.step,
-        ),
+        time=max(rank_times(profile, cluster, plan), key=lambda each: each.step),
         memory=held,
         capacity=load.capacity,
         peak_at=where,
         notes=_notes(profile, cluster, plan, load),
     )
+
+
+def rank_times(profile: Profile, cluster: Cluster, plan: Plan) -> list[Time]:
+    """The step as each rank of pp spends it, by measured curves."""
+    load = load_of(profile, cluster, plan)
+    ranks = parts(profile, plan, load.micros)
+    return [_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)]
 
 
 def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -> Time:

@@ -359,7 +359,7 @@ def _rate_per_micro_batch() -> Sequence[AbstractContextManager[object]]:
 
     def hurried(self: Run, loss: Tensor, samples: int) -> Any:
         step = update(self, loss, samples)
-        for _ in range(rounds(samples, self.data.size, self.plan.micro) - 1):
+        for _ in range(rounds(samples, self.data.size, self.plan.micro, self.plan.shares) - 1):
             for schedule in self.schedules:
                 schedule.step()
         return step

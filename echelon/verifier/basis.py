@@ -34,7 +34,8 @@ class Basis:
 
     def parts(self, step: int) -> list[Span]:
         """How a step's samples are shared out where outputs are compared."""
-        return [part for share in split(self.feed.size(step), self.plan.mesh.dp, self.plan.micro) for part in share]
+        plan = self.plan
+        return [part for share in split(self.feed.size(step), plan.mesh.dp, plan.micro, plan.shares) for part in share]
 
     def reconsider(self, proof: Referee) -> None:
         """Before a no: whether rounding alone explains it. Only a reference on one device can be run again so as to tell."""

@@ -129,7 +129,7 @@ def _expected(reference: Reference, number: int) -> list[Output]:
     """The outputs for rank 0's first micro-batch; nothing where batch norm sees those of other ranks beside it."""
     if reference.coupled and reference.plan.batchnorm == "sync" and reference.plan.mesh.dp > 1:
         return []
-    part = split(reference.feed.size(number), reference.plan.mesh.dp, reference.plan.micro)[0][0]
+    part = split(reference.feed.size(number), reference.plan.mesh.dp, reference.plan.micro, reference.plan.shares)[0][0]
     batch = reference.batch(number, np.arange(part.start, part.stop))
     with Watch(reference.model) as watch, reference.still():
         reference.loss(batch, part.size)
@@ -178,7 +178,7 @@ def _data(case: Case, number: int, read: Sequence[Sequence[str]]) -> str:
     plan, feed = case.plan, case.feed
     for rank, digests in enumerate(read):
         mine = plan.mesh.coordinate(rank)["dp"]
-        for turn, part in enumerate(split(feed.size(number), plan.mesh.dp, plan.micro)[mine]):
+        for turn, part in enumerate(split(feed.size(number), plan.mesh.dp, plan.micro, plan.shares)[mine]):
             positions = np.arange(part.start, part.stop)
             first, again = (digest(feed.take(number, positions)) for _ in range(2))
             if first == again and turn < len(digests) and digests[turn] != first:
@@ -195,7 +195,7 @@ def _evidence(
     assert proof.worst is not None
     worst = proof.worst
     old = case.at(worst.step)
-    turns = rounds(case.feed.size(worst.step), case.plan.mesh.dp, case.plan.micro)
+    turns = rounds(case.feed.size(worst.step), case.plan.mesh.dp, case.plan.micro, case.plan.shares)
     named = dict(old.model.named_parameters())
     return causes.Evidence(
         worst=worst,

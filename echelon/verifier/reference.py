@@ -98,7 +98,7 @@ class Reference:
 
     def pieces(self, size: int) -> list[np.ndarray]:
         """Which positions of the global batch run together, in order."""
-        shares = split(size, self.plan.mesh.dp, self.plan.micro)
+        shares = split(size, self.plan.mesh.dp, self.plan.micro, self.plan.shares)
         if not self.coupled:
             return [np.arange(size)]
         if self.plan.batchnorm == "local":
@@ -156,7 +156,7 @@ class Reference:
     def _note_outputs(self, piece: np.ndarray, size: int, tensors: list[Tensor | None]) -> None:
         """As the plan shares out the samples of a piece."""
         places = {int(position): place for place, position in enumerate(piece)}
-        for share in split(size, self.plan.mesh.dp, self.plan.micro):
+        for share in split(size, self.plan.mesh.dp, self.plan.micro, self.plan.shares):
             for part in share:
                 if part.start in places:
                     self._outputs |= marked(tensors, part, first=places[part.start], of=len(piece))

@@ -46,7 +46,8 @@ def parts(reference: Reference, number: int, name: str) -> list[Part]:
     if reference.coupled and reference.plan.batchnorm == "sync":
         return []
     found = []
-    for rank, share in enumerate(split(reference.feed.size(number), reference.plan.mesh.dp, reference.plan.micro)):
+    plan = reference.plan
+    for rank, share in enumerate(split(reference.feed.size(number), plan.mesh.dp, plan.micro, plan.shares)):
         for turn, part in enumerate(share):
             reference.model.zero_grad(set_to_none=True)
             batch = reference.batch(number, np.arange(part.start, part.stop))

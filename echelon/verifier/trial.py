@@ -115,7 +115,7 @@ class Trial:
 
     def _step(self, number: int) -> Record | None:
         run, batch = self.run, self.batch(number)
-        parts = split(batch.samples, run.plan.mesh.dp, run.plan.micro)[run.data.rank]
+        parts = split(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.shares)[run.data.rank]
         heard = _Heard(parts, singly=self._singly)
         with self._still(), listening(run.model, heard.note, _whole) if self._listens else contextlib.nullcontext():
             loss = run.backward(batch)

@@ -134,6 +134,18 @@ def test_drop_last() -> None:
     assert [(b.epoch, read(b.micros[0])) for b in loader.steps(1, 3)] == [(0, [4, 5, 6, 7]), (1, [0, 1, 2, 3])]
 
 
+def test_unequal_shares_of_a_stream_are_dealt_out_to_its_end() -> None:
+    def dealt(rank: int, workers: int) -> list[list[int]]:
+        loader = StreamLoader(
+            Stream(Numbers(11)), batch=8, rank=rank, ranks=2, micro=None, agree=alone(2), shares=(3, 1), workers=workers
+        )
+        return [read(step.micros[0]) for step in loader.steps(0, 2)]
+
+    for workers in (0, 1):
+        assert dealt(0, workers) == [[0, 1, 2, 3, 4, 5], [8, 9]]
+        assert dealt(1, workers) == [[6, 7], [10]]
+
+
 def test_a_stream_draws_the_same_on_any_ranks_and_disturbs_nobody() -> None:
     def drawn() -> list[float]:
         return [torch.rand(()).item(), random.random(), float(np.random.rand())]

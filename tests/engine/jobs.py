@@ -17,6 +17,7 @@ from echelon.engine.run import Run
 from echelon.engine.statistics import StepStatistics
 from echelon.errors import EchelonError
 from echelon.job import Job
+from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
@@ -303,6 +304,16 @@ def live(world: World, name: str, plan: str, dtype: torch.dtype | None = None) -
     """The run of a job under a plan in its short form."""
     job = JOBS[name]()
     return Run(job, complete(from_text(plan), job), world, dtype=dtype)
+
+
+def losses_of(world: World, name: str, plans: list[str]) -> list[list[float]]:
+    """Of two steps under each of some plan documents."""
+    found = []
+    for plan in plans:
+        run = Run(JOBS[name](), Plan.from_json(plan), world, dtype=torch.float64)
+        found.append([float(run.step(batch).loss) for batch in run.batches(2)])
+        run.close()
+    return found
 
 
 def trained(world: World, name: str, plan: str, *, double: bool = True, steps: int | None = None) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def halves(world: World, plan: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("plan", ["dp=2 precision=fp16", "dp=2 zero=3 precision=fp16"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2 precision=fp16", "dp=2 zero=3 precision=fp16", "dp=2 shares=3:1 precision=fp16"]
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Pool, plan: str) -> None:
     for found in ranks.run(2, "tests.engine.test_precision:halves", plan):
         assert [step["skipped"] for step in found] == [False, True, False, False]

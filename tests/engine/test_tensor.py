@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.planner.shardings import groups, without
+from echelon.profiler import profile
+from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool
+from echelon.world import World
+from tests.engine.jobs import JOBS, losses_of
 from tests.engine.parts import CASES, Compared, compare, load, save, strange, turned
 from tests.zoo.prove import completed
 
@@ -33,6 +39,19 @@ def test_equal_to_one_device(compared: list[dict[str, Compared]], name: str) -> 
 def test_logits_are_put_together_only_where_they_must_be(compared: list[dict[str, Compared]], name: str) -> None:
     whole = {"logits with weights", "logits in part", "logits turned", "logits scaled", "logits kept"}
     assert [each[name].gathers for each in compared] == [int(name in whole)] * len(compared)
+
+
+def test_whatever_the_planner_leaves_whole_trains_as_one_device(ranks: Pool) -> None:
+    """A tied table and its logits, heads, the feed-forward part: each of them whole, the others cut."""
+    job = JOBS["tied"]()
+    plan, known = complete(from_text("tp=2"), job), profile(job, device="cpu")
+    together = groups(plan, known)
+    assert {"tokens", "head"} <= next(group for group in together if "head" in group)
+    assert len(together) > 1
+    one = losses_of(World(), "tied", [Plan().to_json()])[0]
+    for found in ranks.run(2, losses_of, "tied", [without(plan, group).to_json() for group in together]):
+        for losses in found:
+            assert losses == pytest.approx(one, rel=1e-11)
 
 
 @pytest.mark.parametrize("name", ["resnet", "tagger", "dlrm"])

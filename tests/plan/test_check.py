@@ -13,7 +13,7 @@ from echelon.plan.cluster import Cluster, Curve, Device, Node, Point
 from echelon.plan.placement import Placement, Slice, Uncut
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Moment, Parameter, Profile, Visit
-from echelon.plan.text import from_text
+from echelon.plan.text import explain, from_text
 from tests.plan.strategies import plans
 
 PROFILE = Profile(
@@ -233,3 +233,12 @@ def test_recomputation_needs_blocks_and_no_compiler() -> None:
     (problem,) = check(from_text("recompute=block"), STAGED)
     assert (problem.severity, problem.path) == ("warning", "recompute")
     assert "no repeated blocks" in str(problem)
+
+
+def test_shares_too_far_apart_for_a_micro_batch_are_refused_and_told_as_they_are() -> None:
+    plan, profile = from_text("dp=2 shares=9:1 micro=1"), replace(PROFILE, batch=20)
+    (problem,) = check(plan, profile)
+    assert str(problem).startswith("micro=1: the smallest share of batch=20 lasts for 2 micro-batches")
+    assert "use micro=9" in str(problem)
+    assert not check(replace(plan, micro=9), profile)
+    assert "of up to 9 samples per rank" in explain(plan, batch=20)

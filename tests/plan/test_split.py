@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.split import rounds, split
+from echelon.plan.split import largest_micro, rounds, sizes, split
 
 ranks = st.integers(1, 64)
 
@@ -40,3 +40,36 @@ def test_a_batch_that_divides_is_cut_as_asked(dp: int, micro: int, turns: int) -
 def test_too_few_samples() -> None:
     with pytest.raises(ValueError, match="3 samples cannot feed 4 data ranks"):
         split(3, 4)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 300), st.none() | st.integers(1, 50))
+def test_unequal_shares_are_the_batch_too(shares: list[int], more: int, micro: int | None) -> None:
+    dp, batch = len(shares), len(shares) + more
+    parts = split(batch, dp, micro, shares)
+    flat = [sample for rank in parts for part in rank for sample in range(part.start, part.stop)]
+    assert flat == list(range(batch))
+    assert {len(rank) for rank in parts} == {rounds(batch, dp, micro, shares)}
+    assert min(part.size for rank in parts for part in rank) >= 1
+    found = sizes(batch, dp, shares)
+    # In proportion, to less than a sample; where somebody would have none others give.
+    exact = [batch * share / sum(shares) for share in shares]
+    assert all(abs(size - wanted) < 1 for size, wanted in zip(found, exact, strict=True)) or min(exact) < 1
+    assert max(part.size for rank in parts for part in rank) == largest_micro(batch, dp, micro, shares)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shares", "found"),
+    [
+        (10, (9, 1), [9, 1]),
+        (16, (13, 13, 13, 13, 4, 4, 4, 4), [3, 3, 3, 3, 1, 1, 1, 1]),
+        (4, (97, 1, 1, 1), [1, 1, 1, 1]),
+    ],
+)
+def test_shares_are_in_proportion(batch: int, shares: tuple[int, ...], found: list[int]) -> None:
+    assert sizes(batch, len(shares), shares) == found
+
+
+def test_shares_alike_are_no_shares() -> None:
+    assert split(24, 4, 2, (5, 5, 5, 5)) == split(24, 4, 2)
+    with pytest.raises(ValueError, match="3 shares for 4 data ranks"):
+        split(24, 4, 2, (1, 1, 1))

@@ -20,6 +20,7 @@ from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
 from echelon.profiler import profile
+from echelon.profiler.trace import Recorder
 from echelon.profiler.tree import module_tree
 from echelon.simulator.exchange import buckets
 from echelon.testing.models import GPT, MLP, ResNet
@@ -85,9 +86,23 @@ def test_gpt_flops_are_6nd_and_attention() -> None:
     tokens, width, length, layers = 8 * 32, 64, 32, 3
     products = found.elements - (128 + 32) * width  # embeddings are looked up, not multiplied
     products -= sum(p.elements for p in found.parameters if len(p.shape) == 1)
-    scores = layers * tokens * length * width * (4 + 10)  # forward 4, backward 10 (flash computes scores again)
+    # A token sees itself and those before it: half of them on the average. Forward 4, backward 10 (flash computes scores again).
+    scores = layers * tokens * (length + 1) / 2 * width * (4 + 10)
     assert found.flops(8) == pytest.approx(6 * products * tokens + scores, rel=0.01)
     assert found.flops(8, "forward") + found.flops(8, "backward") == found.flops(8)
+
+
+@pytest.mark.parametrize(("queries", "keys", "seen"), [(4, 4, 10), (4, 6, 10), (6, 4, 18)])
+def test_attention_that_looks_back_leaves_out_scores_that_no_kernel_computes(
+    queries: int, keys: int, seen: int
+) -> None:
+    q, k = torch.randn(2, 3, queries, 8), torch.randn(2, 3, keys, 8)
+    flops = []
+    for causal in (False, True):
+        with Recorder(2) as recorder:
+            torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=causal)
+        flops.append(sum(call.flops for call in recorder.trace.calls if call.kind == "attention"))
+    assert flops == [4 * 6 * 8 * queries * keys, 4 * 6 * 8 * seen]
 
 
 def test_parameters_and_state_are_counted_exactly() -> None:

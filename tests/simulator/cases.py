@@ -105,6 +105,75 @@ def make_stack(*, blocks: int = 4, width: int = 256, batch: int = 16, length: in
     )  # fmt: skip
 
 
+def make_language(
+    *,
+    blocks: int = 4,
+    width: int = 256,
+    batch: int = 16,
+    length: int = 64,
+    vocab: int = 1024,
+    tied: bool = False,
+    norms: int = 8,
+) -> Profile:
+    """A language model in 2-byte numbers: a table, blocks with norms of so many operators, and a head whose logits are large."""
+    plain = make_stack(blocks=blocks, width=width, batch=batch, length=length)
+    size, logits = 2.0 * length * width, 2.0 * length * vocab
+    table = Parameter(name="embed.weight", shape=(vocab, width), aliases=("head.weight",) if tied else ())
+    head = () if tied else (Parameter(name="head.weight", shape=(vocab, width)),)
+    product = Amount(0.0, 2.0 * length * width * vocab)
+    dims = (Amount(1.0), Amount(0.0, float(length)), Amount(float(vocab)), Amount(float(width)))
+
+    def norm(phase: str) -> Operator:
+        return Operator(
+            name="norm",
+            kind="stream",
+            phase=phase,
+            module="blocks.*.norm",
+            count=norms * blocks,
+            moved=Amount(0.0, 4 * size),
+        )  # type: ignore[arg-type]
+
+    def last(name: str, phase: str) -> Operator:
+        return Operator(
+            name=name,
+            kind="matmul",
+            phase=phase,
+            module="head",
+            dims=dims,
+            flops=product,
+            moved=Amount(2.0 * vocab * width, logits),
+        )  # type: ignore[arg-type]
+
+    (moment,) = plain.moments
+    first = Operator(name="embedding", kind="stream", phase="forward", module="embed", moved=Amount(0.0, 2 * size))
+    forward = [operator for operator in plain.operators if operator.phase == "forward"]
+    backward = [operator for operator in plain.operators if operator.phase == "backward"]
+    operators = (
+        first, *forward, norm("forward"), last("mm:nt", "forward"), last("mm:nn", "backward"), last("mm:tn", "backward"), norm("backward"),
+        *backward,
+    )  # fmt: skip
+    parameters = (table, *plain.parameters, *head)
+    elements = sum(each.elements for each in parameters)
+    modules = (
+        Module(path="embed", kind="Embedding", output=Amount(0.0, size)),
+        *plain.modules,
+        Module(path="blocks.*.norm", kind="Norm", count=blocks, kept=Amount(0.0, size), output=Amount(0.0, size)),
+        Module(path="head", kind="Linear", kept=Amount(0.0, size), output=Amount(0.0, logits)),
+    )
+    crossing = Amount(0.0, size)
+    inner = [replace(visit, work=3.0, crossing=crossing) for visit in plain.visits]
+    return replace(
+        plain,
+        name="Language",
+        parameters=tuple(replace(each, dtype="bfloat16") for each in parameters),
+        operators=tuple(replace(each, dtype="bfloat16") for each in operators),
+        modules=modules,
+        moments=(replace(moment, alive=moment.alive * 0.5 + Amount(0.0, 7 * logits), kept=moment.kept * 0.5),),
+        optimizers=(Rule(name="AdamW", state=4 * elements, temporary=0, elements=elements, fused=True, fused_sharded=True),),
+        visits=(Visit(path="embed", work=1.0), *inner, Visit(path="head", work=2.0, crossing=crossing)),
+    )  # fmt: skip
+
+
 def cut(plan: Plan, profile: Profile) -> Plan:
     """`plan` completed for a model of `make_stack`."""
     pairs = [

@@ -97,12 +97,12 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages() ->
 @given(st.integers(2, 8), st.integers(1, 64), st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
 def test_bubbles_and_what_is_in_flight(pp: int, count: int, schedule: str) -> None:
     plan = from_text(f"pp={pp} schedule={schedule}")
-    assert 0 < bubble(plan, count) <= (pp - 1) / count
+    assert 0 < bubble(plan, count) <= (pp - 1) / count * (1 + 1e-9)
     assert bubble(plan, 2 * count * pp) < bubble(plan, count * pp)
     for rank in range(pp):
         assert 1 / stage_count(plan) <= in_flight(plan, count, rank) <= count
     if schedule in ("gpipe", "1f1b"):
-        assert bubble(plan, count) == (pp - 1) / count
+        assert bubble(plan, count) == pytest.approx((pp - 1) / count)
 
 
 def test_messages_are_priced_and_faster_links_help() -> None:

@@ -48,6 +48,17 @@ NORMS: list[proofs.Proof] = [
 ]
 
 
+def test_unequal_shares_of_the_batch_are_verified(ranks: Pool) -> None:
+    cases: list[proofs.Proof] = [
+        ("gpt", "", {"zero": 0, "micro": 2, "shares": (3, 1)}),
+        ("gpt", "", {"zero": 3, "shares": (1, 4)}),
+        ("norm", "", {"zero": 1, "batchnorm": "sync", "shares": (2, 1)}),
+        ("norm", "", {"zero": 0, "batchnorm": "local", "shares": (2, 1)}),
+    ]
+    for text in ranks.run(2, proofs.prove, cases, timeout=240)[0]:
+        require_verified(Certificate.from_json(text))
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=only_whole)])
 def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
     cases = STAGES + NORMS

@@ -1,0 +1,143 @@
+"""Fitting the simulator's constants to published rows: step times first, then memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from statistics import median
+
+import numpy
+from scipy.optimize import differential_evolution, least_squares
+
+from bench.published.cases import Case
+from bench.published.rows import Row, sets
+from echelon.simulator.fitted import Fitted, bounds
+from echelon.simulator.sheet_memory import UNSURE, held_by_ranks
+
+#: Constants of memory; all others are of time.
+MEMORY = ("slack", "cached", "context", "buffers", "spread")
+TIME = tuple(field.name for field in fields(Fitted) if field.name not in MEMORY)
+#: Errors beyond this count less and less: rows that ran other physics than they print must not bend everything.
+_ROBUST = 0.1
+#: How strongly a constant is held to the middle of its range, in units of the range: decides only what the rows leave open.
+_HOLD = 0.003
+#: Where fits begin, in parts of each constant's range; the best of what they find counts.
+STARTS = (0.5, 0.25, 0.75)
+#: A fit ends where a step brings less than this, or after so many.
+_ENOUGH, _STEPS = 1e-4, 60
+
+#: Sets of repeats of one source that a fit looks at.
+_MOST = 30
+
+#: How near to a device's capacity a forecast of memory is neither right nor wrong, in parts of it.
+_EDGE = 0.01
+#: How strongly constants of memory are held to the middle of their range: one goes to an edge where errors fall by 1 %, which is what
+#: readings in whole gigabytes are rounded by.
+_OPEN = 0.1
+
+Cases = Mapping[str, Sequence[Case]]
+
+
+def fit(rows: Sequence[Row], cases: Cases, starts: Sequence[float] = STARTS) -> Fitted:
+    """The constants by these rows alone: nothing that was fitted before is looked at."""
+    middle = Fitted(**{name: (low + high) / 2 for name, (low, high) in bounds().items()})
+    return fit_memory(rows, cases, fit_time(rows, cases, middle, starts))
+
+
+def fit_time(rows: Sequence[Row], cases: Cases, first: Fitted, starts: Sequence[float]) -> Fitted:
+    """Constants that bring the step times of `rows` nearest, every source weighing the same; those of memory as in `first`."""
+    scored = spread_out(list(sets(row for row in rows if "time" in row.counts)))
+    if not scored:
+        return first
+    sources = Counter(alike[0].source for alike in scored)
+    targets = [
+        (cases[alike[0].id], math.log(median(row.measured["iteration_s"] for row in alike)), 1 / math.sqrt(sources[alike[0].source]))
+        for alike in scored
+    ]  # fmt: skip
+    low, high = (numpy.array([bounds()[name][side] for name in TIME]) for side in (0, 1))
+
+    def at(point: numpy.ndarray) -> Fitted:
+        return replace(first, **dict(zip(TIME, map(float, low + point * (high - low)), strict=True)))
+
+    def residuals(point: numpy.ndarray) -> numpy.ndarray:
+        constants = at(point)
+        found = [
+            weight * _soft(math.log(median(case.seconds(constants) for case in each)) - target)
+            for each, target, weight in targets
+        ]
+        return numpy.array([*found, *(_HOLD * (point - 0.5))])
+
+    answers = [
+        least_squares(
+            residuals, numpy.full(len(TIME), start), bounds=(0, 1), diff_step=1e-3, ftol=_ENOUGH, max_nfev=_STEPS
+        )
+        for start in starts
+    ]
+    return at(min(answers, key=lambda answer: answer.cost).x)
+
+
+def spread_out(scored: list[list[Row]]) -> list[list[Row]]:
+    """Of each source so many rows at most, evenly over its list: sources weigh the same anyway."""
+    found: dict[str, list[list[Row]]] = {}
+    for alike in scored:
+        found.setdefault(alike[0].source, []).append(alike)
+    return [alike for each in found.values() for alike in each[:: -(-len(each) // _MOST)]]
+
+
+def _soft(error: float) -> float:
+    """An error whose square grows with its logarithm once it is large (Cauchy's loss)."""
+    return math.copysign(_ROBUST * math.sqrt(math.log1p((error / _ROBUST) ** 2)), error)
+
+
+def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
+    """Constants that bring the peaks nearest and tell best what fits; the others as in `first`. `fits` is a step: found by trying, not
+    by slopes. To call what failed possible is as bad as to call impossible what ran."""
+    scored = [row for row in rows if {"memory", "fit"} & set(row.counts)]
+    if not scored:
+        return first
+    held = [held_by_ranks(cases[row.id][0].layout) for row in scored]
+    begins = numpy.cumsum([0, *map(len, held)])[:-1]
+    made, counted, uneven, axes = (
+        numpy.array([of(each) for ranks in held for each in ranks])
+        for of in (
+            lambda each: each.activations + each.temporary,
+            lambda each: each.parameters + each.gradients + each.optimizer,
+            lambda each: each.uneven,
+            lambda each: each.axes,
+        )
+    )
+    capacity = numpy.array([cases[row.id][0].layout.capacity for row in scored])
+    on_card = numpy.array([row.measured.get("mem_kind") != "reserved" for row in scored])
+    printed = numpy.array(
+        [row.measured["peak_mem_gib"] or numpy.nan if "memory" in row.counts else numpy.nan for row in scored]
+    )
+    failed, judged = (
+        numpy.array([bool(row.measured["oom"]) for row in scored]),
+        numpy.array(["fit" in row.counts for row in scored]),
+    )
+    names = [row.source if "memory" in row.counts else "" for row in scored]
+    printing = [[place for place, name in enumerate(names) if name == source] for source in sorted({*names} - {""})]
+    low, high = (numpy.array([bounds()[name][side] for name in MEMORY]) for side in (0, 1))
+
+    def loss(point: numpy.ndarray) -> float:
+        slack, cached, context, buffers, spread = point
+        coming = made + slack * uneven
+        framework = numpy.maximum.reduceat(context + buffers * axes, begins)
+        peak = numpy.maximum.reduceat(counted + coming, begins)
+        upper = numpy.maximum.reduceat(counted + coming + UNSURE * made + spread * uneven, begins) + framework
+        shown = numpy.maximum(numpy.minimum(peak * (1 + cached), capacity - framework), peak) + framework * on_card
+        errors = numpy.abs(numpy.log(shown / 2**30 / printed))
+        # Smooth near the edge, so that a rare row does not decide.
+        margin = numpy.clip(numpy.log(upper / capacity) / _EDGE, -50, 50)
+        fits = 1 / (1 + numpy.exp(margin))
+        wrong = [numpy.mean(each) if each.size else 0.0 for each in (fits[judged & failed], 1 - fits[judged & ~failed])]
+        # Every source weighs the same.
+        error = sum(float(numpy.mean(errors[each])) for each in printing) / max(len(printing), 1)
+        # What the rows leave open stays in the middle of its range.
+        open_ = _OPEN * float(numpy.mean(numpy.abs((point - low) / (high - low) - 0.5)))
+        return float(error + sum(wrong)) + open_
+
+    answer = differential_evolution(loss, list(zip(low, high, strict=True)), rng=0, maxiter=60, popsize=12, tol=1e-6)
+    return replace(first, **dict(zip(MEMORY, map(float, answer.x), strict=True)))

@@ -1,0 +1,308 @@
+"""Search over plans for clusters that are known by their data sheets: up to tens of thousands of devices.
+
+Plans are looked at in the order of a bound that their forecast cannot be below: first of whole families (a mesh with a micro-batch and
+what is computed again), then of single plans. Once the bound is above what is in hand nothing better is left: that is the proof, and
+`exhaustive=True` looks at everything all the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count, cycle, islice, product
+
+from echelon.errors import PlanError
+from echelon.plan.check import check
+from echelon.plan.cluster import Cluster, Wire
+from echelon.plan.forecast import Forecast
+from echelon.plan.mesh import Mesh
+from echelon.plan.plan import Plan, Precision, Recompute, Schedule
+from echelon.plan.profile import Profile
+from echelon.plan.split import rounds, sizes
+from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound, divide
+from echelon.planner.goal import Goal
+from echelon.simulator.quotes import Quotes
+from echelon.simulator.step import distinct, on_ranks
+
+#: The tensor axis talks in every block: beyond the devices that share a fast link it is not searched.
+_TENSOR = 16
+#: Shares of the batch are told in such parts of the smallest.
+_FINE = 8
+#: Sequences are not cut finer than this.
+_CONTEXT = 16
+#: Where few devices are wanted, numbers of nodes between one and the double of it that are looked at.
+_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Plans that compute the same on a rank: they differ in ZeRO's stage, the schedule and how the sequence is cut."""
+
+    mesh: Mesh
+    micro: int
+    recompute: Recompute
+    precision: Precision | None
+
+
+class Space:
+    """Every plan that is worth a look, by families."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, *, ranks: int | None, beyond: bool, precisions: tuple[Precision | None, ...] = (None,)
+    ) -> None:  # fmt: skip
+        self.profile, self.cluster, self.ranks, self.beyond = profile, cluster, ranks, beyond
+        self.precisions = precisions
+        self.quotes = Quotes(profile, cluster)
+        self.devices = sum(len(node.devices) for node in self.quotes.cluster.nodes)
+        self._efficiency: float | None = None
+        self._splits: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        node = self.quotes.cluster.nodes[0]
+        self._near = max(node.wire.domain if node.wire else 1, len(node.devices))
+
+    def families(self, size: int) -> Iterator[Family]:
+        """Meshes over so many devices."""
+        profile, work = self.profile, self.quotes.work
+        again: list[Recompute] = ["none", "selective", "block"] if profile.units else ["none"]
+        for tp, pp, cp in product(powers(min(size, _TENSOR, self._near)), divisors(size), powers(min(size, _CONTEXT))):
+            dp, left = divmod(size, tp * pp * cp)
+            if left or dp > profile.batch or pp > max(len(profile.visits), 1) or (cp > 1 and not self.beyond):
+                continue
+            share = -(-profile.batch // dp)
+            for ep in powers(dp * cp) if self.beyond and work.experts else [1]:
+                if (dp * cp) % ep:
+                    continue
+                mesh = Mesh(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
+                for micro, recompute, precision in product(micros(share), again, self.precisions):
+                    yield Family(mesh=mesh, micro=micro, recompute=recompute, precision=precision)
+
+    def sizes(self, *, fine: bool) -> list[int]:
+        """Numbers of devices: 1, 2, 4 ... and all; `fine`: whole nodes too, all up to 16, then 16 for each doubling."""
+        if self.ranks is not None:
+            if not 1 <= self.ranks <= self.devices:
+                raise PlanError(
+                    f"ranks={self.ranks}: {self.cluster.name} has {self.devices} devices; use 1 to {self.devices}"
+                )
+            return [self.ranks]
+        found = {*powers(self.devices), self.devices}
+        per_node, nodes = len(self.quotes.cluster.nodes[0].devices), 1
+        while fine and nodes * per_node <= self.devices:
+            found.add(nodes * per_node)
+            nodes += max(2 ** (nodes.bit_length() - 1) // _STEPS, 1)
+        return sorted(found)
+
+    def least_at(self, size: int) -> float:
+        """Seconds that no plan of so many devices is faster than: blocks computed as well as any micro-batch and tp compute them."""
+        if self._efficiency is None:
+            share, found = self.profile.batch, []
+            wide = [
+                (tp, cp)
+                for tp, cp in product(powers(_TENSOR), powers(_CONTEXT if self.beyond else 1))
+                if tp * cp <= self.devices
+            ]
+            for (tp, cp), micro, precision in product(wide, micros(share), self.precisions):
+                family = Family(mesh=Mesh(tp=tp, cp=cp), micro=micro, recompute="none", precision=precision)
+                found.append(self._block(family) * tp * cp / -(-share // rounds(share, 1, micro)))
+            self._efficiency = min(found)
+        return self.profile.batch * self.quotes.work.layers * self._efficiency / size
+
+    def _block(self, family: Family) -> float:
+        """Seconds of one block, there and back; norms and residuals take least where the sequence is cut."""
+        plan = replace(self.plan(family), sequence=family.mesh.tp > 1)
+        return max(block for _, block, _ in self.quotes.seconds_of_parts(plan))
+
+    def least(self, family: Family) -> float:
+        """Seconds that no plan of the family is faster than: the blocks of the fullest rank, one micro-batch after another."""
+        turns = rounds(self.profile.batch, family.mesh.dp, family.micro)
+        return turns * self._fullest(family.mesh.pp) * self._block(family)
+
+    def _fullest(self, pp: int) -> float:
+        """Blocks that the fullest rank has at least: blocks alike are not cut in two."""
+        work = self.quotes.work
+        alike = all(place.blocks in (0.0, 1.0) for place in work.places)
+        return -(-work.layers // pp) if alike else work.layers / pp
+
+    def plan(self, family: Family) -> Plan:
+        """A plan of the family, without stages."""
+        share = -(-self.profile.batch // family.mesh.dp)
+        return Plan(
+            mesh=family.mesh,
+            micro=family.micro if family.micro < share else None,
+            recompute=family.recompute,
+            precision=family.precision,
+            model=self.profile.model,
+            sequence=False,
+        )
+
+    def plans(self, family: Family) -> Iterator[Plan]:
+        """The plans of a family."""
+        mesh = family.mesh
+        base = self.plan(family)
+        # gpipe takes as long as 1f1b, or longer, and holds as much, or more (tests/planner/test_space.py): it cannot be the best.
+        schedules: list[Schedule] = ["1f1b"] if mesh.pp == 1 else ["1f1b", "interleaved", "zero-bubble"]
+        for zero, schedule, sequence in product(
+            (0, 1, 2, 3) if mesh.dp > 1 else (0,), schedules, (False, True) if mesh.tp > 1 else (False,)
+        ):
+            if sequence and mesh.pp > 1 and not self.beyond:
+                continue
+            if schedule == "zero-bubble" and (zero or family.recompute != "none"):
+                continue
+            whole = zero > 0 and self.profile.traced == "real"
+            plan = replace(base, zero=zero, schedule=schedule, sequence=sequence, whole=whole)
+            if mesh.pp > 1:
+                stages = self._split(plan)
+                if stages is None:
+                    continue
+                plan = replace(plan, stages=stages)
+            yield plan
+
+    def _split(self, plan: Plan) -> tuple[int, ...] | None:
+        """Where the stages begin such that the slowest is as fast as can be."""
+        before, block, after = max(self.quotes.seconds_of_parts(plan), key=sum)
+        stages = plan.mesh.pp * (VIRTUAL if plan.schedule in INTERLEAVING else 1)
+        # To a tenth of a block: finer differences would only make the same cuts be looked for again.
+        early, late = round(10 * before / block) / 10, round(10 * after / block) / 10
+        key = (stages, early, late)
+        if key not in self._splits:
+            self._splits[key] = divide(self._weights(early, late), stages, bound(plan, self.profile.visits))
+        return self._splits[key]
+
+    def _weights(self, early: float, late: float) -> list[float]:
+        """What each visit costs, in blocks: what is before the blocks and after them is shared by the visits there."""
+        weights = [place.blocks for place in self.quotes.work.places]
+        inner = [at for at, weight in enumerate(weights) if weight]
+        first, last = (inner[0], inner[-1]) if inner else (0, len(weights) - 1)
+        for place, cost in ((range(first), early), (range(last + 1, len(weights)), late)):
+            for visit in place:
+                weights[visit] = cost / len(place)
+        if not first:
+            weights[0] += early
+        if last == len(weights) - 1:
+            weights[-1] += late
+        return weights
+
+    def refused(self, plan: Plan) -> bool:
+        """Whether the engine cannot execute it; with `beyond` axes that it lacks are no reason."""
+        problems = check(plan, self.profile, self.quotes.cluster)
+        lacking = ("cp", "ep", "sequence") if self.beyond else ()
+        return any(each.severity == "error" and each.path not in lacking for each in problems)
+
+
+def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -> list[Forecast]:
+    """The `top` plans that fit and every other whose cost is within `near` of the least; best first. Empty: nothing fits."""
+    found: list[tuple[float, float, str, Forecast]] = []
+    order = count()
+    queue: list[tuple[float, int, int | Family | Plan]] = []
+
+    def put(seconds: float, item: int | Family) -> None:
+        if exhaustive or seconds <= goal.limit:
+            ranks = item if isinstance(item, int) else item.mesh.ranks
+            heapq.heappush(queue, (goal.cost(seconds, ranks, 0.0), next(order), item))
+
+    for size in space.sizes(fine=goal.kind in ("devices", "cheapest")):
+        put(space.least_at(size), size)
+    enough = float("inf")
+    while queue:
+        lowest, _, item = heapq.heappop(queue)
+        if not exhaustive and lowest > enough:
+            break
+        if isinstance(item, int):
+            for family in space.families(item):
+                put(space.least(family), family)
+            continue
+        if isinstance(item, Family):
+            for plan in space.plans(item):
+                cost = _bound(space, goal, plan, exhaustive=exhaustive)
+                if cost is not None:
+                    heapq.heappush(queue, (cost, next(order), plan))
+            continue
+        if space.refused(item):
+            continue
+        forecast = space.quotes.forecast(space.quotes.layouts(item))
+        if forecast.fits and forecast.time.step <= goal.limit:
+            insort(found, (_cost(goal, forecast), forecast.time.step, str(item), forecast), key=lambda each: each[:3])
+            enough = max(
+                found[0][0] * (1 + near), found[min(top, len(found)) - 1][0] if len(found) >= top else float("inf")
+            )
+    return [forecast for place, (cost, _, _, forecast) in enumerate(found) if place < top or cost <= enough]
+
+
+def with_shares(space: Space, goal: Goal) -> list[Forecast]:
+    """Plans of the data axis over all devices of an unequal cluster, with shares of the batch in proportion to the devices' speed."""
+    profile, devices = space.profile, on_ranks(space.cluster)
+    kinds = distinct(devices)
+    if len(kinds) < 2 or space.ranks not in (None, space.devices) or profile.batch < space.devices:
+        return []
+    found = []
+    again: tuple[Recompute, ...] = ("none", "selective", "block") if profile.units else ("none",)
+    for micro, zero, recompute in product(micros(profile.batch), (0, 1, 2, 3), again):
+        plan = Plan(mesh=Mesh(dp=space.devices), micro=micro, zero=zero, recompute=recompute, model=profile.model)
+        layers = space.quotes.work.layers
+        took = [before + block * layers + after for before, block, after in space.quotes.seconds_of_parts(plan)]
+        plan = replace(plan, shares=_whole([1 / took[kinds.index(device)] for device in devices]))
+        if micro > max(sizes(profile.batch, space.devices, plan.shares)) or space.refused(plan):
+            continue
+        forecast = space.quotes.forecast(space.quotes.layouts(plan))
+        if forecast.fits and forecast.time.step <= goal.limit:
+            found.append(forecast)
+    return found
+
+
+def _whole(speeds: list[float]) -> tuple[int, ...]:
+    """Small whole numbers in about the proportion of `speeds`."""
+    least = min(speeds)
+    found = [max(round(_FINE * speed / least), 1) for speed in speeds]
+    common = math.gcd(*found)
+    return tuple(each // common for each in found)
+
+
+def _bound(space: Space, goal: Goal, plan: Plan, *, exhaustive: bool) -> float | None:
+    """What the plan costs at least; None: it cannot be what is looked for."""
+    layouts = space.quotes.layouts(plan)
+    if exhaustive:
+        return 0.0
+    if not space.quotes.may_fit(layouts):
+        return None
+    if goal.kind == "memory":
+        return space.quotes.peak(layouts)
+    seconds = space.quotes.least_seconds(layouts)
+    return goal.cost(seconds, plan.ranks, 0.0) if seconds <= goal.limit else None
+
+
+def devices_needed(profile: Profile, cluster: Cluster, *, above: int, most: int = 2**20) -> int | None:
+    """More than `above` devices of such nodes (the first power of two) that some plan fits on; None: one sample fills a device whatever
+    is done."""
+    per_node = min(len(node.devices) for node in cluster.nodes)
+    for size in (2**k for k in range(above.bit_length(), most.bit_length())):
+        nodes = tuple(islice(cycle(cluster.nodes), -(-size // per_node)))
+        larger = replace(cluster, nodes=nodes)
+        if larger.network is None and len(nodes) > 1:
+            larger = replace(larger, network=Wire(kind="assumed", rate=1e9))
+        space = Space(profile, larger, ranks=size, beyond=False)
+        for family in space.families(size):
+            if family.micro == 1 and family.recompute in ("block", "none"):
+                plans = (plan for plan in space.plans(family) if plan.zero in (0, 3))
+                if any(space.quotes.fits(layouts) for layouts in map(space.quotes.layouts, plans)):
+                    return size
+    return None
+
+
+def _cost(goal: Goal, forecast: Forecast) -> float:
+    return goal.cost(forecast.time.step, forecast.plan.ranks, forecast.memory.high + forecast.memory.framework)
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4 ... up to `most`."""
+    return [2**k for k in range(most.bit_length())]
+
+
+def divisors(size: int) -> list[int]:
+    """Everything that divides `size`."""
+    return [each for each in range(1, size + 1) if size % each == 0]
+
+
+def micros(share: int) -> list[int]:
+    """1, 2, 4 ... samples, and the whole share."""
+    return sorted({*powers(share), share})

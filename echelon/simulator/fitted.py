@@ -1,0 +1,72 @@
+"""The constants that no data sheet prints: each with a meaning, a unit and physical bounds, fitted to published runs.
+
+All of them stand in `fitted.json`; `python -m bench.published --fit FILE` finds their values. None depends on a model, a device or a source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FILE = Path(__file__).with_name("fitted.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """What each means and its unit: `fitted.json`."""
+
+    product: float
+    traffic: float
+    flash: float
+    score: float
+    stream: float
+    compiled: float
+    launch: float
+    inside: float
+    between: float
+    latency_inside: float
+    latency_between: float
+    overlap: float
+    straggling: float
+    micro: float
+    step: float
+    slack: float
+    cached: float
+    context: float
+    buffers: float
+    spread: float
+
+
+@cache
+def fitted() -> Fitted:
+    """The constants as they stand in the file."""
+    return Fitted(**{field.name: float(_plain()[field.name]["value"]) for field in fields(Fitted)})
+
+
+def bounds() -> dict[str, tuple[float, float]]:
+    """The physical range of each constant."""
+    return {name: (float(each["low"]), float(each["high"])) for name, each in _plain().items()}
+
+
+@cache
+def digest() -> str:
+    """Tells one set of constants from another."""
+    return hashlib.sha256(repr(fitted()).encode()).hexdigest()[:8]
+
+
+def written(constants: Fitted) -> str:
+    """The file with other values."""
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(each | {'value': float(f'{getattr(constants, name):.4g}')})}"
+        for name, each in _plain().items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _plain() -> dict[str, dict[str, Any]]:
+    plain: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return plain

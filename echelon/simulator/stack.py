@@ -1,0 +1,45 @@
+"""What a training stack does that a plan of echelon does not say, so that runs of other stacks can be forecast too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Recompute = Literal["plan", "attention", "ops", "alternate"]
+Kernel = Literal["flash1", "flash2", "cudnn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The defaults are what echelon's own engine does."""
+
+    #: Ranks of one sharding group of ZeRO; None: all of dp.
+    scope: int | None = None
+    #: plan: as the plan says. attention: scores and softmax only. ops: every second product is kept. alternate: every second block.
+    recompute: Recompute = "plan"
+    #: Products of repeated blocks in a precision that plans do not know.
+    narrow: Literal["fp8", "fp4"] | None = None
+    #: Whether their factors are read once more before, for the largest number that decides their scale.
+    scanned: bool = False
+    #: Bytes of one parameter where zero=3 fetches it; None: as wide as it is.
+    fetched: int | None = None
+    #: Chunks of the model on each rank of pp; None: the schedule's own number.
+    chunks: int | None = None
+    #: Which kernel a fused attention is.
+    attention: Kernel = "flash2"
+    #: Whether parameters of 2 bytes have a master copy of 4 and optimizer states of 4 bytes.
+    master: bool = False
+    #: Bytes of one number of the gradients that are kept between micro-batches; None: as wide as parameters.
+    gradients: int | None = None
+    #: Bytes of one number of the gradients in messages; None: as wide as parameters.
+    message: int | None = None
+    #: Whether exchanges of the data ranks run beside compute.
+    overlap: bool = True
+    #: Whether collectives of tp run beside the products that they feed.
+    overlap_tensor: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scope is not None and self.scope < 1:
+            raise ValueError(f"scope={self.scope}: a sharding group has at least one rank")
+        if self.chunks is not None and self.chunks < 1:
+            raise ValueError(f"chunks={self.chunks}: a rank has at least one chunk of the model")

@@ -1,0 +1,133 @@
+"""Clusters by name and from TOML: every device has what a forecast needs, and what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon.errors import DocumentError
+from echelon.plan import catalogue
+from echelon.plan.cluster import Cluster
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_every_device_has_a_sheet_with_its_source(name: str) -> None:
+    device = catalogue.device(name)
+    assert device.sheet is not None
+    assert device.sheet.source
+    assert device.memory > 2**33
+    assert device.sheet.peak("fp8") >= device.sheet.peak("half") >= device.sheet.peak("fp32")
+    if device.kind == "cuda":
+        assert catalogue.inside(name) is not None
+        assert catalogue.between(name) is not None
+        assert catalogue.watts(name) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "devices"), [("H100-80GB", 1, 1), ("8xH100-80GB", 1, 8), ("4x8xA100-80GB", 4, 8)]
+)
+def test_the_short_form_says_nodes_and_devices(text: str, nodes: int, devices: int) -> None:
+    cluster = catalogue.cluster(text)
+    assert (len(cluster.nodes), len(cluster.nodes[0].devices)) == (nodes, devices)
+    assert (cluster.network is not None) is (nodes > 1)
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "ours.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_toml_file_gives_any_other_cluster(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        nodes = 2
+        [device]
+        name = "X1"
+        count = 4
+        memory_gb = 64
+        bandwidth_gb_s = 1000
+        units = 64
+        vector_tflops = 20
+        tflops = {fp32 = 20, half = 200}
+        [inside]
+        kind = "nvlink-mesh"
+        gb_s = 100
+        [between]
+        kind = "roce"
+        gb_s = 50
+        """,
+    )
+    cluster = catalogue.cluster(str(path))
+    device = cluster.nodes[0].devices[0]
+    assert device.sheet is not None
+    assert device.sheet.peaks == {"fp32": 20e12, "half": 200e12}
+    assert device.sheet.bandwidth == 1e12
+    assert cluster.network is not None
+    assert cluster.network.rate == 50e9
+    assert len(cluster.nodes) == 2
+
+
+def test_a_figure_in_the_file_replaces_the_catalogues(tmp_path: Path) -> None:
+    path = write(tmp_path, '[device]\nname = "H100-80GB"\ncount = 8\npower = 0.7\nbandwidth_gb_s = 2000\n')
+    sheet = catalogue.from_toml(path).nodes[0].devices[0].sheet
+    assert sheet is not None
+    assert (sheet.power, sheet.bandwidth, sheet.peaks["half"]) == (0.7, 2e12, 989.4e12)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes = 2", r"\[device\] with a name is missing"),
+        ('[device]\nname = "X1"', "is not in the catalogue, so memory_gb"),
+        ('[device]\nname = "H100-80GB"\nspeed = 3', "device.speed: not part of a cluster"),
+        ('nodes = 0\n[device]\nname = "H100-80GB"', "nodes=0: a whole number of at least 1"),
+        ('[device]\nname = "H100-80GB"\n[inside]\nkind = "x"', r"\[inside\] needs kind and gb_s"),
+        (
+            '[device]\nname = "X"\ncount = 2\nmemory_gb = 1\nbandwidth_gb_s = 1\nunits = 1\nvector_tflops = 1\ntflops = {fp32 = 1}',
+            r"no link between them; describe it under \[inside\]",
+        ),
+        ("nodes = ", "cannot be read as a cluster"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(DocumentError, match=said):
+        catalogue.from_toml(write(tmp_path, text))
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(DocumentError, match="no such device in the catalogue; it has P100"):
+        catalogue.cluster("8xK80")
+    with pytest.raises(DocumentError, match="a cluster is written 8xH100-80GB"):
+        catalogue.cluster("8 H100")
+
+
+def test_a_file_may_have_groups_of_nodes_that_are_not_alike(tmp_path: Path) -> None:
+    groups = """
+    name = "both"
+    [[group]]
+    nodes = 2
+    device = { name = "H100-80GB", count = 8 }
+    [[group]]
+    device = { name = "A100-80GB", count = 4, legacy = 0.9 }
+    """
+    between = """
+    [between]
+    kind = "infiniband"
+    gb_s = 100
+    """
+    cluster = catalogue.cluster(str(write(tmp_path, groups + between)))
+    assert [(node.devices[0].name, len(node.devices)) for node in cluster.nodes] == [("H100-80GB", 8)] * 2 + [
+        ("A100-80GB", 4)
+    ]
+    assert cluster.network is not None
+    assert cluster.network.rate == 100e9
+    sheets = [node.devices[0].sheet for node in cluster.nodes]
+    assert [sheet.legacy for sheet in sheets if sheet is not None] == [0.63, 0.63, 0.9]
+    with pytest.raises(DocumentError, match="no link between them"):
+        catalogue.cluster(str(write(tmp_path, groups)))
+    with pytest.raises(DocumentError, match=r"group\.count"):
+        catalogue.cluster(str(write(tmp_path, groups.replace("nodes = 2", "count = 2") + between)))
