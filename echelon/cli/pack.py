@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,13 +62,12 @@ def pack(
             source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes,
             progress=lambda done, total: bar.update(reading, completed=done, total=total, visible=True),
         )  # fmt: skip
-        origin = _mixed(origin, shuffle)
         packing = bar.add_task("packing", total=None)
         made = write(
-            origin, target, shards=shards, processes=processes, overwrite=overwrite,
+            _mixed(origin, shuffle), target, shards=shards, processes=processes, overwrite=overwrite,
             progress=lambda done, total: bar.update(packing, completed=done, total=total),
         )  # fmt: skip
-    shutil.rmtree(kept, ignore_errors=True)
+    origin.finish()
     if json:
         columns = {column.name: str(column) for column in made.columns}
         print_json(

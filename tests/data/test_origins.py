@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
+import os
+import signal
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, open_source
+from echelon.data.packed import from_text
 from echelon.data.packed.detect import open_origin
 from echelon.data.packed.origin import Origin
 
@@ -253,6 +258,71 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
     assert not (tmp_path / ".packed.tokens").exists()
 
 
+def framed(folder: Path) -> Path:
+    """A tokenizer of words that puts a begin before each document and an end behind it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"?": 0, "<begin>": 1, "<end>": 2, **{str(number): number + 3 for number in range(500)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    frame = [("<begin>", 1), ("<end>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A <end>", special_tokens=frame)
+    tokenizer.enable_truncation(100)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("between", ["\n", "\n\n", " "])
+def test_a_large_text_is_tokenized_in_pieces_as_if_it_were_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    (tmp_path / "a.txt").write_text(between.join(f"{number:03}" for number in range(100, 500)))
+    how = "--tokens", framed(tmp_path)
+    whole = packed(tmp_path, tmp_path / "a.txt", *how)[0].tolist()
+    assert whole == [1, *range(103, 503), 2]
+    monkeypatch.setattr("echelon.data.packed.from_text._PIECE", 4 * 50)
+    echelon("pack", tmp_path / "a.txt", tmp_path / "pieces", *how)
+    assert Packed(tmp_path / "pieces")[0].tolist() == whole
+
+
+def test_a_process_that_dies_while_it_tokenizes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").mkdir()
+    for number in range(4):
+        (tmp_path / f"t/{number}.txt").write_text(str(number))
+    monkeypatch.setattr("echelon.data.packed.from_text._pieces", lambda text: os.kill(os.getpid(), signal.SIGKILL))
+    how = "--tokens", framed(tmp_path), "--processes", 2
+    assert "a packing process died (exit code -9)" in echelon("pack", tmp_path / "t", tmp_path / "p", *how, code=2)
+
+
+def test_commands_that_tokenize_the_same_share_it_and_the_last_takes_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").mkdir()
+    for number in range(12):
+        (tmp_path / f"t/{number:02}.txt").write_text(str(number))
+    encode = from_text._encode
+
+    def slowly(path: Path, *given: Any) -> Any:
+        with (tmp_path / "calls").open("a") as calls:
+            calls.write(f"{path}\n")
+        time.sleep(0.02)
+        return encode(path, *given)
+
+    monkeypatch.setattr(from_text, "_encode", slowly)
+    tokens = str(framed(tmp_path))
+    one, other = (open_origin(tmp_path / "t", tokens=tokens, kept=tmp_path / "kept") for _ in range(2))
+    helper = multiprocessing.get_context("fork").Process(target=one.prepare)
+    helper.start()
+    other.prepare()
+    helper.join()
+    assert len((tmp_path / "calls").read_text().split()) == 12
+    one.prepare()
+    one.finish()
+    assert [row.tolist() for row in other.read(0, 12)[0]] == [[1, number + 3, 2] for number in range(12)]
+    other.finish()
+    assert not (tmp_path / "kept").exists()
+
+
 def test_pictures_by_class(tmp_path: Path) -> None:
     for name, shade in (("cat", 10), ("dog", 200)):
         (tmp_path / "in" / name).mkdir(parents=True)
@@ -309,6 +379,12 @@ def test_other_sources_are_shuffled_if_asked(tmp_path: Path, kind: str) -> None:
     assert "holds another packed data set" in echelon(
         "pack", source, tmp_path / "packed", *how[2:], "--shuffle", 4, code=2
     )
+
+
+def test_of_text_that_is_tokenized_and_shuffled_nothing_else_is_left(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(50))))
+    packed(tmp_path, tmp_path / "a.txt", "--tokens", framed(tmp_path), "--length", 1, "--shuffle", 1)
+    assert not (tmp_path / ".packed.tokens").exists()
 
 
 def test_what_cannot_be_shuffled_is_told(tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path)
 
 
 def test_one_who_waits_long_for_another_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.pack._PATIENCE", 0.2)
+    monkeypatch.setattr("echelon.data.packed.share._PATIENCE", 0.2)
     slow = Waiting({"x": np.zeros(40, np.int64)}, {"tuple": ["x"]}, {"at": str(tmp_path / "go")})
     first = multiprocessing.get_context("fork").Process(
         target=pack, args=(slow, tmp_path / "set"), kwargs={"shards": 2}

@@ -36,6 +36,10 @@ class Origin(ABC):
         """What has to be done before the number of samples is known or a row is read. Not called where all is packed already."""
         return
 
+    def finish(self) -> None:
+        """Called when all is packed: what was kept for that may go."""
+        return
+
     @abstractmethod
     def read(self, start: int, stop: int) -> Sequence[Any]:
         """For each column the rows `start` to `stop`: one array, or a list of arrays where the column is ragged."""

@@ -2,39 +2,34 @@
 
 Order of events, so that a kill at any time leaves nothing wrong: a shard is written under another name, made safe on the disk
 and renamed; a note beside it says what it holds and what packing it belongs to; when all notes are there the manifest is written,
-last. What has no note is made again. Processes need not know of each other: whoever holds a shard's lock makes it, and locks go with
-their process. Whoever packs holds a lock of the folder together with the others: nobody clears it for another source meanwhile.
+last. What has no note is made again, by processes that need not know of each other (share.py). Whoever packs holds a lock of the folder
+together with the others: nobody clears it for another source meanwhile.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.blocks import block_rows
-from echelon.data.packed.family import born_to
 from echelon.data.packed.locks import holders, locked, taken, unlock
 from echelon.data.packed.manifest import Manifest, Shard, write_whole
 from echelon.data.packed.origin import Origin, Progress
 from echelon.data.packed.shard import Draft
+from echelon.data.packed.share import Task, share
 from echelon.errors import DataError
 
 #: Bytes of a shard, about. A process that packs holds one in memory.
 SHARD = 2**27
 #: Rows that are read from the source at once.
 _CHUNK = 256
-#: Seconds after which one who waits for another's shard says so.
-_PATIENCE = 60.0
 #: Seconds that another packing, whose processes may be ending just now, gets to leave the folder.
 _LEAVING = 5.0
 #: What a packing leaves, and what it needs only until its manifest is there.
@@ -131,8 +126,7 @@ def _make(work: _Packing, processes: int, progress: Progress) -> None:
     total = work.origin.samples
     finished = total - sum(stop - start for start, stop in map(work.bounds, missing))
     progress(finished, total)
-    several = processes > 1 and len(missing) > 1
-    for more in _together(work, min(processes, len(missing))) if several else _shards(work, 0):
+    for more in share([_task(work, number) for number in missing], processes):
         finished += more
         progress(min(finished, total), total)
 
@@ -272,33 +266,13 @@ def _name(number: int) -> str:
     return f"shard-{number:05d}"
 
 
-def _shards(work: _Packing, turn: int) -> Iterator[int]:
-    """Make what is missing and nobody else makes, until all is there; gives numbers of rows. `turn`: where to begin."""
-    missing = [(number + turn) % work.shards for number in range(work.shards)]
-    moved, told = time.monotonic(), False
-    while missing:
-        left = []
-        for number in missing:
-            lock = os.open(work.folder / f".{_name(number)}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                if not taken(lock):
-                    left.append(number)
-                # The notes go when the manifest is there: then all is done.
-                elif work.note(number) is None and not (work.folder / documents.NAME).exists():
-                    yield from _shard(work, number)
-            finally:
-                unlock(lock)
-        if len(left) < len(missing):
-            moved = time.monotonic()
-        elif not told and time.monotonic() > moved + _PATIENCE:
-            told = True
-            path = work.folder / f".{_name(left[0])}.lock"
-            warnings.warn(
-                f"{work.folder}: still waiting for {holders(path)}, which makes {_name(left[0])}", stacklevel=2
-            )
-        else:
-            time.sleep(0.05)
-        missing = left
+def _task(work: _Packing, number: int) -> Task:
+    """One shard. The notes go when the manifest is there: then all is done."""
+    manifest = work.folder / documents.NAME
+    return Task(
+        makes=work.folder / f"{_name(number)}.arrow", done=lambda: work.note(number) is not None or manifest.exists(),
+        make=lambda: _shard(work, number),
+    )  # fmt: skip
 
 
 def _shard(work: _Packing, number: int) -> Iterator[int]:
@@ -312,49 +286,6 @@ def _shard(work: _Packing, number: int) -> Iterator[int]:
         draft.add(work.origin.read(first, last), last - first)
         yield last - first
     work.write_note(number, draft.write(work.folder, f"{_name(number)}.arrow", work.block))
-
-
-def _together(work: _Packing, processes: int) -> Iterator[int]:
-    """The shards by several processes; gives numbers of rows."""
-    context = multiprocessing.get_context("fork")  # the source need not be told to them: they are born with it
-    workers: dict[Any, Any] = {}
-    try:
-        for turn in range(processes):
-            receive, send = context.Pipe(duplex=False)
-            given = work, turn * work.shards // processes, send, os.getpid()
-            workers[receive] = context.Process(target=_work, args=given, daemon=True)
-            workers[receive].start()
-            send.close()
-        talking = dict(workers)
-        while talking:
-            for pipe in wait(list(talking)):
-                try:
-                    message = cast("Connection[Any, Any]", pipe).recv()
-                except EOFError:
-                    worker = talking.pop(pipe)
-                    worker.join()
-                    if worker.exitcode:
-                        raise DataError(
-                            f"a packing process died (exit code {worker.exitcode}); run the same command again, which goes on where "
-                            "this one stopped, with --processes 1 if it is for want of memory"
-                        ) from None
-                    continue
-                if isinstance(message, str):
-                    raise DataError(message)
-                yield message
-    finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.join()
-
-
-def _work(work: _Packing, turn: int, told: Any, parent: int) -> None:
-    born_to(parent)
-    try:
-        for rows in _shards(work, turn):
-            told.send(rows)
-    except Exception as error:
-        told.send(str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
 
 
 def _version() -> str:
