@@ -106,8 +106,8 @@ def _origin(source: str, **options: Any) -> Origin:
     if options["tokens"] is not None and ":" not in source:
         return open_origin(Path(source), **options)
     from echelon.data.packed.fingerprint import fingerprint
-    from echelon.data.packed.from_samples import Values
+    from echelon.data.packed.from_samples import Values, numbered
     from echelon.flow.jobfile import load_data
 
-    data = load_data(source)
+    data = numbered(load_data(source))
     return Values(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

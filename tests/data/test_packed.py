@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from echelon.data import Loader, Packed, evaluation_batches, open_source
 from echelon.data.packed import rows
@@ -465,6 +465,11 @@ def test_a_sample_that_fails_is_named(tmp_path: Path, processes: int) -> None:
         open_source(str(tmp_path / "set"))
 
 
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -475,6 +480,11 @@ def test_a_sample_that_fails_is_named(tmp_path: Path, processes: int) -> None:
         ([{1: 2}], r"a sample has the key 1: the keys of a packed sample are text"),
         ([{"a.b": 1, "a": {"b": 2}}], r"two parts of a sample would have the same name"),
         ([torch.zeros(2, dtype=torch.complex64)], "kind that cannot be packed"),
+        ("data/train", "data/train"),
+        ((torch.zeros(3), torch.zeros(3)), "data is a tuple of 2 tensors, which is columns, not samples"),
+        (Dataset, "no length"),
+        (Endless(), "Endless"),
+        ([], "is empty"),
     ],
 )  # fmt: skip
 def test_samples_that_are_not_alike_are_named(tmp_path: Path, data: Any, message: str) -> None:

@@ -45,6 +45,14 @@ def calls(folder: Path) -> int:
     return len((folder / "calls").read_text().split())
 
 
+def test_a_path_is_the_packed_data_set_there(tmp_path: Path) -> None:
+    pack(Values(DATA, {}), tmp_path / "raw")
+    made = prepared(str(tmp_path / "raw"), tmp_path / "set", lambda sample: sample[0] * 2)
+    assert [value.item() for value in made.__getitems__(range(40))] == [2.0 * number for number in range(40)]
+    with pytest.raises(DataError, match="nowhere"):
+        prepared(str(tmp_path / "nowhere"), tmp_path / "other")
+
+
 def test_a_second_run_finds_it_done(tmp_path: Path) -> None:
     assert prepared(DATA, tmp_path / "set", counting(tmp_path))[7][0].item() == 14.0
     first = calls(tmp_path)

@@ -16,7 +16,7 @@ from echelon.data.digest import digest
 from echelon.data.packed import tree
 from echelon.data.packed.manifest import ITEMS, Column, names
 from echelon.data.packed.origin import Origin, stamp
-from echelon.data.source import Samples
+from echelon.data.source import Samples, open_source, opened
 from echelon.errors import DataError
 
 #: Samples that are looked at to learn the columns: the first ones, and as many spread over the rest.
@@ -29,10 +29,8 @@ class Values(Origin):
     """Samples as the first epoch of a training would see them: a random augmentation is drawn once, from the seed."""
 
     def __init__(self, data: Any, provenance: Mapping[str, str], *, seed: int = 0) -> None:
-        self._source = Samples(data, seed=seed)
+        self._source = Samples(numbered(data), seed=seed)
         self.samples = len(self._source)
-        if not self.samples:
-            raise DataError("the source has no samples: there is nothing to pack")
         looked = sorted(
             {*range(min(_LOOKS, self.samples)), *np.linspace(0, self.samples - 1, _LOOKS, dtype=int).tolist()}
         )
@@ -65,6 +63,13 @@ class Values(Origin):
             raise DataError(
                 f"sample {number} is {shape_of(sample)}, sample 0 has another structure: the samples of a packed data set are alike"
             ) from None
+
+
+def numbered(data: Any) -> Any:
+    """`data` as a job would read it: a path as the packed data set there; what a job refuses is refused here, in the same words."""
+    data = opened(data)
+    open_source(data)
+    return data
 
 
 class Lines(Sequence[Any]):

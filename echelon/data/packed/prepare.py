@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.data.describe import kind_of
 from echelon.data.packed.fingerprint import fingerprint
-from echelon.data.packed.from_samples import Values
+from echelon.data.packed.from_samples import Values, numbered
 from echelon.data.packed.pack import pack
 from echelon.data.packed.reader import Packed
 
@@ -27,6 +27,7 @@ def prepared(
     run with the same function and the same data finds it done. What counts as the same is fingerprint.py's; some samples are looked at
     as well. A data set in `folder` that this function did not make is left alone, with an error.
     """
+    data = numbered(data)
     # Before anything is read of them, which may change what they hold.
     told = {"source": kind_of(data), "kind": "prepared", "data": fingerprint(data), "transform": fingerprint(transform)}
     origin = Values(_Mapped(data, transform), told)
