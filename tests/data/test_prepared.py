@@ -53,6 +53,13 @@ def test_a_path_is_the_packed_data_set_there(tmp_path: Path) -> None:
         prepared(str(tmp_path / "nowhere"), tmp_path / "other")
 
 
+def test_files_are_so_many_that_none_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.pack.SHARD", 256)
+    assert len(prepared(torch.zeros(100, 64), tmp_path / "large").manifests[0].shards) == 100
+    assert len(prepared(torch.zeros(100, 8), tmp_path / "middle").manifests[0].shards) == 16
+    assert len(prepared(torch.zeros(100, 16), tmp_path / "more").manifests[0].shards) == 32
+
+
 def test_a_second_run_finds_it_done(tmp_path: Path) -> None:
     assert prepared(DATA, tmp_path / "set", counting(tmp_path))[7][0].item() == 14.0
     first = calls(tmp_path)

@@ -91,7 +91,7 @@ def pack(
     origin.prepare()
     if shards is not None and not 1 <= shards <= origin.samples:
         raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
-    count = shards or _count(origin)
+    count = shards or count_of(origin)
     work = _Packing(origin=origin, folder=folder, shards=count, block=block_rows(origin.row_bytes))
     folder.mkdir(parents=True, exist_ok=True)
     busy = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -151,7 +151,7 @@ def _finished(work: _Packing) -> Manifest:
     return made
 
 
-def _count(origin: Origin) -> int:
+def count_of(origin: Origin) -> int:
     """Files by size: a power of two, which most numbers of ranks divide."""
     wanted = -(-int(origin.samples * origin.row_bytes) // SHARD)
     return min(1 << max(0, wanted - 1).bit_length(), origin.samples)
