@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from echelon.cli import pack as cli
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, open_source
 from echelon.data.packed import from_text
@@ -401,6 +402,23 @@ def test_show_tells_names_and_kinds_as_they_are(tmp_path: Path) -> None:
     shown = echelon("data", "show", tmp_path / "packed")
     for words in ("[/x]", "int64[any]", "[red]y", "'[b]'"):
         assert words in shown
+
+
+def test_packing_into_the_folder_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "x.npy", np.arange(5))
+    (tmp_path / "set").mkdir()
+    monkeypatch.chdir(tmp_path / "set")
+    echelon("pack", tmp_path / "x.npy", ".", "--processes", 1)
+    assert len(Packed(tmp_path / "set")) == 5
+
+
+def test_as_many_processes_pack_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    monkeypatch.setattr("echelon.world.usable_cores", lambda: 8)
+    monkeypatch.setattr("echelon.world.usable_memory", lambda: 2**40)
+    assert cli._processes() == 8
+    monkeypatch.setattr("echelon.world.usable_memory", lambda: 2**30)
+    assert cli._processes() == 2
 
 
 def test_a_torch_data_set_in_a_file(tmp_path: Path) -> None:
