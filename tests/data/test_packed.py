@@ -485,11 +485,25 @@ class Endless(IterableDataset[Any]):
         (Dataset, "no length"),
         (Endless(), "Endless"),
         ([], "is empty"),
+        ([1, 2, 2**63], "'value' of sample 2 has the whole number 9223372036854775808, which does not fit into 64 bits"),
+        ([{"id": [1, -(2**70)]}], "'id' of sample 0 has the whole number -1180591620717411303424"),
+        ([1] * 41 + [10**9999] + [1] * 60, "'value' of sample 41 has the whole number of 33,216 bits"),
+        ([torch.zeros(2).to(torch.float8_e4m3fn)], r"'value' of sample 0 is a tensor \(float8_e4m3fn, strided\)"),
+        ([torch.eye(2).to_sparse()], r"'value' of sample 0 is a tensor \(float32, sparse_coo\)"),
+        ([[True], [1]], "'value' has bool and int64 in different samples"),
+        ([{}], r"sample 0 is \{\}: it holds nothing"),
+        ([1, "2.5"], "'value' of sample 1 is a str, and a int in sample 0: make them alike"),
+        ([1] * 41 + [None] + [1] * 60, "'value' of sample 41 is a NoneType"),
     ],
 )  # fmt: skip
 def test_samples_that_are_not_alike_are_named(tmp_path: Path, data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         pack(Values(data, {}), tmp_path / "set")
+
+
+def test_lists_of_truth_stay_so_also_where_the_first_is_empty(tmp_path: Path) -> None:
+    pack(Values([[], [True, False], [False]], {}), tmp_path / "set")
+    assert [row.tolist() for row in Packed(tmp_path / "set").__getitems__(range(3))] == [[], [True, False], [False]]
 
 
 def test_reading_needs_no_pyarrow(tmp_path: Path) -> None:
