@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from echelon.data.packed.kept import Kept
 from echelon.data.packed.manifest import Column, settle
 from echelon.data.packed.origin import Origin, Progress, stamp
+from echelon.data.packed.scratch import Scratch
 from echelon.data.packed.share import Task, share
 from echelon.errors import DataError
 
@@ -39,7 +39,7 @@ class Tokens(Origin):
     ) -> None:  # fmt: skip
         self._texts, self._length, self._dtype = list(files), length, np.dtype(dtype)
         self._item: np.dtype[Any] = np.dtype(np.uint8 if tokens == "byte" else np.int32)
-        self._kept = None if tokens == "byte" else Kept(kept)
+        self._kept = None if tokens == "byte" else Scratch(kept)
         self._encode = partial(_encoded, files, tokens, kept, processes, progress)
         self.columns = (
             Column(name="tokens", dtype=dtype, shape=() if length is None else (length,), ragged=length is None),

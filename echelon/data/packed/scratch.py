@@ -9,7 +9,7 @@ from pathlib import Path
 from echelon.data.packed.locks import taken, unlock
 
 
-class Kept:
+class Scratch:
     """The folder; it is made when it is first held."""
 
     def __init__(self, folder: Path) -> None:
