@@ -6,6 +6,9 @@ EchelonError                 what, where, what instead; never a traceback on the
 │   └── NothingToCut         its tp or pp finds nothing of the model to cut: zero=3 over the same ranks would do
 ├── JobError                 a job file or a Job that does not describe a training
 ├── DataError                a data set that cannot give the samples it promised
+│   ├── LostError            a file of it is gone, or not as it was packed: to try again would not help
+│   ├── DamagedError         a block of it is not as it was packed: another copy of the file may be
+│   └── CacheFullError       no room for copies of remote files, until one that is in use is let go
 ├── WorldError               ranks that are started wrongly or do not agree with each other
 ├── LaunchError              ranks that could not be started, or one that died
 ├── CheckpointError          a checkpoint that is missing, damaged or cannot be written
@@ -47,6 +50,18 @@ class JobError(EchelonError):
 
 class DataError(EchelonError):
     """A data set that cannot give the samples it promised."""
+
+
+class LostError(DataError):
+    """A file that is not there, or not as it was packed: to try again would not help."""
+
+
+class DamagedError(DataError):
+    """A block that is not as it was packed: another copy of its file may be."""
+
+
+class CacheFullError(DataError):
+    """No room for a copy of a remote file, until another that is in use is let go."""
 
 
 class WorldError(EchelonError):

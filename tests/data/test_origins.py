@@ -450,6 +450,29 @@ def test_show_and_verify(tmp_path: Path) -> None:
     assert "no such folder" in echelon("data", "verify", tmp_path / "nothing", code=2)
 
 
+def test_of_a_set_with_a_file_missing_what_the_manifest_says_is_shown(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.arange(60.0).reshape(20, 3), y=np.arange(20))
+    packed(tmp_path, tmp_path / "x.npz", "--shards", 3)
+    (tmp_path / "packed/shard-00001.arrow").unlink()
+    shown = echelon("data", "show", tmp_path / "packed")
+    assert "float64[3]" in shown
+    assert "6 to 7" in shown
+    assert "samples cannot be shown:" in shown
+    assert "shard-00001.arrow" in shown
+    assert "shard-00001.arrow" in json.loads(echelon("data", "show", tmp_path / "packed", "--json"))["problem"]
+
+
+def test_verify_answers_no_to_a_damaged_manifest(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(5))
+    packed(tmp_path, tmp_path / "x.npy")
+    path = tmp_path / "packed/manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"int64", b"int32"))
+    assert "manifest.json is damaged" in echelon("data", "verify", tmp_path / "packed", code=1)
+    told = json.loads(echelon("data", "verify", f"file://{tmp_path / 'packed'}", "--json", code=1))
+    assert "manifest.json is damaged" in told["damages"][0]
+    assert not told["good"]
+
+
 @pytest.mark.skipif(not MNIST.is_dir(), reason="no MNIST beside the checkout")
 def test_mnist(tmp_path: Path) -> None:
     data = packed(tmp_path, MNIST, "--split", "t10k")

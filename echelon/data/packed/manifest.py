@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import DataError
+from echelon.errors import DamagedError, DataError
 
 NAME = "manifest.json"
 FORMAT, VERSION = "echelon packed data", 1
@@ -126,12 +126,12 @@ def read(text: bytes, where: str) -> Manifest:
                 "the echelon that packed it"
             )
         if claimed != hash_of(document):
-            raise DataError(f"{where} is damaged: its hash is not that of its content; {_WHOLE}")
+            raise DamagedError(f"{where} is damaged: its hash is not that of its content; {_WHOLE}")
         return _checked(document)
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{where} is damaged ({type(error).__name__}: {error}); {_WHOLE}") from None
+        raise DamagedError(f"{where} is damaged ({type(error).__name__}: {error}); {_WHOLE}") from None
 
 
 _WHOLE = "restore it from a copy, or delete the folder and pack the data again"
