@@ -319,7 +319,7 @@ def test_a_packing_that_is_done_is_used_again(tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()}
     images(tmp_path / "set", 2)
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()} == before
-    with pytest.raises(DataError, match=r"holds another packed data set .*--overwrite` replaces what is there"):
+    with pytest.raises(DataError, match=r"holds another packed data set: .*--overwrite` replaces what is there"):
         images(tmp_path / "set", 3)
     images(tmp_path / "set", 3, overwrite=True)
     assert len(Packed(tmp_path / "set").manifests[0].shards) == 3
@@ -338,6 +338,31 @@ def test_a_file_that_is_gone_or_cut_off_is_made_anew_and_no_other(tmp_path: Path
     }
     same = sorted(name for name in before if before[name][1] == after[name][1] and name.startswith("shard"))
     assert same == ["shard-00000.arrow", "shard-00003.arrow"]
+
+
+def test_a_packing_in_so_many_files_is_mended_and_gone_on_with_without_that_number(tmp_path: Path) -> None:
+    rows, sample = {"x": np.arange(40)}, {"tuple": ["x"]}
+    pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "set", shards=6)
+    (tmp_path / "set/shard-00003.arrow").unlink()
+    assert len(pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "set").shards) == 6
+    with pytest.raises(OSError, match="on fire"):
+        pack(Burning(rows, sample, {"source": "a"}), tmp_path / "begun", shards=5)
+    assert len(pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "begun").shards) == 5
+
+
+def test_another_packing_is_refused_with_what_differs(tmp_path: Path) -> None:
+    rows, sample = {"x": np.arange(40)}, {"tuple": ["x"]}
+    pack(Arrays(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4)
+    with pytest.raises(DataError, match="holds another packed data set: shards 4 there, 2 here; choose"):
+        pack(Arrays(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=2)
+    with pytest.raises(DataError, match="holds another packed data set: stamp 1 there, 2 here; choose"):
+        pack(Arrays(rows, sample, {"source": "a", "stamp": "2"}), tmp_path / "set", shards=4)
+    with pytest.raises(DataError, match="holds another packed data set: samples or columns other than here"):
+        pack(Arrays({"x": np.arange(44)}, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4)
+    with pytest.raises(OSError, match="on fire"):
+        pack(Burning(rows, sample, {"source": "a"}), tmp_path / "begun", shards=2)
+    with pytest.raises(DataError, match="holds a part of another packing: source a there, b here; choose"):
+        pack(Arrays(rows, sample, {"source": "b"}), tmp_path / "begun", shards=2)
 
 
 def test_what_a_packing_left_that_was_killed_at_its_very_end_is_tidied(tmp_path: Path) -> None:

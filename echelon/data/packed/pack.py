@@ -12,7 +12,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ class _Packing:
         cut = {"shards": self.shards, "block": self.block, "version": documents.VERSION}
         return {"identity": self.origin.identity, "kind": kind, **cut}
 
+    def begin(self) -> None:
+        """Say that it has begun, and what it packs."""
+        said = {**self.intent, "from": dict(self.origin.provenance)}
+        write_whole(self.folder / "packing.json", json.dumps(said).encode())
+
     def bounds(self, number: int) -> tuple[int, int]:
         """The rows of a shard, from and to."""
         samples = self.origin.samples
@@ -91,7 +97,7 @@ def pack(
     origin.prepare()
     if shards is not None and not 1 <= shards <= origin.samples:
         raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
-    count = shards or count_of(origin)
+    count = shards or _cut(folder, origin) or count_of(origin)
     work = _Packing(origin=origin, folder=folder, shards=count, block=block_rows(origin.row_bytes))
     folder.mkdir(parents=True, exist_ok=True)
     busy = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -151,6 +157,19 @@ def _finished(work: _Packing) -> Manifest:
     return made
 
 
+def _cut(folder: Path, origin: Origin) -> int | None:
+    """Into how many files this very source was cut by a packing that is there, finished or begun: what is missing of it fits in."""
+    before = _begun(folder / "packing.json")
+    if before is None:
+        try:
+            found = documents.load(folder)
+        except DataError:
+            return None
+        before = {"identity": found.provenance.get("identity"), "shards": len(found.shards)}
+    count = before.get("shards")
+    return count if before.get("identity") == origin.identity and type(count) is int and count > 0 else None
+
+
 def count_of(origin: Origin) -> int:
     """Files by size: a power of two, which most numbers of ranks divide."""
     wanted = -(-int(origin.samples * origin.row_bytes) // SHARD)
@@ -170,13 +189,13 @@ def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | Non
         _reopen(work, found, bad)
     elif found is not None:
         if overwrite not in (True, found.provenance.get("kind", "")):
-            raise DataError(f"{folder} holds another packed data set ({found.provenance.get('source')}): {_REPLACE}")
+            raise DataError(f"{folder} holds another packed data set: {_differences(_told(found), work)}; {_REPLACE}")
+        _anew(work, _told(found), overwrite)
         _clear(folder, busy, found.provenance.get("kind", ""))
-    elif before is not None and before != work.intent:
+    elif before is not None and {key: before.get(key) for key in work.intent} != work.intent:
         if overwrite not in (True, before.get("kind")):
-            raise DataError(
-                f"{folder} holds a part of another packing (another source, or it has changed since): {_REPLACE}"
-            )
+            raise DataError(f"{folder} holds a part of another packing: {_differences(before, work)}; {_REPLACE}")
+        _anew(work, before, overwrite)
         _clear(folder, busy, str(before.get("kind")))
     elif overwrite is True and (before is None or (folder / documents.NAME).exists()):
         _clear(folder, busy, "")
@@ -185,8 +204,46 @@ def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | Non
     for path in [*folder.glob(".manifest.json.*"), *folder.glob(".packing.json.*")]:
         path.unlink()  # what a process that was killed left half written
     if not begun.exists():
-        write_whole(begun, json.dumps(work.intent).encode())
+        work.begin()
     return None
+
+
+def _anew(work: _Packing, before: Mapping[str, Any], overwrite: bool | str) -> None:
+    """Say that, and why, hours of work may be done again that nobody asked to replace."""
+    if overwrite is not True:
+        warnings.warn(f"{work.folder} is made anew: {_differences(before, work)}", stacklevel=2)
+
+
+def _told(found: Manifest) -> dict[str, Any]:
+    """What the packing of a finished data set said when it began."""
+    told = {key: text for key, text in found.provenance.items() if key not in ("identity", "echelon")}
+    cut = {"shards": len(found.shards), "block": found.block, "version": documents.VERSION}
+    return {**cut, "identity": found.provenance.get("identity"), "from": told}
+
+
+def _differences(before: Mapping[str, Any], work: _Packing) -> str:
+    """What is there and what would be packed now, where they differ."""
+    now = {**work.intent, "from": dict(work.origin.provenance)}
+    came = before.get("from")
+    sides = [
+        {**{key: side.get(key) for key in ("shards", "block", "version")}, **(told if isinstance(told, dict) else {})}
+        for side, told in ((before, came), (now, now["from"]))
+    ]
+    keys = [key for key in {**sides[1], **sides[0]} if key not in work.origin.remarks]
+    found = [
+        f"{key} {_brief(sides[0].get(key))} there, {_brief(sides[1].get(key))} here"
+        for key in keys
+        if sides[0].get(key) != sides[1].get(key)
+    ]
+    return (
+        "; ".join(found)
+        or f"samples or columns other than here (identity {before.get('identity')} there, {work.origin.identity} here)"
+    )
+
+
+def _brief(value: object) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
 
 
 _REPLACE = "choose another folder; `echelon pack --overwrite` replaces what is there"
@@ -224,7 +281,7 @@ def _reopen(work: _Packing, found: Manifest, bad: list[int]) -> None:
     for number, shard in enumerate(found.shards):
         if number not in bad:
             work.write_note(number, shard)
-    write_whole(work.folder / "packing.json", json.dumps(work.intent).encode())
+    work.begin()
     (work.folder / documents.NAME).unlink()
 
 
