@@ -158,6 +158,11 @@ def test_text_as_bytes(tmp_path: Path) -> None:
     assert "is text: say how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
 
 
+def test_a_header_that_names_two_columns_alike_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b,a\n1,2,3\n")
+    assert "has two columns 'a': rename one" in echelon("pack", tmp_path / "x.csv", tmp_path / "p", code=2)
+
+
 def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
     (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"{n},{n if n < 900 else n + 0.5}\n" for n in range(1000)))
@@ -166,6 +171,18 @@ def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "y.csv").write_text("a\n" + "".join(f"{n}\n" for n in range(1000)))
     echelon("pack", tmp_path / "y.csv", tmp_path / "y", "--shards", 4, "--processes", 2)
     assert Packed(tmp_path / "y").batch(np.arange(1000))["a"].tolist() == list(range(1000))
+
+
+def test_csv_that_is_packed_already_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
+    (tmp_path / "x.csv").write_text("a\n" + "".join(f"{n if n < 900 else n + 0.5}\n" for n in range(1000)))
+    packed(tmp_path, tmp_path / "x.csv")
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr("echelon.data.packed.from_tables._csv", refuse)
+    assert len(packed(tmp_path, tmp_path / "x.csv")) == 1000
 
 
 def test_numbers_in_json_that_are_not_all_whole_are_floats(tmp_path: Path) -> None:
@@ -210,7 +227,9 @@ def test_text_that_is_packed_already_is_not_tokenized_again(tmp_path: Path, monk
 
 def test_the_size_of_rows_is_that_of_what_is_packed(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.zeros(10000), "t": ["abcd"] * 10000}), tmp_path / "x.parquet")
-    assert open_origin(tmp_path / "x.parquet", kept=tmp_path / "kept").row_bytes == 12
+    origin = open_origin(tmp_path / "x.parquet", kept=tmp_path / "kept")
+    origin.prepare()
+    assert origin.row_bytes == 12
     assert (tmp_path / "x.parquet").stat().st_size < 20000
 
 

@@ -72,9 +72,8 @@ class Tokens(Origin):
 
     @property
     def identity(self) -> str:
-        return (
-            self._identity()
-        )  # the number of samples follows from the files, and is not known before they are tokenized
+        # The number of samples follows from the files, and is not known before they are tokenized.
+        return self._identity(self.columns)
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         if self._length is None:
