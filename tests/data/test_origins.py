@@ -163,6 +163,14 @@ def test_a_header_that_names_two_columns_alike_is_told(tmp_path: Path) -> None:
     assert "has two columns 'a': rename one" in echelon("pack", tmp_path / "x.csv", tmp_path / "p", code=2)
 
 
+def test_data_of_another_kind_beside_tables_is_not_left_out_silently(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.csv").write_text("a\n1\n")
+    (tmp_path / "in/b.jsonl").write_text('{"a": 2}\n')
+    told = echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
+    assert "holds tables, and b.jsonl as well" in " ".join(told.split())
+
+
 def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
     (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"{n},{n if n < 900 else n + 0.5}\n" for n in range(1000)))

@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import resource
 import threading
 import time
 from pathlib import Path
@@ -363,6 +364,25 @@ def test_another_packing_is_refused_with_what_differs(tmp_path: Path) -> None:
         pack(Burning(rows, sample, {"source": "a"}), tmp_path / "begun", shards=2)
     with pytest.raises(DataError, match="holds a part of another packing: source a there, b here; choose"):
         pack(Arrays(rows, sample, {"source": "b"}), tmp_path / "begun", shards=2)
+
+
+def test_a_disk_without_room_is_named_and_the_packing_goes_on_later(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"shard-00000.arrow cannot be written: File too large; once there is room"):
+            images(tmp_path / "set")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "set").glob(".shard-*.arrow.*"))
+    images(tmp_path / "set")
+    assert len(Packed(tmp_path / "set")) == 500
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "set").write_text("mine")
+    with pytest.raises(DataError, match="set is a file: a packed data set is a folder"):
+        images(tmp_path / "set")
 
 
 def test_what_a_packing_left_that_was_killed_at_its_very_end_is_tidied(tmp_path: Path) -> None:

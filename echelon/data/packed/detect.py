@@ -61,6 +61,11 @@ def _folder(path: Path, split: str | None, size: str | None, near: Path) -> Orig
     if tables:
         if len({TABLES[each.suffix.lower()] for each in tables}) > 1:
             raise DataError(f"{path} holds tables of several kinds: give one kind, or one file")
+        other = next(
+            (each for each in sorted(path.iterdir()) if each.suffix.lower() in {".npy", ".npz", *_LINES}), None
+        )
+        if other is not None:
+            raise DataError(f"{path} holds tables, and {other.name} as well: give a folder of one kind, or one file")
         return Tables(tables, near)
     if any(each.suffix.lower() in PICTURES for each in path.glob("*/**/*")):
         return Pictures(path, None if size is None else _size(size))

@@ -94,6 +94,8 @@ def pack(
     done = _done(folder, origin, shards)
     if done is not None:
         return done
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file: a packed data set is a folder; give the name of one")
     origin.prepare()
     if shards is not None and not 1 <= shards <= origin.samples:
         raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
