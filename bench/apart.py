@@ -25,9 +25,10 @@ import numpy as np
 
 from bench.loaders import MAKERS, READERS, SAMPLES, Reader
 
-#: cold: pages are dropped before each pass. fresh: they are in memory, and the process has read none before its first pass. warm: it has
+#: cold: pages are dropped before each pass, and there is memory for new ones. bare: the same where a virtual machine must first get that
+#: memory back from its host. fresh: they are in memory, and the process has read none before its first pass. warm: it has
 #: read an epoch before.
-State = Literal["cold", "fresh", "warm"]
+State = Literal["cold", "bare", "fresh", "warm"]
 
 #: CPU seconds after which the epoch before a warm pass is left: it concerns those that need more than 0.1 ms for a sample.
 WARMING = 15.0
@@ -86,12 +87,14 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdin.readline()
     found = []
     for _ in range(passes):
-        if state == "cold":
+        if state in ("cold", "bare"):
             forget(folder)
+        if state == "cold":
             _settle(sum(path.stat().st_size for path in _files(folder)))
-        held = in_memory(folder) if state == "cold" else 1.0
+        held = in_memory(folder) if state in ("cold", "bare") else 1.0
         done, spent = _advanced(reader, steps, seconds)
         found.append({"samples": done * reader.batch, "seconds": spent, "resident": held})
+    gc.unfreeze()
     print(json.dumps(found))
     return 0
 

@@ -1,15 +1,16 @@
 """Reading packed data against a bare NumPy gather and against what people use: samples per CPU second, shuffled.
 
-    python -m bench.data [--only images,tokens] [--what speed,fresh,cold,ranks,memory,parts] [--seconds 60] [--gigabytes 10] [--json data.json]
+    python -m bench.data [--only images,tokens] [--what speed,fresh,cold,bare,ranks,memory,parts] [--seconds 60] [--gigabytes 10] [--json data.json]
                          [--folder F]
 
 speed: contenders take turns in one process, each after an epoch of its own. fresh, cold: each in a process of its own, which has read
-nothing before; pages are in memory, or the kernel was made to forget them. Of the two passes the first is the one in which ours compares
+nothing before; pages are in memory, or the kernel was made to forget them. bare: as cold, but a virtual machine that gave free memory back to its host
+pays for getting it again. Of the two passes the first is the one in which ours compares
 checksums. ranks: two processes at once, after an epoch. memory: of a reader of a large set. parts: what the order, a checksum and the fixed work of a
 step take by themselves. What is done before the clock starts is the same
 for all. Ours must have 0.7 of a NumPy memory map that is indexed with sorted numbers, and more than any other; its share of `take` on the
 map as a plain array, which is faster, is shown beside it. CPU seconds are those of all threads and
-children. Packages that are not installed are named and left out (`pip install 'echelon[peers]'`). `--folder` keeps the data between runs.
+children. A rival that is not installed is a row that is missed (`pip install 'echelon[peers]'`), unless `--without peers`. `--folder` keeps the data between runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +40,7 @@ from echelon.data.permute import Keyed, shuffled
 LEAST = 0.7
 #: Anonymous memory that a reader of a large set may take above the interpreter with torch.
 MOST_MEMORY = 300e6
-WHAT = ("speed", "fresh", "cold", "ranks", "memory", "parts")
+WHAT = ("speed", "fresh", "cold", "bare", "ranks", "memory", "parts")
 #: CPU seconds of a pass of those that are far slower: they need not come to the end.
 _ENOUGH = 2.0
 
@@ -52,10 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--without", type=among("peers"), default=[])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     rows: list[Row] = []
     missing = [reader.name for reader in READERS if reader.missing()]
+    if "peers" not in given.without:
+        rows += [
+            Row(what={"data": "", "reader": name, "resumes": ""}, value=inf, text="not installed", limit=1.0)
+            for name in missing
+        ]
     with tempfile.TemporaryDirectory() as place:
         folder = given.folder or Path(place)
         for name in given.only:
@@ -66,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows += map(tell, apart(material, name, folder / name, ranks=1, state="fresh", passes=2))
             if "cold" in given.what:
                 rows += map(tell, apart(material, name, folder / name, ranks=1, state="cold", passes=2))
+            if "bare" in given.what:
+                rows += map(tell, apart(material, name, folder / name, ranks=1, state="bare", passes=2))
             if "ranks" in given.what:
                 rows += map(tell, apart(material, name, folder / name, ranks=2, state="warm", passes=8))
         if "memory" in given.what:
@@ -138,12 +148,12 @@ def apart(material: Material, data: str, folder: Path, *, ranks: int, state: Sta
     rates: dict[type[Reader], list[list[float]]] = {}
     others, ours = _others(), [*BARE, *OURS]
     for reader in [*ours, *reversed(ours), *others, *ours]:
-        if state == "cold":
+        if state in ("cold", "bare"):
             forget(folder)  # what this process has mapped would stay
         seconds = _ENOUGH if reader in others else 1e9
         found = together(reader, data, folder, ranks=ranks, state=state, passes=passes, seconds=seconds)
         remembered = max(each["resident"] for process in found for each in process)
-        if state == "cold" and remembered > 0.02:
+        if state in ("cold", "bare") and remembered > 0.02:
             raise RuntimeError(f"the kernel still held {remembered:.0%} of the pages of {folder}")
         rates.setdefault(reader, []).append(
             [
@@ -153,7 +163,11 @@ def apart(material: Material, data: str, folder: Path, *, ranks: int, state: Sta
         )
     if state == "warm":
         return _compared(material, f", {ranks} ranks", {reader: _medians(each) for reader, each in rates.items()})
-    begun = {"cold": "pages dropped", "fresh": "pages new to the process"}[state]
+    begun = {
+        "cold": "pages dropped",
+        "bare": "pages dropped, memory given back",
+        "fresh": "pages new to the process",
+    }[state]
     rows = []
     for number, name in enumerate(("first pass", "second pass")):
         passed = {reader: float(np.median([run[number] for run in runs])) for reader, runs in rates.items()}

@@ -9,6 +9,9 @@ import numpy as np
 
 from echelon.data.packed.manifest import Column, Shard
 
+#: Words in a row of the table whose sums are a checksum: a prime number.
+_WORDS = 509
+
 
 def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shard, start: int, stop: int) -> int | None:
     """Of rows `start` to `stop`, over the columns in turn; None where offsets point outside of their rows: no checksum is like it.
@@ -33,15 +36,15 @@ def checksum(files: Iterable[np.ndarray], columns: Sequence[Column], shard: Shar
 
 
 def folded(content: np.ndarray, found: int) -> int:
-    """CRC-32 of a table's sums: as words of 8 bytes, 512 in a row, first the sum of each row, then of each column, modulo 2^64; what
+    """CRC-32 of a table's sums: as words of 8 bytes, 509 in a row, first the sum of each row, then of each column, modulo 2^64; what
     fills no row goes in as it is.
 
-    Three times as fast as a CRC of every byte, which would take longer than reading. Up to three changed words always show in a row's
-    or a column's sum; pieces that change places show in the order of the rows' sums.
+    A CRC of every byte would take longer than reading. Up to three changed words always show in a row's
+    or a column's sum. No page, sector or power of two is a whole number of rows: pieces that change places come into other columns.
     """
-    whole = len(content) // 4096 * 4096
+    whole = len(content) // (8 * _WORDS) * (8 * _WORDS)
     if whole:
-        words = content[:whole].view("<u8").reshape(-1, 512)
+        words = content[:whole].view("<u8").reshape(-1, _WORDS)
         found = _crc(np.add.reduce(words, axis=0), _crc(np.add.reduce(words, axis=1), found))
     return _crc(content[whole:], found)
 

@@ -160,7 +160,9 @@ class LocalRows(Rows):
         if self._process != os.getpid():  # a forked process may have got the lock while another thread held it
             self._checking, self._process = threading.Lock(), os.getpid()
         with self._checking:  # the count of what is left must be right: two threads may read the same data
-            for block in np.unique(touched[fresh]).tolist():
+            for block in sorted(
+                set(touched[fresh].tolist())
+            ):  # np.unique imports numpy.ma, which takes longer than many blocks
                 if not self._checked[block]:
                     self._check_block(block)
 
