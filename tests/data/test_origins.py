@@ -6,6 +6,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import struct
 import time
@@ -161,6 +162,17 @@ def test_text_as_bytes(tmp_path: Path) -> None:
 def test_a_header_that_names_two_columns_alike_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b,a\n1,2,3\n")
     assert "has two columns 'a': rename one" in echelon("pack", tmp_path / "x.csv", tmp_path / "p", code=2)
+
+
+def test_a_disk_without_room_for_the_copy_of_a_csv_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a\n" + "1\n" * 5000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    try:
+        told = echelon("pack", tmp_path / "x.csv", tmp_path / "far/p", code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"{tmp_path / 'far'} has no room for the copy of" in " ".join(told.split())
 
 
 def test_data_of_another_kind_beside_tables_is_not_left_out_silently(tmp_path: Path) -> None:

@@ -548,7 +548,9 @@ def test_samples_that_are_not_alike_are_named(tmp_path: Path, data: Any, message
 
 def test_lists_of_truth_stay_so_also_where_the_first_is_empty(tmp_path: Path) -> None:
     pack(Values([[], [True, False], [False]], {}), tmp_path / "set")
-    assert [row.tolist() for row in Packed(tmp_path / "set").__getitems__(range(3))] == [[], [True, False], [False]]
+    found = Packed(tmp_path / "set").__getitems__(range(3))
+    assert [row.tolist() for row in found] == [[], [True, False], [False]]
+    assert {row.dtype for row in found} == {torch.bool}
 
 
 def test_reading_needs_no_pyarrow(tmp_path: Path) -> None:

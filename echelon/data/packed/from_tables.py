@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,6 +19,7 @@ from echelon.errors import DataError
 _BLOCK = 2**24
 #: Rows that are looked at to learn their size.
 _LOOKS = 256
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ENDINGS = {".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
 
 
@@ -51,6 +53,10 @@ class Tables(Origin):
             try:
                 found, counts = self._open(path)
             except (pa.ArrowException, OSError, ValueError) as error:
+                if getattr(error, "errno", None) in _NO_ROOM:
+                    raise DataError(
+                        f"{self._near} has no room for the copy of {path} that is packed: free some, or pack into a folder on another disk"
+                    ) from None
                 raise DataError(f"{path} cannot be read as {ENDINGS[path.suffix.lower()]}: {error}") from None
             if schema is not None and not found.equals(schema):
                 raise DataError(f"{path} has other columns than {paths[0]}: {_words(found)}, not {_words(schema)}")
