@@ -20,7 +20,7 @@ from echelon.data.packed.share import Task, share
 from echelon.errors import DataError
 
 #: Letters that a tokenizer gets at once, about.
-_PIECE = 2**20
+_PIECE = 2**19
 _LINES = re.compile(r".*\n(?=\S)", re.DOTALL)
 ENDINGS = {".txt", ".text", ".md", ".py", ".rst"}
 
@@ -168,6 +168,7 @@ def _ids(pieces: Iterator[str], tokenizer: Any) -> Iterator[list[int]]:
             before = next((place for place, one in enumerate(added) if not one), len(added))
             behind = next((place for place, one in enumerate(reversed(added)) if not one), 0)
         ids = found.ids
+        del found  # a hundred times the text: not to be held beside the next one
         yield ids[0 if first else before : len(ids) if after is None else len(ids) - behind]
         first, text = False, after
 
