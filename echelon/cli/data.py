@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from echelon.cli.common import Debug, Json, console, print_json, table
+from echelon.errors import DamagedError
 from echelon.plan.figures import size
 
 app = typer.Typer(help="Show or check a packed data set.", no_args_is_help=True, rich_markup_mode=None)
@@ -41,6 +42,8 @@ def show(
         columns.add_row(Text(name), Text(kind))  # both have square brackets, which are markup to rich
     screen.print(columns)
     screen.print(files)
+    if found["problem"]:
+        screen.print(f"samples cannot be shown: {found['problem']}", markup=False, soft_wrap=True)
     for number, sample in enumerate(found["first"]):
         screen.print(f"sample {number}: {sample}", markup=False, soft_wrap=True)
     for key, value in found["provenance"].items():
@@ -59,7 +62,14 @@ def verify(folder: Folder, json: Json = False, debug: Debug = False) -> None:
 
     from echelon.data.packed.look import damages, manifest_of
 
-    manifest = manifest_of(folder)
+    try:
+        manifest = manifest_of(folder)
+    except DamagedError as error:
+        if json:
+            print_json({"folder": folder, "good": False, "blocks": 0, "bytes": 0, "damages": [str(error)]})
+        else:
+            typer.echo(str(error))
+        raise typer.Exit(1) from None
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
         task = bar.add_task("reading", total=manifest.bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +37,9 @@ def pack(
     shards: Annotated[
         int | None, typer.Option(help="Number of files; else by size. A process that packs holds one in memory.")
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="Processes that pack; else one per core.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that pack; else one per core, if memory allows.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace what DST holds of another source.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -53,8 +54,9 @@ def pack(
         raise DataError(
             f"{target} is on a store: pack into a folder here, and copy that folder there with the store's own tool"
         )
-    processes = processes or os.cpu_count() or 1
-    kept = target.with_name(f".{target.name}.tokens")
+    processes = processes or _processes()
+    place = Path(os.path.abspath(target))  # `.` and `..` have no name
+    kept = place.with_name(f".{place.name or 'root'}.tokens")
     screen = Console(stderr=True)
     shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*shown, console=screen, transient=True, disable=not screen.is_terminal or json) as bar:
@@ -63,13 +65,12 @@ def pack(
             source, split=split, size=size, tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes,
             progress=lambda done, total: bar.update(reading, completed=done, total=total, visible=True),
         )  # fmt: skip
-        origin = _mixed(origin, shuffle)
         packing = bar.add_task("packing", total=None)
         made = write(
-            origin, target, shards=shards, processes=processes, overwrite=overwrite,
+            _mixed(origin, shuffle), target, shards=shards, processes=processes, overwrite=overwrite,
             progress=lambda done, total: bar.update(packing, completed=done, total=total),
         )  # fmt: skip
-    shutil.rmtree(kept, ignore_errors=True)
+    origin.finish()
     if json:
         columns = {column.name: str(column) for column in made.columns}
         print_json(
@@ -84,6 +85,14 @@ def pack(
         return
     files = f"{len(made.shards)} file{'s' * (len(made.shards) != 1)}"
     typer.echo(f"{target}: {made.samples:,} samples, {in_words(made.bytes)} in {files}; use it as data={str(target)!r}")
+
+
+def _processes() -> int:
+    """One per core, as far as the memory goes: each holds a shard, twice while it writes it, and what it reads."""
+    from echelon.data.packed.pack import SHARD
+    from echelon.world import usable_cores, usable_memory
+
+    return max(1, min(usable_cores(), usable_memory() // (4 * SHARD)))
 
 
 def _mixed(origin: Origin, shuffle: str | None) -> Origin:
@@ -108,8 +117,8 @@ def _origin(source: str, **options: Any) -> Origin:
     if options["tokens"] is not None and ":" not in source:
         return open_origin(Path(source), **options)
     from echelon.data.packed.fingerprint import fingerprint
-    from echelon.data.packed.from_samples import Values
+    from echelon.data.packed.from_samples import Values, numbered
     from echelon.flow.jobfile import load_data
 
-    data = load_data(source)
+    data = numbered(load_data(source))
     return Values(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

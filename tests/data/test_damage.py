@@ -163,6 +163,11 @@ def rewritten(folder: Path, change: Callable[[Any], Any]) -> None:
         lambda told: told.update(provenance=[]),
         lambda told: told.update(provenance={"source": 3}),
         lambda told: told.update(block=0),
+        lambda told: (
+            told.update(block=2**63),
+            [each.update(checksums=each["checksums"][:1]) for each in told["shards"]],
+        ),
+        lambda told: told.update(shards=[]),
     ],
 )
 def test_a_manifest_that_was_made_to_lead_astray_is_refused(whole: Path, change: Callable[[Any], Any]) -> None:

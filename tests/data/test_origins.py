@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
+import os
+import resource
+import signal
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +20,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from echelon.cli import pack as cli
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, open_source
+from echelon.data.packed import from_text
 from echelon.data.packed.detect import open_origin
 from echelon.data.packed.origin import Origin
 
@@ -152,6 +159,30 @@ def test_text_as_bytes(tmp_path: Path) -> None:
     assert "is text: say how it becomes tokens" in echelon("pack", tmp_path / "t/a.txt", tmp_path / "p", code=2)
 
 
+def test_a_header_that_names_two_columns_alike_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b,a\n1,2,3\n")
+    assert "has two columns 'a': rename one" in echelon("pack", tmp_path / "x.csv", tmp_path / "p", code=2)
+
+
+def test_a_disk_without_room_for_the_copy_of_a_csv_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a\n" + "1\n" * 5000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    try:
+        told = echelon("pack", tmp_path / "x.csv", tmp_path / "far/p", code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"{tmp_path / 'far'} has no room for the copy of" in " ".join(told.split())
+
+
+def test_data_of_another_kind_beside_tables_is_not_left_out_silently(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.csv").write_text("a\n1\n")
+    (tmp_path / "in/b.jsonl").write_text('{"a": 2}\n')
+    told = echelon("pack", tmp_path / "in", tmp_path / "p", code=2)
+    assert "holds tables, and b.jsonl as well" in " ".join(told.split())
+
+
 def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
     (tmp_path / "x.csv").write_text("a,b\n" + "".join(f"{n},{n if n < 900 else n + 0.5}\n" for n in range(1000)))
@@ -160,6 +191,18 @@ def test_csv_whose_kinds_show_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "y.csv").write_text("a\n" + "".join(f"{n}\n" for n in range(1000)))
     echelon("pack", tmp_path / "y.csv", tmp_path / "y", "--shards", 4, "--processes", 2)
     assert Packed(tmp_path / "y").batch(np.arange(1000))["a"].tolist() == list(range(1000))
+
+
+def test_csv_that_is_packed_already_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.from_tables._BLOCK", 1000)
+    (tmp_path / "x.csv").write_text("a\n" + "".join(f"{n if n < 900 else n + 0.5}\n" for n in range(1000)))
+    packed(tmp_path, tmp_path / "x.csv")
+
+    def refuse(*given: Any) -> Any:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr("echelon.data.packed.from_tables._csv", refuse)
+    assert len(packed(tmp_path, tmp_path / "x.csv")) == 1000
 
 
 def test_numbers_in_json_that_are_not_all_whole_are_floats(tmp_path: Path) -> None:
@@ -204,7 +247,9 @@ def test_text_that_is_packed_already_is_not_tokenized_again(tmp_path: Path, monk
 
 def test_the_size_of_rows_is_that_of_what_is_packed(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.zeros(10000), "t": ["abcd"] * 10000}), tmp_path / "x.parquet")
-    assert open_origin(tmp_path / "x.parquet", kept=tmp_path / "kept").row_bytes == 12
+    origin = open_origin(tmp_path / "x.parquet", kept=tmp_path / "kept")
+    origin.prepare()
+    assert origin.row_bytes == 12
     assert (tmp_path / "x.parquet").stat().st_size < 20000
 
 
@@ -251,6 +296,71 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
     whole = [token for number in range(20) for token in range(number * 17 % 23)]
     assert data.batch(np.arange(len(data))).flatten().tolist() == whole[: len(data) * 7]
     assert not (tmp_path / ".packed.tokens").exists()
+
+
+def framed(folder: Path) -> Path:
+    """A tokenizer of words that puts a begin before each document and an end behind it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = {"?": 0, "<begin>": 1, "<end>": 2, **{str(number): number + 3 for number in range(500)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    frame = [("<begin>", 1), ("<end>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A <end>", special_tokens=frame)
+    tokenizer.enable_truncation(100)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("between", ["\n", "\n\n", " "])
+def test_a_large_text_is_tokenized_in_pieces_as_if_it_were_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    (tmp_path / "a.txt").write_text(between.join(f"{number:03}" for number in range(100, 500)))
+    how = "--tokens", framed(tmp_path)
+    whole = packed(tmp_path, tmp_path / "a.txt", *how)[0].tolist()
+    assert whole == [1, *range(103, 503), 2]
+    monkeypatch.setattr("echelon.data.packed.from_text._PIECE", 4 * 50)
+    echelon("pack", tmp_path / "a.txt", tmp_path / "pieces", *how)
+    assert Packed(tmp_path / "pieces")[0].tolist() == whole
+
+
+def test_a_process_that_dies_while_it_tokenizes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").mkdir()
+    for number in range(4):
+        (tmp_path / f"t/{number}.txt").write_text(str(number))
+    monkeypatch.setattr("echelon.data.packed.from_text._pieces", lambda text: os.kill(os.getpid(), signal.SIGKILL))
+    how = "--tokens", framed(tmp_path), "--processes", 2
+    assert "a packing process died (exit code -9)" in echelon("pack", tmp_path / "t", tmp_path / "p", *how, code=2)
+
+
+def test_commands_that_tokenize_the_same_share_it_and_the_last_takes_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").mkdir()
+    for number in range(12):
+        (tmp_path / f"t/{number:02}.txt").write_text(str(number))
+    encode = from_text._encode
+
+    def slowly(path: Path, *given: Any) -> Any:
+        with (tmp_path / "calls").open("a") as calls:
+            calls.write(f"{path}\n")
+        time.sleep(0.02)
+        return encode(path, *given)
+
+    monkeypatch.setattr(from_text, "_encode", slowly)
+    tokens = str(framed(tmp_path))
+    one, other = (open_origin(tmp_path / "t", tokens=tokens, kept=tmp_path / "kept") for _ in range(2))
+    helper = multiprocessing.get_context("fork").Process(target=one.prepare)
+    helper.start()
+    other.prepare()
+    helper.join()
+    assert len((tmp_path / "calls").read_text().split()) == 12
+    one.prepare()
+    one.finish()
+    assert [row.tolist() for row in other.read(0, 12)[0]] == [[1, number + 3, 2] for number in range(12)]
+    other.finish()
+    assert not (tmp_path / "kept").exists()
 
 
 def test_pictures_by_class(tmp_path: Path) -> None:
@@ -311,6 +421,12 @@ def test_other_sources_are_shuffled_if_asked(tmp_path: Path, kind: str) -> None:
     )
 
 
+def test_of_text_that_is_tokenized_and_shuffled_nothing_else_is_left(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(50))))
+    packed(tmp_path, tmp_path / "a.txt", "--tokens", framed(tmp_path), "--length", 1, "--shuffle", 1)
+    assert not (tmp_path / ".packed.tokens").exists()
+
+
 def test_what_cannot_be_shuffled_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a\n1\n2\n")
     told = echelon("pack", tmp_path / "x.csv", tmp_path / "p", "--shuffle", 0, code=2)
@@ -325,6 +441,23 @@ def test_show_tells_names_and_kinds_as_they_are(tmp_path: Path) -> None:
     shown = echelon("data", "show", tmp_path / "packed")
     for words in ("[/x]", "int64[any]", "[red]y", "'[b]'"):
         assert words in shown
+
+
+def test_packing_into_the_folder_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "x.npy", np.arange(5))
+    (tmp_path / "set").mkdir()
+    monkeypatch.chdir(tmp_path / "set")
+    echelon("pack", tmp_path / "x.npy", ".", "--processes", 1)
+    assert len(Packed(tmp_path / "set")) == 5
+
+
+def test_as_many_processes_pack_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    monkeypatch.setattr("echelon.world.usable_cores", lambda: 8)
+    monkeypatch.setattr("echelon.world.usable_memory", lambda: 2**40)
+    assert cli._processes() == 8
+    monkeypatch.setattr("echelon.world.usable_memory", lambda: 2**30)
+    assert cli._processes() == 2
 
 
 def test_a_torch_data_set_in_a_file(tmp_path: Path) -> None:
@@ -354,6 +487,29 @@ def test_show_and_verify(tmp_path: Path) -> None:
     told = echelon("data", "verify", tmp_path / "packed", code=1)
     assert "shard-00001.arrow, block 0 (samples 6 to 12) is damaged: its checksum is" in told
     assert "no such folder" in echelon("data", "verify", tmp_path / "nothing", code=2)
+
+
+def test_of_a_set_with_a_file_missing_what_the_manifest_says_is_shown(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.arange(60.0).reshape(20, 3), y=np.arange(20))
+    packed(tmp_path, tmp_path / "x.npz", "--shards", 3)
+    (tmp_path / "packed/shard-00001.arrow").unlink()
+    shown = echelon("data", "show", tmp_path / "packed")
+    assert "float64[3]" in shown
+    assert "6 to 7" in shown
+    assert "samples cannot be shown:" in shown
+    assert "shard-00001.arrow" in shown
+    assert "shard-00001.arrow" in json.loads(echelon("data", "show", tmp_path / "packed", "--json"))["problem"]
+
+
+def test_verify_answers_no_to_a_damaged_manifest(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(5))
+    packed(tmp_path, tmp_path / "x.npy")
+    path = tmp_path / "packed/manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"int64", b"int32"))
+    assert "manifest.json is damaged" in echelon("data", "verify", tmp_path / "packed", code=1)
+    told = json.loads(echelon("data", "verify", f"file://{tmp_path / 'packed'}", "--json", code=1))
+    assert "manifest.json is damaged" in told["damages"][0]
+    assert not told["good"]
 
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason="no MNIST beside the checkout")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from echelon.data import Loader, Packed, evaluation_batches, open_source
 from echelon.data.packed import rows
@@ -361,7 +361,7 @@ def test_a_packing_that_is_done_is_used_again(tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()}
     images(tmp_path / "set", 2)
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set").iterdir()} == before
-    with pytest.raises(DataError, match=r"holds another packed data set .*--overwrite` replaces what is there"):
+    with pytest.raises(DataError, match=r"holds another packed data set: .*--overwrite` replaces what is there"):
         images(tmp_path / "set", 3)
     images(tmp_path / "set", 3, overwrite=True)
     assert len(Packed(tmp_path / "set").manifests[0].shards) == 3
@@ -380,6 +380,50 @@ def test_a_file_that_is_gone_or_cut_off_is_made_anew_and_no_other(tmp_path: Path
     }
     same = sorted(name for name in before if before[name][1] == after[name][1] and name.startswith("shard"))
     assert same == ["shard-00000.arrow", "shard-00003.arrow"]
+
+
+def test_a_packing_in_so_many_files_is_mended_and_gone_on_with_without_that_number(tmp_path: Path) -> None:
+    rows, sample = {"x": np.arange(40)}, {"tuple": ["x"]}
+    pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "set", shards=6)
+    (tmp_path / "set/shard-00003.arrow").unlink()
+    assert len(pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "set").shards) == 6
+    with pytest.raises(OSError, match="on fire"):
+        pack(Burning(rows, sample, {"source": "a"}), tmp_path / "begun", shards=5)
+    assert len(pack(Arrays(rows, sample, {"source": "a"}), tmp_path / "begun").shards) == 5
+
+
+def test_another_packing_is_refused_with_what_differs(tmp_path: Path) -> None:
+    rows, sample = {"x": np.arange(40)}, {"tuple": ["x"]}
+    pack(Arrays(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4)
+    with pytest.raises(DataError, match="holds another packed data set: shards 4 there, 2 here; choose"):
+        pack(Arrays(rows, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=2)
+    with pytest.raises(DataError, match="holds another packed data set: stamp 1 there, 2 here; choose"):
+        pack(Arrays(rows, sample, {"source": "a", "stamp": "2"}), tmp_path / "set", shards=4)
+    with pytest.raises(DataError, match="holds another packed data set: samples or columns other than here"):
+        pack(Arrays({"x": np.arange(44)}, sample, {"source": "a", "stamp": "1"}), tmp_path / "set", shards=4)
+    with pytest.raises(OSError, match="on fire"):
+        pack(Burning(rows, sample, {"source": "a"}), tmp_path / "begun", shards=2)
+    with pytest.raises(DataError, match="holds a part of another packing: source a there, b here; choose"):
+        pack(Arrays(rows, sample, {"source": "b"}), tmp_path / "begun", shards=2)
+
+
+def test_a_disk_without_room_is_named_and_the_packing_goes_on_later(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"shard-00000.arrow cannot be written: File too large; once there is room"):
+            images(tmp_path / "set")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "set").glob(".shard-*.arrow.*"))
+    images(tmp_path / "set")
+    assert len(Packed(tmp_path / "set")) == 500
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "set").write_text("mine")
+    with pytest.raises(DataError, match="set is a file: a packed data set is a folder"):
+        images(tmp_path / "set")
 
 
 def test_what_a_packing_left_that_was_killed_at_its_very_end_is_tidied(tmp_path: Path) -> None:
@@ -436,7 +480,7 @@ def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path)
 
 
 def test_one_who_waits_long_for_another_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.pack._PATIENCE", 0.2)
+    monkeypatch.setattr("echelon.data.packed.share._PATIENCE", 0.2)
     slow = Waiting({"x": np.zeros(40, np.int64)}, {"tuple": ["x"]}, {"at": str(tmp_path / "go")})
     first = multiprocessing.get_context("fork").Process(
         target=pack, args=(slow, tmp_path / "set"), kwargs={"shards": 2}
@@ -507,6 +551,11 @@ def test_a_sample_that_fails_is_named(tmp_path: Path, processes: int) -> None:
         open_source(str(tmp_path / "set"))
 
 
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -517,11 +566,32 @@ def test_a_sample_that_fails_is_named(tmp_path: Path, processes: int) -> None:
         ([{1: 2}], r"a sample has the key 1: the keys of a packed sample are text"),
         ([{"a.b": 1, "a": {"b": 2}}], r"two parts of a sample would have the same name"),
         ([torch.zeros(2, dtype=torch.complex64)], "kind that cannot be packed"),
+        ("data/train", "data/train"),
+        ((torch.zeros(3), torch.zeros(3)), "data is a tuple of 2 tensors, which is columns, not samples"),
+        (Dataset, "no length"),
+        (Endless(), "Endless"),
+        ([], "is empty"),
+        ([1, 2, 2**63], "'value' of sample 2 has the whole number 9223372036854775808, which does not fit into 64 bits"),
+        ([{"id": [1, -(2**70)]}], "'id' of sample 0 has the whole number -1180591620717411303424"),
+        ([1] * 41 + [10**9999] + [1] * 60, "'value' of sample 41 has the whole number of 33,216 bits"),
+        ([torch.zeros(2).to(torch.float8_e4m3fn)], r"'value' of sample 0 is a tensor \(float8_e4m3fn, strided\)"),
+        ([torch.eye(2).to_sparse()], r"'value' of sample 0 is a tensor \(float32, sparse_coo\)"),
+        ([[True], [1]], "'value' has bool and int64 in different samples"),
+        ([{}], r"sample 0 is \{\}: it holds nothing"),
+        ([1, "2.5"], "'value' of sample 1 is a str, and a int in sample 0: make them alike"),
+        ([1] * 41 + [None] + [1] * 60, "'value' of sample 41 is a NoneType"),
     ],
 )  # fmt: skip
 def test_samples_that_are_not_alike_are_named(tmp_path: Path, data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         pack(Values(data, {}), tmp_path / "set")
+
+
+def test_lists_of_truth_stay_so_also_where_the_first_is_empty(tmp_path: Path) -> None:
+    pack(Values([[], [True, False], [False]], {}), tmp_path / "set")
+    found = Packed(tmp_path / "set").__getitems__(range(3))
+    assert [row.tolist() for row in found] == [[], [True, False], [False]]
+    assert {row.dtype for row in found} == {torch.bool}
 
 
 def test_reading_needs_no_pyarrow(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import warnings
 from array import array
 from collections import defaultdict, deque
 from functools import partial
@@ -45,6 +47,21 @@ def calls(folder: Path) -> int:
     return len((folder / "calls").read_text().split())
 
 
+def test_a_path_is_the_packed_data_set_there(tmp_path: Path) -> None:
+    pack(Values(DATA, {}), tmp_path / "raw")
+    made = prepared(str(tmp_path / "raw"), tmp_path / "set", lambda sample: sample[0] * 2)
+    assert [value.item() for value in made.__getitems__(range(40))] == [2.0 * number for number in range(40)]
+    with pytest.raises(DataError, match="nowhere"):
+        prepared(str(tmp_path / "nowhere"), tmp_path / "other")
+
+
+def test_files_are_so_many_that_none_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.data.packed.pack.SHARD", 256)
+    assert len(prepared(torch.zeros(100, 64), tmp_path / "large").manifests[0].shards) == 100
+    assert len(prepared(torch.zeros(100, 8), tmp_path / "middle").manifests[0].shards) == 16
+    assert len(prepared(torch.zeros(100, 16), tmp_path / "more").manifests[0].shards) == 32
+
+
 def test_a_second_run_finds_it_done(tmp_path: Path) -> None:
     assert prepared(DATA, tmp_path / "set", counting(tmp_path))[7][0].item() == 14.0
     first = calls(tmp_path)
@@ -54,19 +71,28 @@ def test_a_second_run_finds_it_done(tmp_path: Path) -> None:
 
 def test_another_function_or_other_data_make_it_anew(tmp_path: Path) -> None:
     prepared(DATA, tmp_path / "set", counting(tmp_path))
-    assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
+    with pytest.warns(UserWarning, match=r"set is made anew: transform [0-9a-f]{32} there, [0-9a-f]{32} here; content"):
+        assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
     other = TensorDataset(torch.arange(40.0) + 1, torch.arange(40))
-    assert prepared(other, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 24.0
+    with pytest.warns(UserWarning, match=r"set is made anew: data [0-9a-f]{32} there, [0-9a-f]{32} here; content"):
+        assert prepared(other, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 24.0
 
 
 def test_a_data_set_that_was_packed_otherwise_is_left_alone(tmp_path: Path) -> None:
     pack(Values(DATA, {"source": "hours of work", "kind": "text"}), tmp_path / "set", shards=4)
     before = (tmp_path / "set/manifest.json").read_bytes()
-    with pytest.raises(DataError, match=r"holds another packed data set \(hours of work\): choose another folder"):
+    with pytest.raises(
+        DataError,
+        match=r"holds another packed data set: .*source hours of work there, TensorDataset here.*; choose another folder",
+    ):
         prepared(DATA, tmp_path / "set", counting(tmp_path))
     assert (tmp_path / "set/manifest.json").read_bytes() == before
-    (tmp_path / "set/manifest.json").rename(tmp_path / "set/packing.json")
-    with pytest.raises(DataError, match="holds a part of another packing"):
+    told = {"identity": "x", "kind": "text", "shards": 4, "block": 1, "version": 1, "from": {"source": "hours of work"}}
+    (tmp_path / "set/packing.json").write_text(json.dumps(told))
+    (tmp_path / "set/manifest.json").unlink()
+    with pytest.raises(
+        DataError, match=r"holds a part of another packing: .*source hours of work there, TensorDataset here"
+    ):
         prepared(DATA, tmp_path / "set", counting(tmp_path))
     assert len(list((tmp_path / "set").glob("shard-*.arrow"))) == 4
     (tmp_path / "mine").mkdir()
@@ -85,10 +111,12 @@ def test_one_that_was_killed_while_it_cleared_the_folder_is_made_anew(
         helper = multiprocessing.get_context("fork").Process(
             target=prepared, args=(DATA, tmp_path / "set", counting(tmp_path, 3.0))
         )
-        helper.start()
+        with warnings.catch_warnings(action="ignore"):
+            helper.start()
         helper.join()
         assert helper.exitcode == 9
-    assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
+    with pytest.warns(UserWarning, match="is made anew"):
+        assert prepared(DATA, tmp_path / "set", counting(tmp_path, 3.0))[7][0].item() == 21.0
 
 
 def test_those_who_prepare_together_share_the_work(tmp_path: Path) -> None:
@@ -154,6 +182,14 @@ def test_a_fingerprint_sees_what_a_function_calls_and_reads(tmp_path: Path, monk
     assert told(tmp_path, job=job) == first
     (tmp_path / "list.txt").write_text("other")
     assert told(tmp_path) != first
+
+
+def test_functions_may_call_each_other_through_any_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    chain = "".join(f"def f{number}(x): return f{number + 1}(x)\n" for number in range(2000))
+    job = chain + "def f2000(x): return x + 1\nit = f0\n"
+    assert told(tmp_path, job=job, helper="") != told(tmp_path, job=job.replace("x + 1", "x + 2"))
 
 
 PARTS = """
@@ -255,7 +291,8 @@ def test_samples_that_come_out_differently_make_it_anew(tmp_path: Path) -> None:
     (tmp_path / "nnn.txt").write_text("1")
     assert prepared(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 4
     (tmp_path / "nnn.txt").write_text("5")
-    assert prepared(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 8
+    with pytest.warns(UserWarning, match="is made anew: content"):
+        assert prepared(range(10), tmp_path / "set", Hidden(tmp_path))[3].item() == 8
 
 
 def test_a_data_set_in_python_whose_helper_has_changed_is_not_taken_for_packed(
@@ -282,4 +319,5 @@ def test_any_sample_that_changes_makes_it_anew(tmp_path: Path) -> None:
     values = list(range(1000))
     prepared(values, tmp_path / "set")
     values[333] = -1  # none of those that are looked at
-    assert prepared(values, tmp_path / "set")[333].item() == -1
+    with pytest.warns(UserWarning, match="is made anew: data"):
+        assert prepared(values, tmp_path / "set")[333].item() == -1

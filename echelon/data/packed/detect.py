@@ -26,7 +26,7 @@ def open_origin(
 ) -> Origin:  # fmt: skip
     """The data in a file or a folder. `split`: of IDX files; `size`: of pictures; `tokens`, `length`, `dtype`: of text.
 
-    `kept`: a folder for what has to be worked out before packing begins, by `processes`.
+    `kept`: a folder for what has to be worked out before packing begins, by `processes`; beside it is room for more.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
@@ -38,15 +38,15 @@ def open_origin(
         return Tokens(
             _texts(path), tokens=tokens, length=length, dtype=dtype, kept=kept, processes=processes, progress=progress
         )
-    return _folder(path, split, size) if path.is_dir() else _file(path)
+    return _folder(path, split, size, kept.parent) if path.is_dir() else _file(path, kept.parent)
 
 
-def _file(path: Path) -> Origin:
+def _file(path: Path, near: Path) -> Origin:
     ending = path.suffix.lower()
     if ending in (".npy", ".npz"):
         return numpy_file(path)
     if ending in TABLES:
-        return Tables([path])
+        return Tables([path], near)
     if ending in _LINES:
         return json_lines(path)
     if ending in TEXTS:
@@ -54,14 +54,19 @@ def _file(path: Path) -> Origin:
     raise DataError(f"{path}: it does not show what it is; packed can be {KINDS}")
 
 
-def _folder(path: Path, split: str | None, size: str | None) -> Origin:
+def _folder(path: Path, split: str | None, size: str | None, near: Path) -> Origin:
     if idx_pairs(path):
         return idx_folder(path, split)
     tables = sorted(each for each in path.iterdir() if each.suffix.lower() in TABLES)
     if tables:
         if len({TABLES[each.suffix.lower()] for each in tables}) > 1:
             raise DataError(f"{path} holds tables of several kinds: give one kind, or one file")
-        return Tables(tables)
+        other = next(
+            (each for each in sorted(path.iterdir()) if each.suffix.lower() in {".npy", ".npz", *_LINES}), None
+        )
+        if other is not None:
+            raise DataError(f"{path} holds tables, and {other.name} as well: give a folder of one kind, or one file")
+        return Tables(tables, near)
     if any(each.suffix.lower() in PICTURES for each in path.glob("*/**/*")):
         return Pictures(path, None if size is None else _size(size))
     raise DataError(f"{path} holds nothing that is known; packed can be {KINDS}")

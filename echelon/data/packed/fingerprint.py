@@ -32,7 +32,7 @@ def fingerprint(value: Any) -> str:
 
 def _walked(value: Any, here: frozenset[str]) -> str:
     found = hashlib.blake2b(digest_size=16)
-    _Walk(found.update, here).feed(value)
+    _Walk(found.update, here).whole(value)
     return found.hexdigest()
 
 
@@ -41,10 +41,17 @@ class _Walk:
 
     def __init__(self, write: Callable[[Any], Any], here: frozenset[str]) -> None:
         self._write, self._here = write, here
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the thing itself, or another may get its address
+        self._numbers: dict[int, int] = {}  # of each thing, by its address
+        self._things: list[Any] = []  # held, or another may get its address
+
+    def whole(self, value: Any) -> None:
+        """Write down all that `value` is. Things come in turn, not inside of each other: functions may call each other through any depth."""
+        self.feed(value)
+        for thing in self._things:  # which grows meanwhile
+            self._large(thing)
 
     def feed(self, value: Any) -> None:
-        """Write down all that `value` is."""
+        """Write down a small value, or the number of a thing that has its turn."""
         if isinstance(value, str | os.PathLike):
             self._text(os.fspath(value))
         elif value is None or isinstance(value, bool | int | float | complex | np.generic):
@@ -57,11 +64,11 @@ class _Walk:
             self._text(os.fspath(value.filename))
         elif isinstance(value, Tensor | np.ndarray) and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
             self._say(digest(value))
-        elif id(value) in self._seen:
-            self._say("seen", str(self._seen[id(value)][0]))
         else:
-            self._seen[id(value)] = len(self._seen), value
-            self._large(value)
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self._things)
+                self._things.append(value)
+            self._say("thing", str(self._numbers[id(value)]))
 
     def _large(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):

@@ -16,7 +16,7 @@ from echelon.data.digest import digest
 from echelon.data.packed import tree
 from echelon.data.packed.manifest import ITEMS, Column, names
 from echelon.data.packed.origin import Origin, stamp
-from echelon.data.source import Samples
+from echelon.data.source import Samples, open_source, opened
 from echelon.errors import DataError
 
 #: Samples that are looked at to learn the columns: the first ones, and as many spread over the rest.
@@ -29,18 +29,19 @@ class Values(Origin):
     """Samples as the first epoch of a training would see them: a random augmentation is drawn once, from the seed."""
 
     def __init__(self, data: Any, provenance: Mapping[str, str], *, seed: int = 0) -> None:
-        self._source = Samples(data, seed=seed)
+        self._source = Samples(numbered(data), seed=seed)
         self.samples = len(self._source)
-        if not self.samples:
-            raise DataError("the source has no samples: there is nothing to pack")
         looked = sorted(
             {*range(min(_LOOKS, self.samples)), *np.linspace(0, self.samples - 1, _LOOKS, dtype=int).tolist()}
         )
-        self.sample = tree.structure_of(self._source.sample(0))
+        first = self._source.sample(0)
+        self.sample, self._alike = tree.structure_of(first), shape_of(first)
+        if not names(self.sample):
+            raise DataError(f"sample 0 is {self._alike}: it holds nothing that could be packed")
         seen = [self._leaves(number) for number in looked]
-        names = _names(self.sample)
         self.columns = tuple(
-            _column(name, values, looked) for name, values in zip(names, zip(*seen, strict=True), strict=True)
+            _column(name, values, looked)
+            for name, values in zip(_names(self.sample), zip(*seen, strict=True), strict=True)
         )
         rows = [self._arrays(values, number) for values, number in zip(seen, looked, strict=True)]
         self.provenance = {**provenance, "content": digest(rows)}
@@ -63,8 +64,16 @@ class Values(Origin):
             return tree.leaves(sample, self.sample)
         except ValueError:
             raise DataError(
-                f"sample {number} is {shape_of(sample)}, sample 0 has another structure: the samples of a packed data set are alike"
+                f"sample {number} is {shape_of(sample)}, sample 0 has another structure ({self._alike}): the samples of a packed data set "
+                "are alike"
             ) from None
+
+
+def numbered(data: Any) -> Any:
+    """`data` as a job would read it: a path as the packed data set there; what a job refuses is refused here, in the same words."""
+    data = opened(data)
+    open_source(data)
+    return data
 
 
 class Lines(Sequence[Any]):
@@ -114,23 +123,23 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
         return Column(name=name, dtype="uint8", ragged=True, kind="text")
     if isinstance(first, bytes):
         return Column(name=name, dtype="uint8", ragged=True, kind="bytes")
-    arrays = [_plain(value) for value in values]
-    bad = next((place for place, array in enumerate(arrays) if array is None), None)
-    if bad is not None:
-        raise DataError(
-            f"{name!r} of sample {numbers[bad]} is a {type(values[bad]).__name__}: only numbers, tensors, arrays, pictures, text "
-            "and bytes can be packed"
-        )
-    known = [array for array in arrays if array is not None]
-    dtypes = {dtype for _, dtype in known}
+    known = []
+    for value, number in zip(values, numbers, strict=True):
+        if isinstance(value, str | bytes):
+            raise DataError(
+                f"{name!r} of sample {number} is a {type(value).__name__}, and a {type(first).__name__} in sample {numbers[0]}: make them alike"
+            )
+        known.append(_plain(value, name, number))
     listed = isinstance(first, list)
+    full = [pair for pair in known if pair[0].size] if listed else known  # a list of nothing does not say of what it is
+    dtypes = {dtype for _, dtype in full or known}
     # 1 and 1.5, as Python and JSON write numbers: where some are not whole, all are floats.
     mixed = dtypes == {"int64", "float64"} and all(isinstance(value, int | float | list) for value in values)
-    dtype = "float64" if mixed else known[0][1]
-    if dtype not in ITEMS or (len(dtypes) > 1 and not mixed and not listed):
-        raise DataError(
-            f"{name!r} has {' and '.join(sorted(dtypes))} in different samples, or a kind that cannot be packed: make it one"
-        )
+    dtype = "float64" if mixed else (full or known)[0][1]
+    if len(dtypes) > 1 and not mixed:
+        raise DataError(f"{name!r} has {' and '.join(sorted(dtypes))} in different samples: make it one of them")
+    if dtype not in ITEMS:
+        raise DataError(f"{name!r} is {dtype}, a kind that cannot be packed: make it {', '.join(ITEMS)}")
     shapes = {array.shape for array, _ in known}
     inner = {shape[1:] for shape in shapes}
     if listed or (len(shapes) > 1 and len(inner) == 1 and () not in shapes):
@@ -147,22 +156,37 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     return Column(name=name, dtype=dtype, shape=shape)
 
 
-def _plain(value: Any) -> tuple[np.ndarray, str] | None:
-    """A value as an array, and the name of its dtype; None for what is no number."""
+def _plain(value: Any, name: str, number: int) -> tuple[np.ndarray, str]:
+    """A value as an array, and the name of its dtype. `name`, `number`: of the column and the sample, for messages."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous()
-        if value.dtype is torch.bfloat16:
-            return value.view(torch.uint16).numpy(), "bfloat16"
-        array = value.numpy()
+        try:
+            value = value.detach().cpu().contiguous()
+            if value.dtype is torch.bfloat16:
+                return value.view(torch.uint16).numpy(), "bfloat16"
+            array = value.numpy()
+        except (TypeError, RuntimeError):
+            kind = f"{value.dtype}, {value.layout}".replace("torch.", "")
+            raise DataError(
+                f"{name!r} of sample {number} is a tensor ({kind}) that is no plain array of numbers: make it one, as with "
+                ".to_dense(), .dequantize() or .float()"
+            ) from None
         return array, array.dtype.name
     if isinstance(value, bool | np.bool_):
         return np.array(value), "bool"
-    if isinstance(value, int | float):
-        dtype = "int64" if isinstance(value, int) else "float64"
-        return np.array(value, dtype), dtype
-    if isinstance(value, list):
-        dtype = "int64" if all(isinstance(part, int) for part in value) else "float64"
-        return np.array(value, dtype), dtype
+    if isinstance(value, int | float | list):
+        parts = value if isinstance(value, list) else [value]
+        if parts and all(type(part) is bool for part in parts):
+            return np.array(value, bool), "bool"
+        dtype = "int64" if all(isinstance(part, int) for part in parts) else "float64"
+        try:
+            return np.array(value, dtype), dtype
+        except OverflowError:
+            large = max((part for part in parts if isinstance(part, int)), key=abs)
+            raise DataError(
+                f"{name!r} of sample {number} has the whole number {_short(large)}, which does not fit into 64 bits: make it text, or smaller"
+            ) from None
+        except (TypeError, ValueError):
+            pass
     if hasattr(value, "getbands") and hasattr(
         value, "tobytes"
     ):  # a picture of PIL's, laid out as torchvision's ToTensor does
@@ -171,16 +195,22 @@ def _plain(value: Any) -> tuple[np.ndarray, str] | None:
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return array.astype(array.dtype.newbyteorder("="), copy=False), array.dtype.newbyteorder("=").name
-    return None
+    raise DataError(
+        f"{name!r} of sample {number} is a {type(value).__name__}: only numbers, tensors, arrays, pictures, text and bytes can be packed"
+    )
+
+
+def _short(number: int) -> str:
+    """Python itself refuses to write down thousands of digits."""
+    return str(number) if number.bit_length() < 200 else f"of {number.bit_length():,} bits"
 
 
 def _array(value: Any, column: Column, number: int) -> np.ndarray:
     """The value as the column stores it, or a message that names the sample."""
     if column.kind in ("text", "bytes") and isinstance(value, str if column.kind == "text" else bytes):
         return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
-    found = None if column.kind != "array" else _plain(value)
-    if found is not None:
-        array, dtype = found
+    if column.kind == "array" and not isinstance(value, str | bytes):
+        array, dtype = _plain(value, column.name, number)
         whole = type(value) in (int, list) and (dtype == "int64" or not array.size)
         if whole and column.dtype == "float64":
             array, dtype = array.astype(np.float64), "float64"

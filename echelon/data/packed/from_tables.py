@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,17 +19,31 @@ from echelon.errors import DataError
 _BLOCK = 2**24
 #: Rows that are looked at to learn their size.
 _LOOKS = 256
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ENDINGS = {".csv": "CSV", ".tsv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
 
 
 class Tables(Origin):
-    """One or more files with the same columns, one behind the other. Parquet is read by row groups, Arrow and CSV are mapped."""
+    """One or more files with the same columns, one behind the other. Parquet is read by row groups; Arrow is mapped, where it is not
+    compressed; CSV becomes an Arrow file without a name in the folder `near`, which is mapped."""
 
     by_row = False
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], near: Path) -> None:
+        self._paths, self._near = list(paths), near
+        self.provenance = {
+            "source": ", ".join(map(str, paths)), "kind": ENDINGS[paths[0].suffix.lower()], "stamp": stamp(paths)
+        }  # fmt: skip
+
+    @property
+    def identity(self) -> str:
+        # Columns and rows follow from the files, and of CSV are not known before all of it is read.
+        return self._identity()
+
+    def prepare(self) -> None:
         import pyarrow as pa
 
+        paths = self._paths
         self._parts: list[tuple[Path, int, int]] = []  # path, row group (or 0), rows
         self._tables: dict[Path, Any] = {}
         #: The row group that was read last: rows are asked for a few at a time.
@@ -38,10 +53,17 @@ class Tables(Origin):
             try:
                 found, counts = self._open(path)
             except (pa.ArrowException, OSError, ValueError) as error:
+                if getattr(error, "errno", None) in _NO_ROOM:
+                    raise DataError(
+                        f"{self._near} has no room for the copy of {path} that is packed: free some, or pack into a folder on another disk"
+                    ) from None
                 raise DataError(f"{path} cannot be read as {ENDINGS[path.suffix.lower()]}: {error}") from None
             if schema is not None and not found.equals(schema):
                 raise DataError(f"{path} has other columns than {paths[0]}: {_words(found)}, not {_words(schema)}")
             schema = found
+            twice = next((name for name in found.names if found.names.count(name) > 1), None)
+            if twice is not None:
+                raise DataError(f"{path} has two columns {twice!r}: rename one")
             self._parts += [(path, group, rows) for group, rows in enumerate(counts)]
         assert schema is not None
         self._ends = np.cumsum([rows for _, _, rows in self._parts])
@@ -51,9 +73,6 @@ class Tables(Origin):
         self.columns = tuple(_column(field, pa) for field in schema)
         self.sample = {"dict": {column.name: column.name for column in self.columns}}
         self.row_bytes = self._row_bytes()
-        self.provenance = {
-            "source": ", ".join(map(str, paths)), "kind": ENDINGS[paths[0].suffix.lower()], "stamp": stamp(paths)
-        }  # fmt: skip
 
     def _open(self, path: Path) -> tuple[Any, list[int]]:
         """The schema, and the rows of each part."""
@@ -68,7 +87,7 @@ class Tables(Origin):
                 file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)
             ]
         if kind == "CSV":
-            table = _csv(path)
+            table = _csv(path, self._near)
         else:
             mapped = pa.memory_map(str(path))
             try:
@@ -112,7 +131,7 @@ class Tables(Origin):
         return [_rows(table.column(column.name), column, start, pa) for column in self.columns]
 
 
-def _csv(path: Path) -> Any:
+def _csv(path: Path, near: Path) -> Any:
     """The table, in a file without a name that is mapped: it needs no memory and is gone with the last process that reads it.
 
     Kinds of columns follow from the first 16 MB. Where the rest does not fit them (1 and later 1.5), all is read into memory at once, which
@@ -123,8 +142,12 @@ def _csv(path: Path) -> Any:
 
     parse = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
     how = csv.ReadOptions(use_threads=False, block_size=_BLOCK)
+    near.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryFile() as kept, csv.open_csv(path, parse_options=parse, read_options=how) as rows:
+        with (
+            tempfile.TemporaryFile(dir=near) as kept,
+            csv.open_csv(path, parse_options=parse, read_options=how) as rows,
+        ):
             with pa.ipc.new_file(pa.PythonFile(kept, "w"), rows.schema) as writer:
                 for batch in rows:
                     writer.write_batch(batch)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
+import io
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
-from echelon.data.packed.family import born_to
-from echelon.data.packed.manifest import Column, write_whole
+from echelon.data.packed.manifest import Column, settle
 from echelon.data.packed.origin import Origin, Progress, stamp
+from echelon.data.packed.scratch import Scratch
+from echelon.data.packed.share import Task, share
 from echelon.errors import DataError
 
+#: Letters that a tokenizer gets at once, about.
+_PIECE = 2**19
+_LINES = re.compile(r".*\n(?=\S)", re.DOTALL)
 ENDINGS = {".txt", ".text", ".md", ".py", ".rst"}
 
 
@@ -25,7 +30,7 @@ class Tokens(Origin):
     with `length=None` each file is a row of its own length. `tokens`: "byte", or the path of a tokenizer.json.
 
     Bytes are read where they are. A tokenizer's work is kept in the folder `kept`, file by file, until the packing is done: `processes`
-    share it, and one that comes after a kill goes on with what is there.
+    share it, also with other commands, and one that comes after a kill goes on with what is there.
     """
 
     def __init__(
@@ -34,7 +39,8 @@ class Tokens(Origin):
     ) -> None:  # fmt: skip
         self._texts, self._length, self._dtype = list(files), length, np.dtype(dtype)
         self._item: np.dtype[Any] = np.dtype(np.uint8 if tokens == "byte" else np.int32)
-        self._encode = partial(_encoded, files, tokens, kept, processes, progress) if tokens != "byte" else None
+        self._kept = None if tokens == "byte" else Scratch(kept)
+        self._encode = partial(_encoded, files, tokens, kept, processes, progress)
         self.columns = (
             Column(name="tokens", dtype=dtype, shape=() if length is None else (length,), ragged=length is None),
         )
@@ -45,7 +51,10 @@ class Tokens(Origin):
         }  # fmt: skip
 
     def prepare(self) -> None:
-        self._files = self._texts if self._encode is None else self._encode()
+        self._files = self._texts
+        if self._kept is not None:
+            self._kept.hold()
+            self._files = self._encode()
         sizes = [path.stat().st_size // self._item.itemsize for path in self._files]
         self._ends = np.cumsum([0, *sizes])
         total = int(self._ends[-1])
@@ -57,11 +66,14 @@ class Tokens(Origin):
         self.row_bytes = max(1.0, total * self._dtype.itemsize / self.samples)
         self.remarks = {"left out": str(0 if self._length is None else total % self._length)}
 
+    def finish(self) -> None:
+        if self._kept is not None:
+            self._kept.leave()
+
     @property
     def identity(self) -> str:
-        return (
-            self._identity()
-        )  # the number of samples follows from the files, and is not known before they are tokenized
+        # The number of samples follows from the files, and is not known before they are tokenized.
+        return self._identity(self.columns)
 
     def read(self, start: int, stop: int) -> Sequence[Any]:
         if self._length is None:
@@ -92,8 +104,7 @@ class Tokens(Origin):
 
 def _encoded(files: Sequence[Path], tokens: str, kept: Path, processes: int, progress: Progress) -> list[Path]:
     """For each file the file of its tokens; what is missing is made."""
-    _tokenizer(tokens)  # a bad one is told of before anything is done
-    kept.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(tokens)  # a bad one is told of before anything is done
     key = _hash(tokens)
     made = {kept / f"{_key(f'{key} {stamp([path])}')}.int32": path for path in files}
     sizes = {target: path.stat().st_size for target, path in made.items()}
@@ -101,35 +112,65 @@ def _encoded(files: Sequence[Path], tokens: str, kept: Path, processes: int, pro
     total = sum(sizes.values())
     done = total - sum(sizes[target] for target in missing)
     progress(done, total)
-    work = partial(_encode, tokens=tokens)
-    pairs = [(made[target], target) for target in missing]
-    if processes > 1 and len(pairs) > 1:
-        context = multiprocessing.get_context("fork")
-        with context.Pool(min(processes, len(pairs)), born_to, (os.getpid(),)) as pool:
-            for target, problem in pool.imap_unordered(work, pairs):
-                if problem:
-                    raise DataError(problem)
-                done += sizes[target]
-                progress(done, total)
-    else:
-        for pair in pairs:
-            target, problem = work(pair)
-            if problem:
-                raise DataError(problem)
-            done += sizes[target]
-            progress(done, total)
+    tasks = [
+        Task(makes=target, done=target.exists, make=partial(_encode, made[target], target, tokenizer))
+        for target in missing
+    ]
+    for more in share(tasks, processes):
+        done += more
+        progress(min(done, total), total)
     return list(made)
 
 
-def _encode(pair: tuple[Path, Path], tokens: str) -> tuple[Path, str | None]:
-    """Write the tokens of one file; what was wrong with it, if anything."""
-    path, target = pair
+def _encode(path: Path, target: Path, tokenizer: Any) -> Iterator[int]:
+    """Write the tokens of one file; gives how many more of its bytes are read."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    told, size = 0, path.stat().st_size
     try:
-        text = path.read_bytes().decode()
+        with path.open("rb") as file, temporary.open("wb") as out:
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            for ids in _ids(_pieces(text), tokenizer):
+                out.write(np.array(ids, np.int32).tobytes())
+                if (place := file.tell()) < size:
+                    yield place - told
+                    told = place
+            out.flush()
+            os.fsync(out.fileno())
     except UnicodeDecodeError as error:
-        return target, f"{path} is not text in UTF-8: {error}"
-    write_whole(target, np.array(_tokenizer(tokens).encode(text).ids, np.int32).tobytes())
-    return target, None
+        raise DataError(f"{path} is not text in UTF-8: {error}") from None
+    settle(temporary, target)
+    yield size - told
+
+
+def _pieces(text: TextIO) -> Iterator[str]:
+    """A small file whole; a large one in pieces, for a tokenizer takes a hundred times the memory of what it is given. They end where a line
+    does and the next begins without space, where tokenizers cut by themselves."""
+    left = ""
+    while len(more := text.read(_PIECE)) == _PIECE:
+        left += more
+        lines = _LINES.match(left)
+        end = lines.end() if lines else len(left)
+        yield left[:end]
+        left = left[end:]
+    yield left + more
+
+
+def _ids(pieces: Iterator[str], tokenizer: Any) -> Iterator[list[int]]:
+    """The tokens of the pieces of one document: what the tokenizer puts before and behind a document stands there once."""
+    before = behind = 0
+    first = True
+    text: str | None = next(pieces)
+    while text is not None:
+        after = next(pieces, None)
+        found = tokenizer.encode(text)
+        if first:
+            added = found.special_tokens_mask
+            before = next((place for place, one in enumerate(added) if not one), len(added))
+            behind = next((place for place, one in enumerate(reversed(added)) if not one), 0)
+        ids = found.ids
+        del found  # a hundred times the text: not to be held beside the next one
+        yield ids[0 if first else before : len(ids) if after is None else len(ids) - behind]
+        first, text = False, after
 
 
 def _tokenizer(tokens: str) -> Any:
@@ -140,7 +181,10 @@ def _tokenizer(tokens: str) -> Any:
             "a tokenizer file needs the package tokenizers: pip install tokenizers, or --tokens byte"
         ) from None
     try:
-        return Tokenizer.from_file(tokens)
+        found = Tokenizer.from_file(tokens)
+        found.no_truncation()  # some files say how long a model's input may be, and the rest of a text would be gone
+        found.no_padding()
+        return found
     except Exception as error:
         raise DataError(f"{tokens} cannot be read as a tokenizer file (tokenizer.json): {error}") from None
 

@@ -17,6 +17,7 @@ from echelon.data.packed.origin import Progress
 from echelon.data.packed.remote import far_rows
 from echelon.data.packed.rows import File, damage, wrong
 from echelon.data.packed.store import Store, is_url
+from echelon.errors import DataError
 
 #: Seconds without a byte from a store.
 _TIMEOUT = 60.0
@@ -69,13 +70,12 @@ def _near(folder: Path, progress: Progress) -> Iterator[str]:
 
 
 def summary(folder: str, samples: int) -> dict[str, Any]:
-    """Columns, counts, sizes, balance over the files, where it came from, and the first `samples` samples in words."""
-    from echelon.data.packed.reader import Packed
-
+    """Columns, counts, sizes, balance over the files, where it came from, and the first `samples` samples in words. All but the samples
+    stand in the manifest; why those cannot be read, if they cannot, is the `problem`."""
     manifest = manifest_of(folder)
     counts = [shard.samples for shard in manifest.shards]
     sizes = [shard.bytes for shard in manifest.shards]
-    shown = Packed(folder, check=True)
+    first, problem = _first(folder, min(samples, manifest.samples))
     return {
         "folder": folder,
         "samples": manifest.samples,
@@ -88,12 +88,27 @@ def summary(folder: str, samples: int) -> dict[str, Any]:
             "most": max(counts),
             "smallest": min(sizes),
             "largest": max(sizes),
-            "lanes": shown.lanes,
+            "lanes": len(counts),
         },
         "block": manifest.block,
         "provenance": dict(manifest.provenance),
-        "first": [short(shown[number]) for number in range(min(samples, manifest.samples))],
+        "first": first,
+        "problem": problem,
     }
+
+
+def _first(folder: str, samples: int) -> tuple[list[str], str | None]:
+    """The first samples in words, and what kept any more from being read."""
+    from echelon.data.packed.reader import Packed
+
+    found: list[str] = []
+    try:
+        shown: Any = Packed(folder) if samples > 0 else []
+        while len(found) < samples:
+            found.append(short(shown[len(found)]))
+    except DataError as error:
+        return found, str(error)
+    return found, None
 
 
 def short(value: Any) -> str:

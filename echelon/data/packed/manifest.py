@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import DataError
+from echelon.errors import DamagedError, DataError
 
 NAME = "manifest.json"
 FORMAT, VERSION = "echelon packed data", 1
@@ -126,12 +126,12 @@ def read(text: bytes, where: str) -> Manifest:
                 "the echelon that packed it"
             )
         if claimed != hash_of(document):
-            raise DataError(f"{where} is damaged: its hash is not that of its content; {_WHOLE}")
+            raise DamagedError(f"{where} is damaged: its hash is not that of its content; {_WHOLE}")
         return _checked(document)
     except DataError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{where} is damaged ({type(error).__name__}: {error}); {_WHOLE}") from None
+        raise DamagedError(f"{where} is damaged ({type(error).__name__}: {error}); {_WHOLE}") from None
 
 
 _WHOLE = "restore it from a copy, or delete the folder and pack the data again"
@@ -161,13 +161,13 @@ def _checked(document: Mapping[str, Any]) -> Manifest:
         if not _sound(column):
             raise ValueError(f"column {column.name!r}")
     block, provenance = document["block"], document["provenance"]
-    if type(block) is not int or block < 1:
+    if type(block) is not int or not 1 <= block < 2**63:
         raise ValueError(f"block {block!r}")
     if not isinstance(provenance, dict) or not all(isinstance(text, str) for text in provenance.values()):
         raise ValueError("provenance")
     shards = tuple(shard_of(shard, columns, block) for shard in document["shards"])
-    if len({shard.file for shard in shards}) < len(shards):
-        raise ValueError("a file is named twice")
+    if not shards or len({shard.file for shard in shards}) < len(shards):
+        raise ValueError("no file is named, or one twice")
     made = Manifest(columns=columns, sample=document["sample"], block=block, shards=shards, provenance=provenance)
     known = [column.name for column in columns]
     if not known or len({*known}) < len(known) or names(made.sample) != known:

@@ -36,6 +36,10 @@ class Origin(ABC):
         """What has to be done before the number of samples is known or a row is read. Not called where all is packed already."""
         return
 
+    def finish(self) -> None:
+        """Called when all is packed: what was kept for that may go."""
+        return
+
     @abstractmethod
     def read(self, start: int, stop: int) -> Sequence[Any]:
         """For each column the rows `start` to `stop`: one array, or a list of arrays where the column is ragged."""
@@ -43,10 +47,10 @@ class Origin(ABC):
     @property
     def identity(self) -> str:
         """A short text that changes when the source does."""
-        return self._identity(self.samples)
+        return self._identity(self.samples, self.columns, json.dumps(self.sample))
 
     def _identity(self, *more: object) -> str:
-        known = [*map(str, more), repr(self.columns), json.dumps(self.sample), json.dumps(dict(self.provenance))]
+        known = [*map(str, more), json.dumps(dict(self.provenance))]
         return hashlib.blake2b("\n".join(known).encode(), digest_size=16).hexdigest()
 
 

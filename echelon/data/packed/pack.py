@@ -2,39 +2,35 @@
 
 Order of events, so that a kill at any time leaves nothing wrong: a shard is written under another name, made safe on the disk
 and renamed; a note beside it says what it holds and what packing it belongs to; when all notes are there the manifest is written,
-last. What has no note is made again. Processes need not know of each other: whoever holds a shard's lock makes it, and locks go with
-their process. Whoever packs holds a lock of the folder together with the others: nobody clears it for another source meanwhile.
+last. What has no note is made again, by processes that need not know of each other (share.py). Whoever packs holds a lock of the folder
+together with the others: nobody clears it for another source meanwhile.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from echelon.data.packed import manifest as documents
 from echelon.data.packed.blocks import block_rows
-from echelon.data.packed.family import born_to
 from echelon.data.packed.locks import holders, locked, taken, unlock
 from echelon.data.packed.manifest import Manifest, Shard, write_whole
 from echelon.data.packed.origin import Origin, Progress
 from echelon.data.packed.shard import Draft
+from echelon.data.packed.share import Task, share
 from echelon.errors import DataError
 
 #: Bytes of a shard, about. A process that packs holds one in memory.
 SHARD = 2**27
 #: Rows that are read from the source at once.
 _CHUNK = 256
-#: Seconds after which one who waits for another's shard says so.
-_PATIENCE = 60.0
 #: Seconds that another packing, whose processes may be ending just now, gets to leave the folder.
 _LEAVING = 5.0
 #: What a packing leaves, and what it needs only until its manifest is there.
@@ -57,6 +53,11 @@ class _Packing:
         kind = self.origin.provenance.get("kind", "")
         cut = {"shards": self.shards, "block": self.block, "version": documents.VERSION}
         return {"identity": self.origin.identity, "kind": kind, **cut}
+
+    def begin(self) -> None:
+        """Say that it has begun, and what it packs."""
+        said = {**self.intent, "from": dict(self.origin.provenance)}
+        write_whole(self.folder / "packing.json", json.dumps(said).encode())
 
     def bounds(self, number: int) -> tuple[int, int]:
         """The rows of a shard, from and to."""
@@ -93,10 +94,12 @@ def pack(
     done = _done(folder, origin, shards)
     if done is not None:
         return done
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file: a packed data set is a folder; give the name of one")
     origin.prepare()
     if shards is not None and not 1 <= shards <= origin.samples:
         raise DataError(f"shards={shards}: {origin.samples:,} samples can be cut into 1 to {origin.samples:,} files")
-    count = shards or _count(origin)
+    count = shards or _cut(folder, origin) or count_of(origin)
     work = _Packing(origin=origin, folder=folder, shards=count, block=block_rows(origin.row_bytes))
     folder.mkdir(parents=True, exist_ok=True)
     busy = os.open(folder / ".packing.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -131,8 +134,7 @@ def _make(work: _Packing, processes: int, progress: Progress) -> None:
     total = work.origin.samples
     finished = total - sum(stop - start for start, stop in map(work.bounds, missing))
     progress(finished, total)
-    several = processes > 1 and len(missing) > 1
-    for more in _together(work, min(processes, len(missing))) if several else _shards(work, 0):
+    for more in share([_task(work, number) for number in missing], processes):
         finished += more
         progress(min(finished, total), total)
 
@@ -157,7 +159,20 @@ def _finished(work: _Packing) -> Manifest:
     return made
 
 
-def _count(origin: Origin) -> int:
+def _cut(folder: Path, origin: Origin) -> int | None:
+    """Into how many files this very source was cut by a packing that is there, finished or begun: what is missing of it fits in."""
+    before = _begun(folder / "packing.json")
+    if before is None:
+        try:
+            found = documents.load(folder)
+        except DataError:
+            return None
+        before = {"identity": found.provenance.get("identity"), "shards": len(found.shards)}
+    count = before.get("shards")
+    return count if before.get("identity") == origin.identity and type(count) is int and count > 0 else None
+
+
+def count_of(origin: Origin) -> int:
     """Files by size: a power of two, which most numbers of ranks divide."""
     wanted = -(-int(origin.samples * origin.row_bytes) // SHARD)
     return min(1 << max(0, wanted - 1).bit_length(), origin.samples)
@@ -176,13 +191,13 @@ def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | Non
         _reopen(work, found, bad)
     elif found is not None:
         if overwrite not in (True, found.provenance.get("kind", "")):
-            raise DataError(f"{folder} holds another packed data set ({found.provenance.get('source')}): {_REPLACE}")
+            raise DataError(f"{folder} holds another packed data set: {_differences(_told(found), work)}; {_REPLACE}")
+        _anew(work, _told(found), overwrite)
         _clear(folder, busy, found.provenance.get("kind", ""))
-    elif before is not None and before != work.intent:
+    elif before is not None and {key: before.get(key) for key in work.intent} != work.intent:
         if overwrite not in (True, before.get("kind")):
-            raise DataError(
-                f"{folder} holds a part of another packing (another source, or it has changed since): {_REPLACE}"
-            )
+            raise DataError(f"{folder} holds a part of another packing: {_differences(before, work)}; {_REPLACE}")
+        _anew(work, before, overwrite)
         _clear(folder, busy, str(before.get("kind")))
     elif overwrite is True and (before is None or (folder / documents.NAME).exists()):
         _clear(folder, busy, "")
@@ -191,8 +206,46 @@ def _settled(work: _Packing, overwrite: bool | str, busy: int) -> Manifest | Non
     for path in [*folder.glob(".manifest.json.*"), *folder.glob(".packing.json.*")]:
         path.unlink()  # what a process that was killed left half written
     if not begun.exists():
-        write_whole(begun, json.dumps(work.intent).encode())
+        work.begin()
     return None
+
+
+def _anew(work: _Packing, before: Mapping[str, Any], overwrite: bool | str) -> None:
+    """Say that, and why, hours of work may be done again that nobody asked to replace."""
+    if overwrite is not True:
+        warnings.warn(f"{work.folder} is made anew: {_differences(before, work)}", stacklevel=2)
+
+
+def _told(found: Manifest) -> dict[str, Any]:
+    """What the packing of a finished data set said when it began."""
+    told = {key: text for key, text in found.provenance.items() if key not in ("identity", "echelon")}
+    cut = {"shards": len(found.shards), "block": found.block, "version": documents.VERSION}
+    return {**cut, "identity": found.provenance.get("identity"), "from": told}
+
+
+def _differences(before: Mapping[str, Any], work: _Packing) -> str:
+    """What is there and what would be packed now, where they differ."""
+    now = {**work.intent, "from": dict(work.origin.provenance)}
+    came = before.get("from")
+    sides = [
+        {**{key: side.get(key) for key in ("shards", "block", "version")}, **(told if isinstance(told, dict) else {})}
+        for side, told in ((before, came), (now, now["from"]))
+    ]
+    keys = [key for key in {**sides[1], **sides[0]} if key not in work.origin.remarks]
+    found = [
+        f"{key} {_brief(sides[0].get(key))} there, {_brief(sides[1].get(key))} here"
+        for key in keys
+        if sides[0].get(key) != sides[1].get(key)
+    ]
+    return (
+        "; ".join(found)
+        or f"samples or columns other than here (identity {before.get('identity')} there, {work.origin.identity} here)"
+    )
+
+
+def _brief(value: object) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
 
 
 _REPLACE = "choose another folder; `echelon pack --overwrite` replaces what is there"
@@ -230,7 +283,7 @@ def _reopen(work: _Packing, found: Manifest, bad: list[int]) -> None:
     for number, shard in enumerate(found.shards):
         if number not in bad:
             work.write_note(number, shard)
-    write_whole(work.folder / "packing.json", json.dumps(work.intent).encode())
+    work.begin()
     (work.folder / documents.NAME).unlink()
 
 
@@ -272,33 +325,13 @@ def _name(number: int) -> str:
     return f"shard-{number:05d}"
 
 
-def _shards(work: _Packing, turn: int) -> Iterator[int]:
-    """Make what is missing and nobody else makes, until all is there; gives numbers of rows. `turn`: where to begin."""
-    missing = [(number + turn) % work.shards for number in range(work.shards)]
-    moved, told = time.monotonic(), False
-    while missing:
-        left = []
-        for number in missing:
-            lock = os.open(work.folder / f".{_name(number)}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                if not taken(lock):
-                    left.append(number)
-                # The notes go when the manifest is there: then all is done.
-                elif work.note(number) is None and not (work.folder / documents.NAME).exists():
-                    yield from _shard(work, number)
-            finally:
-                unlock(lock)
-        if len(left) < len(missing):
-            moved = time.monotonic()
-        elif not told and time.monotonic() > moved + _PATIENCE:
-            told = True
-            path = work.folder / f".{_name(left[0])}.lock"
-            warnings.warn(
-                f"{work.folder}: still waiting for {holders(path)}, which makes {_name(left[0])}", stacklevel=2
-            )
-        else:
-            time.sleep(0.05)
-        missing = left
+def _task(work: _Packing, number: int) -> Task:
+    """One shard. The notes go when the manifest is there: then all is done."""
+    manifest = work.folder / documents.NAME
+    return Task(
+        makes=work.folder / f"{_name(number)}.arrow", done=lambda: work.note(number) is not None or manifest.exists(),
+        make=lambda: _shard(work, number),
+    )  # fmt: skip
 
 
 def _shard(work: _Packing, number: int) -> Iterator[int]:
@@ -312,49 +345,6 @@ def _shard(work: _Packing, number: int) -> Iterator[int]:
         draft.add(work.origin.read(first, last), last - first)
         yield last - first
     work.write_note(number, draft.write(work.folder, f"{_name(number)}.arrow", work.block))
-
-
-def _together(work: _Packing, processes: int) -> Iterator[int]:
-    """The shards by several processes; gives numbers of rows."""
-    context = multiprocessing.get_context("fork")  # the source need not be told to them: they are born with it
-    workers: dict[Any, Any] = {}
-    try:
-        for turn in range(processes):
-            receive, send = context.Pipe(duplex=False)
-            given = work, turn * work.shards // processes, send, os.getpid()
-            workers[receive] = context.Process(target=_work, args=given, daemon=True)
-            workers[receive].start()
-            send.close()
-        talking = dict(workers)
-        while talking:
-            for pipe in wait(list(talking)):
-                try:
-                    message = cast("Connection[Any, Any]", pipe).recv()
-                except EOFError:
-                    worker = talking.pop(pipe)
-                    worker.join()
-                    if worker.exitcode:
-                        raise DataError(
-                            f"a packing process died (exit code {worker.exitcode}); run the same command again, which goes on where "
-                            "this one stopped, with --processes 1 if it is for want of memory"
-                        ) from None
-                    continue
-                if isinstance(message, str):
-                    raise DataError(message)
-                yield message
-    finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.join()
-
-
-def _work(work: _Packing, turn: int, told: Any, parent: int) -> None:
-    born_to(parent)
-    try:
-        for rows in _shards(work, turn):
-            told.send(rows)
-    except Exception as error:
-        told.send(str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}")
 
 
 def _version() -> str:

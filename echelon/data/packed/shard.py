@@ -61,10 +61,14 @@ class Draft:
                 file.flush()
                 os.fsync(file.fileno())
             shard = _described(temporary, name, self._columns, self._samples, block)
-        except BaseException:
+            settle(temporary, folder / name)
+        except OSError as error:
+            raise DataError(
+                f"{folder / name} cannot be written: {error.strerror or error}; once there is room, run the same command again, which goes "
+                "on where this one stopped"
+            ) from None
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
-        settle(temporary, folder / name)
         return shard
 
     def _array(self, place: int, pa: Any) -> Any:
