@@ -275,7 +275,7 @@ def devices_needed(profile: Profile, cluster: Cluster, *, above: int, most: int 
     """More than `above` devices of such nodes (the first power of two) that some plan fits on; None: one sample fills a device whatever
     is done."""
     per_node = min(len(node.devices) for node in cluster.nodes)
-    for size in (2**k for k in range(above.bit_length(), most.bit_length())):
+    for size in (1 << k for k in range(above.bit_length(), most.bit_length())):
         nodes = tuple(islice(cycle(cluster.nodes), -(-size // per_node)))
         larger = replace(cluster, nodes=nodes)
         if larger.network is None and len(nodes) > 1:

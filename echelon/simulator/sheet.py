@@ -34,7 +34,7 @@ def product_seconds(
     """`dims`: how many products, rows, columns, depth of each."""
     lots, rows, columns, depth = dims
     width = NARROW[precision]
-    clock = sheet.power**_CLOCK
+    clock: float = sheet.power**_CLOCK
     peak = sheet.peak(precision) * clock
     if width <= 2 and (columns * width % _LINE or depth * width % _LINE):
         peak = sheet.vector * clock
@@ -51,7 +51,7 @@ def product_seconds(
 
 def attention_seconds(sheet: Sheet, fitted: Fitted, precision: str, kernel: str, scores: float, flops: float) -> float:
     """A fused attention kernel; `scores`: how many of them it computes, `flops`: of its products."""
-    clock = sheet.power**_CLOCK
+    clock: float = sheet.power**_CLOCK
     peak = sheet.peak(precision) * clock * (1.0 if kernel == "cudnn" else sheet.legacy)
     products = flops * fitted.flash / peak
     return KERNELS[kernel] * (products + scores * fitted.score / (sheet.units * clock))
