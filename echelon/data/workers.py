@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,29 +68,9 @@ def from_workers(source: Source, requests: Iterable[Request], *, pin: bool, work
         pin_memory=pin,
         generator=torch.Generator(),  # else it draws its workers' seeds from the training's generator
     )
-    made = _started(loader)
-    while True:
-        batches: list[Any] = []
-        while not batches or len(batches) < counts[0]:
-            died = ""
-            try:
-                batch = next(made)
-            except StopIteration:
-                return
-            except (RuntimeError, OSError, EOFError) as error:
-                # Of the latter kinds is what torch meets when it receives the last that the dead one had sent.
-                died = f"{type(error).__name__}: {error}"
-            if died:
-                # Let go of the workers first: while torch knows of the dead one it raises again at any signal of a child.
-                del made
-                raise DataError(
-                    f"a data worker process died: {died}; workers=0 reads in the training's own process and shows why"
-                )
-            if isinstance(batch, _Failed):
-                raise DataError(batch.message)
-            batches.append(batch)
-        counts.pop(0)
-        yield batches
+    with closing(_made(loader)) as made:
+        for first in made:
+            yield [first, *islice(made, counts.pop(0) - 1)]
 
 
 def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
@@ -105,6 +87,11 @@ def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
         pin_memory=pin,
         generator=torch.Generator(),
     )
+    return _made(loader)
+
+
+def _made(loader: DataLoader[Any]) -> Generator[Any]:
+    """What its workers make, one after the other. Their errors are raised here."""
     made = _started(loader)
     while True:
         try:
@@ -112,15 +99,17 @@ def ahead(items: Iterator[Any], *, pin: bool) -> Generator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
+            # Of the latter kinds is what torch meets when it receives the last that the dead one had sent.
             died = f"{type(error).__name__}: {error}"
         else:
             if isinstance(item, _Failed):
                 raise DataError(item.message)
             yield item
             continue
+        # Let go of the workers first: while torch knows of the dead one it raises again at any signal of a child.
         del made
         raise DataError(
-            f"the process that reads the stream died: {died}; workers=0 reads in the training's own process"
+            f"a data worker process died: {died}; workers=0 reads in the training's own process and shows why"
         )
 
 
