@@ -7,7 +7,7 @@ measuring and tracing cannot disagree on what an operator moves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -41,6 +41,7 @@ def trials(device: str) -> Iterator[Trial]:
         for kind in (
             matmuls(device, dtype, _SIDES, largest=2**40),
             convolutions(device, dtype, 1024, 32),
+            bottlenecks(device, dtype, 256, 64),
             attentions(device, dtype, 32),
         )
     )
@@ -81,6 +82,7 @@ def heavy(device: str) -> Iterator[Trial]:
     """The trials that differ when float32 products may use tf32."""
     yield from matmuls(device, torch.float32, _SIDES, largest=2**40)
     yield from convolutions(device, torch.float32, 1024, 32)
+    yield from bottlenecks(device, torch.float32, 256, 64)
 
 
 def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest: int) -> Iterator[Trial]:
@@ -104,7 +106,6 @@ def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest:
 
 def convolutions(device: str, dtype: torch.dtype, *batches: int) -> Iterator[Trial]:
     """(channels in, out, kernel, side, stride, groups), forward and backward, at each number of samples."""
-    made = _maker(device, dtype)
     same = (
         (64, 32),
         (64, 16),
@@ -122,7 +123,29 @@ def convolutions(device: str, dtype: torch.dtype, *batches: int) -> Iterator[Tri
         (3, 32, 3, 32, 1, 1), (64, 128, 3, 32, 2, 1), (64, 128, 1, 32, 2, 1), (64, 64, 1, 32, 1, 1), (128, 256, 3, 16, 2, 1),
         (256, 512, 1, 8, 2, 1), (3, 64, 7, 112, 2, 1), (64, 64, 3, 16, 1, 64),
     )  # fmt: skip
-    shapes = (*other, *((c, c, 3, size, 1, 1) for c, size in same))
+    return _convolved(device, dtype, batches, (*other, *((c, c, 3, size, 1, 1) for c, size in same)))
+
+
+def bottlenecks(device: str, dtype: torch.dtype, *batches: int) -> Iterator[Trial]:
+    """Convolutions of large images, most of them over single pixels with many channels, which have rates of their own on a GPU."""
+    stages = ((64, 56), (128, 28), (256, 14), (512, 7))
+    same = [
+        shape
+        for c, side in stages
+        for shape in ((c, 4 * c, 1, side, 1, 1), (4 * c, c, 1, side, 1, 1), (c, c, 3, side, 1, 1))
+    ]
+    down = [
+        shape
+        for c, side in stages[:-1]
+        for shape in ((4 * c, 8 * c, 1, side, 2, 1), (4 * c, 2 * c, 1, side, 1, 1), (2 * c, 2 * c, 3, side, 2, 1))
+    ]
+    return _convolved(device, dtype, batches, ((3, 64, 7, 224, 2, 1), *same, *down))
+
+
+def _convolved(
+    device: str, dtype: torch.dtype, batches: Sequence[int], shapes: Sequence[tuple[int, ...]]
+) -> Iterator[Trial]:
+    made = _maker(device, dtype)
     for samples, (inner, outer, kernel, side, stride, groups) in product(batches, shapes):
         x, w = made(samples, inner, side, side), made(outer, inner // groups, kernel, kernel)
         pads = (kernel // 2, kernel // 2)
