@@ -16,6 +16,7 @@ children. A rival that is not installed is a row that is missed (`pip install 'e
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import sys
 import tempfile
@@ -127,12 +128,15 @@ def _turns(
     open_readers = [reader(material, folder) for reader in readers]
     for reader in open_readers:
         warm(reader, material.samples // material.batch)
+    gc.collect()
+    gc.freeze()  # as bench.apart does: a search of all that peers import takes longer than a turn
     before = _children()
     timings = take_turns(open_readers, block=block, rounds=rounds, seconds=seconds)
     # Python's own tracker of shared memory does nothing; a process that reads would show.
     spent = _children() - before
     if spent > 0.05 + 0.01 * sum(sum(timing.cpu) * 2 * block for timing in timings):
         raise RuntimeError(f"processes that readers started took {spent:.1f} s, which were not counted")
+    gc.unfreeze()
     for reader in open_readers:
         reader.close()
     return {reader: timing.cpu for reader, timing in zip(readers, timings, strict=True)}
