@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from echelon.testing.ranks import Pool
@@ -19,6 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Started by nohup, or behind an `&` in a script, these would be ignored here and in every process that a test starts and interrupts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long one example takes tells about the machine's other work, not about what is tested.
+hypothesis.settings.register_profile("echelon", deadline=None)
+hypothesis.settings.load_profile("echelon")
 
 
 def pytest_report_header() -> str:

@@ -268,8 +268,9 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "t").mkdir()
-    for number in range(20):
-        (tmp_path / f"t/{number:02}.txt").write_text(" ".join(map(str, range(number * 17 % 23))))
+    count = 300  # many more than are made until the parent hears of eight
+    for number in range(count):
+        (tmp_path / f"t/{number:03}.txt").write_text(" ".join(map(str, range(number * 17 % 23))))
     said: list[int] = []
 
     def open_texts(stop: int | None) -> Origin:
@@ -286,14 +287,16 @@ def test_many_texts_by_several_processes_that_go_on_after_a_kill(tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         open_texts(8)
     found = len(list((tmp_path / "kept").glob("*.int32")))
-    assert 7 <= found < 20
+    assert 7 <= found < count
     said.clear()
     origin = open_texts(None)
     assert said[0] > 0
-    assert len(said) <= 21 - found
-    assert [row.tolist() for row in origin.read(0, 20)[0]] == [list(range(number * 17 % 23)) for number in range(20)]
+    assert len(said) <= count + 1 - found
+    assert [row.tolist() for row in origin.read(0, count)[0]] == [
+        list(range(number * 17 % 23)) for number in range(count)
+    ]
     data = packed(tmp_path, tmp_path / "t", "--tokens", tmp_path / "tokenizer.json", "--length", 7, "--shards", 3)
-    whole = [token for number in range(20) for token in range(number * 17 % 23)]
+    whole = [token for number in range(count) for token in range(number * 17 % 23)]
     assert data.batch(np.arange(len(data))).flatten().tolist() == whole[: len(data) * 7]
     assert not (tmp_path / ".packed.tokens").exists()
 

@@ -11,6 +11,7 @@ import sys
 import warnings
 from array import array
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_a_fingerprint_tells_functions_apart() -> None:
     assert fingerprint(lambda value: value * 2) != fingerprint(lambda value: value * 3)
     assert fingerprint(torch.nn.ReLU()) != fingerprint(torch.nn.Tanh())
     assert fingerprint(partial(pow, 2)) != fingerprint(partial(pow, 3))
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tmp_path: Path) -> Iterator[None]:
+    """Modules of a test's own folder are gone after it: others have a `job` too."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(f"{tmp_path}/"):
+            del sys.modules[name]
 
 
 def told(folder: Path, **files: str) -> str:
