@@ -1,0 +1,360 @@
+"""The one codec of all connections: frames of a header, a JSON object and arrays. Nothing is unpickled, nothing is guessed.
+
+    header 32 bytes   magic u32, kind u16, flags u16, request u64, meta bytes u32, arrays u16, reserved u16, body bytes u64
+    body              meta (JSON object, utf-8), array descriptors (dtype u8, ndim u8, shape u64 each), payloads
+
+Little endian. Each payload begins at a multiple of 64 bytes from the frame's start and the last ends the frame, so that a frame
+that was received can be read in place, sent on as it is, and lie inside another frame as an array of bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import EchelonError
+
+# Worker -> head of a route, and the answers.
+PULL = 1
+ROWS = 2
+PUSH = 3
+ACK = 4
+CHANGED = 5
+CLOCK = 6
+CLOCKED = 7
+DIGEST = 8
+DIGESTS = 9
+STALE = 10
+REFUSED = 11
+# Head -> other replicas of a shard, and the answers.
+HAIL = 20
+HAILED = 21
+ENTRY = 22
+GOT = 23
+SYNC = 24
+SYNCED = 25
+SNAPSHOT = 26
+BEAT = 27
+BEHIND = 28
+# Everybody <-> controller.
+JOIN = 40
+MAP = 41
+GRANT = 42
+INSTALLED = 43
+WATCH = 44
+DECLARE = 45
+CAUGHTUP = 46
+HANDOVER = 47
+DRAINED = 48
+LEAVE = 49
+DRAIN = 50
+CHECKPOINT = 51
+WRITTEN = 52
+EXPIRE = 53
+STATUS = 54
+REPORT = 55
+DONE = 56
+RETURN = 57
+
+NAMES = {value: name for name, value in list(globals().items()) if name.isupper() and type(value) is int}
+
+MAGIC = 0x4E4C4845  # "EHLN"
+HEADER = struct.Struct("<IHHQIHHQ")
+ALIGN = 64
+MAX_META = 1 << 20
+MAX_FRAME = 1 << 30
+MAX_NDIM = 4
+
+_DTYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")
+_CODES = {np.dtype("<" + name): code for code, name in enumerate(_DTYPES, start=1)}
+_KINDS = {code: dtype for dtype, code in _CODES.items()}
+
+Buffer = bytes | bytearray | memoryview
+
+
+class WireError(EchelonError):
+    """Bytes that are no frame: the connection that they came over is closed."""
+
+
+class Frame:
+    """A frame that was received. `arrays` are views of `raw`, the frame's bytes."""
+
+    __slots__ = ("arrays", "flags", "kind", "meta", "raw", "request")
+
+    def __init__(
+        self, kind: int, request: int, meta: dict[str, Any], arrays: list[np.ndarray], raw: np.ndarray, flags: int = 0
+    ) -> None:
+        self.kind, self.request, self.meta, self.arrays, self.raw, self.flags = kind, request, meta, arrays, raw, flags
+
+    def __repr__(self) -> str:
+        return f"{NAMES.get(self.kind, self.kind)} #{self.request} {self.meta} {[array.shape for array in self.arrays]}"
+
+
+def _padding(length: int) -> int:
+    return -length % ALIGN
+
+
+def encode(
+    kind: int, request: int, meta: dict[str, Any], arrays: Sequence[np.ndarray] = (), *, flags: int = 0
+) -> list[Buffer]:
+    """A frame as buffers for sendmsg: arrays are not copied (unless they are not contiguous)."""
+    text = json.dumps(meta, separators=(",", ":")).encode() if meta else b"{}"
+    if len(text) > MAX_META:
+        raise WireError(f"frame {NAMES.get(kind, kind)}: {len(text)} bytes of JSON; at most {MAX_META}")
+    if not arrays:
+        return [HEADER.pack(MAGIC, kind, flags, request, len(text), 0, 0, len(text)) + text]
+    described = []
+    for array in arrays:
+        code = _CODES.get(array.dtype)
+        if code is None or array.ndim > MAX_NDIM:
+            raise WireError(f"frame {NAMES.get(kind, kind)}: {array.dtype} of {array.ndim} dims cannot be sent")
+        described.append(struct.pack(f"<BB{array.ndim}Q", code, array.ndim, *array.shape))
+    front = text + b"".join(described)
+    length = HEADER.size + len(front)
+    buffers: list[Buffer] = []
+    gap = b""
+    for array in arrays:
+        pad = _padding(length)
+        gap += bytes(pad)
+        length += pad + array.nbytes
+        if array.nbytes:
+            buffers.append(gap)
+            buffers.append(np.ascontiguousarray(array).data.cast("B"))
+            gap = b""
+    if gap:
+        buffers.append(gap)
+    header = HEADER.pack(MAGIC, kind, flags, request, len(text), len(arrays), 0, length - HEADER.size)
+    buffers[0] = header + front + bytes(buffers[0])
+    return buffers
+
+
+def size_of(buffers: Iterable[Buffer]) -> int:
+    """How many bytes an encoded frame has."""
+    return sum(len(buffer) for buffer in buffers)
+
+
+def joined(buffers: Iterable[Buffer]) -> np.ndarray:
+    """An encoded frame as one array of bytes."""
+    return np.frombuffer(b"".join(buffers), np.uint8)
+
+
+def frame_length(header: Buffer, *, limit: int = MAX_FRAME) -> int:
+    """How many bytes the frame has whose header this is."""
+    magic, kind, _flags, _request, meta, arrays, reserved, body = HEADER.unpack_from(header)
+    if magic != MAGIC or reserved:
+        raise WireError(f"a header begins with {magic:#010x}; frames begin with {MAGIC:#010x}")
+    if meta > MAX_META or meta + 2 * arrays > body:
+        raise WireError(
+            f"frame {NAMES.get(kind, kind)}: {meta} bytes of JSON, {arrays} arrays in a body of {body} bytes"
+        )
+    if HEADER.size + body > limit:
+        raise WireError(f"frame {NAMES.get(kind, kind)}: {HEADER.size + body} bytes; at most {limit} here")
+    return int(HEADER.size + body)
+
+
+def front_length(header: Buffer) -> int | None:
+    """How many bytes of the body the JSON and the descriptors may take at most."""
+    _magic, _kind, _flags, _request, meta, arrays, _reserved, body = HEADER.unpack_from(header)
+    return int(min(meta + arrays * (2 + 8 * MAX_NDIM), body))
+
+
+def layout(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...], int]]]:
+    """Of a frame's first bytes: its JSON object, and of each array the dtype, shape and place in the frame."""
+    view = raw.data
+    _magic, kind, _flags, _request, meta_length, count, _reserved, body = HEADER.unpack_from(view)
+    at = HEADER.size + meta_length
+    try:
+        meta = json.loads(bytes(view[HEADER.size : at]))
+    except (ValueError, RecursionError):
+        raise WireError(f"frame {NAMES.get(kind, kind)}: its meta is not JSON") from None
+    if not isinstance(meta, dict):
+        raise WireError(f"frame {NAMES.get(kind, kind)}: its meta is not an object")
+    end = HEADER.size + body
+    described = []
+    try:
+        for _ in range(count):
+            code, ndim = view[at], view[at + 1]
+            dtype = _KINDS.get(code)
+            if dtype is None or ndim > MAX_NDIM:
+                raise WireError(f"frame {NAMES.get(kind, kind)}: no array has dtype {code} and {ndim} dims")
+            described.append((dtype, struct.unpack_from(f"<{ndim}Q", view, at + 2)))
+            at += 2 + 8 * ndim
+    except (IndexError, struct.error):
+        raise WireError(f"frame {NAMES.get(kind, kind)}: its descriptors are cut off") from None
+    places = []
+    for dtype, shape in described:
+        at += _padding(at)
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        places.append((dtype, shape, at))
+        at += size
+        if at > end:
+            raise WireError(f"frame {NAMES.get(kind, kind)}: arrays of more than its {body} bytes")
+    if at != end:
+        raise WireError(f"frame {NAMES.get(kind, kind)}: {end - at} bytes too many")
+    return meta, places
+
+
+def parse(raw: np.ndarray) -> Frame:
+    """The frame that these bytes are, all of them."""
+    if len(raw) < HEADER.size or frame_length(raw.data, limit=len(raw)) != len(raw):
+        raise WireError(f"{len(raw)} bytes are not one frame")
+    meta, places = layout(raw)
+    arrays = []
+    for dtype, shape, at in places:
+        count = 1
+        for extent in shape:
+            count *= extent
+        array = np.frombuffer(raw, dtype, count, at) if count else np.empty(shape, dtype)
+        arrays.append(array if len(shape) == 1 else array.reshape(shape))
+    _magic, kind, flags, request, *_ = HEADER.unpack_from(raw.data)
+    return Frame(kind, request, meta, arrays, raw, flags)
+
+
+class Decoder:
+    """Frames out of a stream of bytes, without a socket: receive into `room()`, then say how much to `fill()`."""
+
+    SCRATCH = 1 << 16
+
+    def __init__(self, *, limit: int = MAX_FRAME) -> None:
+        self.limit = limit
+        self._scratch = np.empty(self.SCRATCH, np.uint8)
+        self._filled = 0
+        self._large: np.ndarray | None = None
+        self._have = 0
+
+    def room(self) -> memoryview:
+        """Where the next bytes belong."""
+        if self._large is not None:
+            return self._large.data[self._have :]
+        return self._scratch.data[self._filled :]
+
+    def fill(self, count: int) -> list[Frame]:
+        """That many bytes were received into `room()`: the frames that they complete."""
+        if self._large is not None:
+            self._have += count
+            if self._have < len(self._large):
+                return []
+            frame, self._large = parse(self._large), None
+            return [frame]
+        self._filled += count
+        scratch, at, frames = self._scratch, 0, []
+        while self._filled - at >= HEADER.size:
+            length = frame_length(scratch[at : at + HEADER.size].data, limit=self.limit)
+            have = self._filled - at
+            if length > have:
+                if length > self.SCRATCH // 2:
+                    self._large = np.empty(length, np.uint8)  # grows real only as bytes arrive: pages are touched then
+                    self._large[:have] = scratch[at : self._filled]
+                    self._have, at = have, self._filled
+                break
+            # Owned bytes: the scratch is written over, and what reads the frame may keep views of it.
+            frames.append(parse(scratch[at : at + length].copy()))
+            at += length
+        if at:
+            rest = self._filled - at
+            scratch[:rest] = scratch[at : self._filled].copy()
+            self._filled = rest
+        return frames
+
+    def feed(self, data: Buffer) -> list[Frame]:
+        """The same for bytes that are here already."""
+        frames, view = [], memoryview(data)
+        while view:
+            room = self.room()
+            count = min(len(room), len(view))
+            room[:count] = view[:count]
+            frames += self.fill(count)
+            view = view[count:]
+        return frames
+
+
+def send(connection: socket.socket, buffers: Sequence[Buffer]) -> None:
+    """Send all of a frame over a blocking socket, without joining its buffers."""
+    views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    at = 0
+    while at < len(views):
+        sent = connection.sendmsg(views[at : at + 512])
+        while at < len(views) and sent >= len(views[at]):
+            sent -= len(views[at])
+            at += 1
+        if sent:
+            views[at] = views[at][sent:]
+
+
+#: Given a frame's JSON and its arrays' dtypes and shapes: per array where its bytes go (C-contiguous, as many bytes), or None.
+Places = Callable[[dict[str, Any], list[tuple[np.dtype, tuple[int, ...]]]], Sequence[np.ndarray | None]]
+
+
+def receive(connection: socket.socket, *, limit: int = MAX_FRAME, into: Places | None = None) -> Frame:
+    """One frame off a blocking socket. `into` names destinations for arrays, which then are received in place (no copy).
+
+    EOFError at an end between frames, WireError inside one.
+    """
+    header = bytearray(HEADER.size)
+    _fill(connection, memoryview(header), first=True)
+    length = frame_length(header, limit=limit)
+    raw = np.empty(length, np.uint8)
+    raw[: HEADER.size] = np.frombuffer(header, np.uint8)
+    if into is None:
+        _fill(connection, raw.data[HEADER.size :])
+        return parse(raw)
+    return _scattered(connection, header, raw, into)
+
+
+def _scattered(connection: socket.socket, header: bytearray, raw: np.ndarray, into: Places) -> Frame:
+    front = HEADER.size + (front_length(header) or 0)
+    _fill(connection, raw.data[HEADER.size : front])
+    meta, places = layout(raw)
+    chosen = into(meta, [(dtype, shape) for dtype, shape, _ in places])
+    views: list[memoryview] = []
+    arrays: list[np.ndarray] = []
+    at = front
+    for (dtype, shape, start), target in zip(places, chosen, strict=True):
+        size = int(dtype.itemsize * np.prod(shape, dtype=np.int64))
+        own = raw[start : start + size]
+        if target is None or not size:
+            arrays.append(own.view(dtype).reshape(shape) if size else np.empty(shape, dtype))
+            continue
+        if target.nbytes != size or not target.flags.c_contiguous or target.dtype != dtype:
+            raise WireError(f"a destination of {target.nbytes} bytes for an array of {size}")
+        target_bytes = target.reshape(-1).data.cast("B")
+        arrays.append(target)
+        have = max(0, min(at - start, size))
+        if have:
+            target_bytes[:have] = own[:have].data
+        if start > at:
+            views.append(raw.data[at:start])
+        if have < size:
+            views.append(target_bytes[have:])
+        at = max(at, start + size)
+    if at < len(raw):
+        views.append(raw.data[at:])
+    first = 0
+    while first < len(views):
+        got = connection.recvmsg_into(views[first : first + 512])[0]
+        if not got:
+            raise WireError("the connection ended inside a frame")
+        while first < len(views) and got >= len(views[first]):
+            got -= len(views[first])
+            first += 1
+        if got:
+            views[first] = views[first][got:]
+    _magic, kind, flags, request, *_ = HEADER.unpack_from(header)
+    return Frame(kind, request, meta, arrays, raw, flags)
+
+
+def _fill(connection: socket.socket, view: memoryview, *, first: bool = False) -> None:
+    while view:
+        got = connection.recv_into(view)
+        if not got:
+            if first and len(view) == HEADER.size:
+                raise EOFError
+            raise WireError("the connection ended inside a frame")
+        view, first = view[got:], False
