@@ -14,6 +14,8 @@ EchelonError                 what, where, what instead; never a traceback on the
 ├── CheckpointError          a checkpoint that is missing, damaged or cannot be written
 │   └── ForeignCheckpoint    a whole one, but of another job or format: an older one would not fit either
 ├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
+├── ServerError              parameter servers that cannot be reached, refuse, or cannot go on
+│   └── ShardsLost           all replicas of some shards are gone (.shards names them)
 └── VerificationError        the answer of a proof is no
 """
 
@@ -92,3 +94,17 @@ class VerificationError(EchelonError):
     """The answer of a proof is no."""
 
     exit_code = 1
+
+
+class ServerError(EchelonError):
+    """Parameter servers that cannot be reached, refuse what was asked, or cannot go on."""
+
+    exit_code = 1
+
+
+class ShardsLost(ServerError):  # noqa: N818 (what happened; its base says error)
+    """All replicas of some shards are gone."""
+
+    def __init__(self, message: str, shards: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.shards = tuple(shards)

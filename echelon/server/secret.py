@@ -20,7 +20,7 @@ import struct
 import time
 from pathlib import Path
 
-from echelon.errors import EchelonError
+from echelon.errors import ServerError
 
 PROTOCOL = 1
 LIMIT = 5.0  # seconds that a caller has to prove itself
@@ -33,7 +33,7 @@ _REPLY = struct.Struct("<4sHBx32s32s")
 _SHORTEST = 16
 
 
-class SecretError(EchelonError):
+class SecretError(ServerError):
     """The other end does not hold this job's secret, or the secret's file is not private."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.errors import EchelonError
+from echelon.errors import ServerError
 
 # Worker -> head of a route, and the answers.
 PULL = 1
@@ -77,7 +77,7 @@ _KINDS = {code: dtype for dtype, code in _CODES.items()}
 Buffer = bytes | bytearray | memoryview
 
 
-class WireError(EchelonError):
+class WireError(ServerError):
     """Bytes that are no frame: the connection that they came over is closed."""
 
 
