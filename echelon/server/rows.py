@@ -1,0 +1,378 @@
+"""A sparse table in memory: rows by id, made when first written, found by a compiled index per shard.
+
+Rows lie in one reserved range of addresses (memory is taken as they are made), or in a file that the system's page cache
+pages in and out (`spill`). One thread at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from echelon.server import kernels as k
+from echelon.server.hashing import bits_of, name_key
+from echelon.server.kinds import INITS, RULES, SIZES, Init, Rule, StoreError, StoreFull, Table
+
+#: Most of a shard's slots that may be in use before it doubles.
+LOAD = 0.8
+_LEAST = 16
+#: How much of a spill file is claimed at a time, so that a full disk is an error and not a signal.
+_CLAIM = 64 << 20
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where things lie in a row, in elements of their own size; `stride` in bytes."""
+
+    stride: int
+    stored: int
+    dim: int
+    weights: int
+    scale: int
+    state: int
+    states: int
+    count: int
+
+    def places(self) -> np.ndarray:
+        """As the kernels read it."""
+        return np.array(
+            [self.stride // 8, self.stored, self.dim, self.weights, self.scale, self.state, self.states], np.int64
+        )
+
+
+def state_of(rule: Rule, dim: int) -> tuple[int, int]:
+    """How many numbers of state `dim` weights have under a rule, and which of them counts updates (-1: none does)."""
+    count = {"momentum": 1 if rule.dampening else 0, "adam": 1, "lamb": 1}.get(rule.kind, 0)
+    states = {"sgd": 0, "rowwise_adagrad": 1, "momentum": dim, "adagrad": dim}.get(rule.kind, 2 * dim)
+    return states + count, states if count else -1
+
+
+def layout_of(spec: Table) -> Layout:
+    """id and lsn, the weights, their scale if they are integers, the state."""
+    wide, narrow = SIZES[spec.dtype], SIZES[spec.stored]
+    states, count = state_of(spec.rule, spec.dim)
+    end = 16 + spec.dim * narrow
+    scale = 0
+    if spec.stored in ("i2", "i1"):
+        scale = -(-end // 4)
+        end = scale * 4 + 4
+    state = -(-end // wide)
+    stride = -(-(state + states) * wide // 8) * 8
+    stored = k.NATIVE if spec.stored == spec.dtype else {"f4": k.F4, "f2": k.F2, "i2": k.I2, "i1": k.I1}[spec.stored]
+    return Layout(
+        stride=stride,
+        stored=stored,
+        dim=spec.dim,
+        weights=16 // narrow,
+        scale=scale,
+        state=state,
+        states=states,
+        count=count,
+    )
+
+
+def scalars_of(rule: Rule, lr: float | None, width: int) -> np.ndarray:
+    """A rule's numbers, float64, as the kernels read them."""
+    rate = rule.lr if lr is None else float(lr)
+    own = rule.decoupled
+    first = rule.initial if rule.kind in ("adagrad", "rowwise_adagrad") else 0.0
+    return np.array(
+        [
+            rate,
+            0.0 if own else rule.weight_decay,
+            1.0 - rate * rule.weight_decay if own else 1.0,
+            rule.momentum,
+            1.0 - rule.dampening,
+            rule.beta1,
+            1.0 - rule.beta1,
+            rule.beta2,
+            1.0 - rule.beta2,
+            rule.epsilon,
+            first,
+            float(width),
+        ]
+    )
+
+
+def switches_of(rule: Rule, count: int, *, sparse: bool, step: int | None, name: str) -> np.ndarray:
+    """A rule's choices as the kernels read them."""
+    given = 0
+    if rule.steps == "given" and rule.kind in ("adam", "lamb"):
+        if step is None or step < 1:
+            raise StoreError(
+                f"{name}: step={step}: its rule corrects bias by the push's step, counted from 1; push with it, or use steps='row'"
+            )
+        given = step
+    return np.array([RULES.index(rule.kind), rule.nesterov, sparse, count, given], np.int64)
+
+
+def seed_of(name: str, init: Init) -> np.uint64:
+    """What a table's first values are drawn from."""
+    return np.uint64((name_key(name) + init.seed * 0x9E3779B97F4A7C15) & _MASK)
+
+
+def init_of(init: Init) -> tuple[int, np.ndarray]:
+    """An initialiser as the kernels read it."""
+    return INITS.index(init.kind), np.array([0.0 if init.kind == "zeros" else init.value, init.scale])
+
+
+def reserve(size: int, what: str) -> mmap.mmap:
+    """Addresses for `size` bytes, zeros; memory is taken page by page as they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    try:
+        area = mmap.mmap(-1, size, flags=flags)
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"{what}: {size} bytes of addresses cannot be reserved ({error}); give a smaller memory="
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= 64 << 20:
+        area.madvise(mmap.MADV_HUGEPAGE)  # a lookup in a large table misses the cache of page addresses too
+    return area
+
+
+class Rows:
+    """The rows of one table."""
+
+    def __init__(self, spec: Table, *, shards: int, room: int, spill: Path | None) -> None:
+        self.spec = spec
+        self.shards = shards
+        self.layout = layout_of(spec)
+        self._places = self.layout.places()
+        self._shift = np.uint64(64 - bits_of(shards))
+        self.words = self.layout.stride // 8
+        self.most = min(max(room // self.layout.stride, 1024), 2**32 - 2)
+        self._file: int | None = None
+        size = (self.most + 1) * self.layout.stride
+        if spill is None:
+            self._area = reserve(size, f"table {spec.name}")
+        else:
+            self._file, self._area = _spilled(spill, size, spec.name)
+        self._claimed = 0
+        self._view()
+        #: The first row of the chain of rows given back, the first never used, the chain's length; row 0 is scratch.
+        self.free = np.array([0, 1, 0], np.int64)
+        self._claim(1)
+        least = _LEAST * shards
+        self._slots = max(8 * least, 6 * self.most)
+        self._index_area = reserve(self._slots * 8, f"table {spec.name}'s index")
+        self.index = np.frombuffer(self._index_area, np.uint64)
+        self.starts = np.arange(shards, dtype=np.int64) * _LEAST
+        self.masks = np.full(shards, _LEAST - 1, np.int64)
+        self.used = np.zeros(shards, np.int64)
+        self._bump = least
+        self._regions: dict[int, list[int]] = {}
+        self._kind, self._scalars = init_of(spec.init)
+        self._seed = seed_of(spec.name, spec.init)
+        self._float = np.dtype(spec.dtype)
+        self._scratch = np.zeros(2 * spec.dim + 2, self._float)
+
+    def _view(self) -> None:
+        self.ri = np.frombuffer(self._area, np.int64)
+        self.rc = self.ri.view(self.spec.dtype)
+        self.r4 = self.ri.view(np.float32)
+        self.r2 = self.ri.view(np.int16)
+        self.r1 = self.ri.view(np.int8)
+
+    # Room
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return int(self.used.sum())
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of rows in a file."""
+        return 0 if self._file is None else int(self.free[1]) * self.layout.stride
+
+    @property
+    def bytes(self) -> int:
+        """Memory in use: rows (also those given back, which are used again) and index; what is spilled is not in memory."""
+        rows = 0 if self._file is not None else int(self.free[1]) * self.layout.stride
+        return rows + int((self.masks + 1).sum()) * 8
+
+    def need(self, missing: np.ndarray) -> int:
+        """Bytes that rows not yet there would take, `missing` of them per shard."""
+        new = self._fresh(missing)
+        grown = self._grown(missing)
+        index = int((grown[1] - (self.masks[grown[0]] + 1)).sum()) * 8
+        return index + (0 if self._file is not None else new * self.layout.stride)
+
+    def _fresh(self, missing: np.ndarray) -> int:
+        """Rows that are not made of ones given back."""
+        return max(0, int(missing.sum()) - int(self.free[2]))
+
+    def _grown(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The shards that must grow to take that many more, and how many slots each then has."""
+        wanted = self.used + missing
+        which = np.flatnonzero(wanted > LOAD * (self.masks + 1))
+        slots = np.exp2(np.ceil(np.log2(wanted[which] / LOAD + 1))).astype(np.int64)
+        return which, np.maximum(slots, _LEAST)
+
+    def fits(self, missing: np.ndarray) -> bool:
+        """Whether the reserved addresses take that many more."""
+        new = self._fresh(missing)
+        return (
+            int(self.free[1]) + new <= self.most + 1 and self._bump + int(self._grown(missing)[1].sum()) <= self._slots
+        )
+
+    def make_room(self, missing: np.ndarray) -> None:
+        """Claims what `need` counted; afterwards rows can be made. Raises StoreFull before anything changes."""
+        self._claim(int(self.free[1]) + self._fresh(missing))
+        which, slots = self._grown(missing)
+        for shard, size in zip(which.tolist(), slots.tolist(), strict=True):
+            start, mask = int(self.starts[shard]), int(self.masks[shard])
+            to = self._region(size)
+            k.move(self.index, start, mask, to, size - 1)
+            self.starts[shard], self.masks[shard] = to, size - 1
+            self._let_go(start, mask + 1)
+
+    def _region(self, slots: int) -> int:
+        kept = self._regions.get(slots)
+        if kept:
+            return kept.pop()
+        at = self._bump
+        self._bump += slots
+        return at
+
+    def _let_go(self, start: int, slots: int) -> None:
+        first, last = start * 8, (start + slots) * 8
+        low, high = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        if high > low:
+            self._index_area.madvise(mmap.MADV_DONTNEED, low, high - low)
+            self.index[start : low // 8] = 0
+            self.index[high // 8 : start + slots] = 0
+        else:
+            self.index[start : start + slots] = 0
+        self._regions.setdefault(slots, []).append(start)
+
+    def _claim(self, rows: int) -> None:
+        """Blocks of the spill file for that many rows: writing to a mapped hole of a full disk would be a signal."""
+        size = rows * self.layout.stride
+        if self._file is None or size <= self._claimed:
+            return
+        size = min(-(-size // _CLAIM) * _CLAIM, (self.most + 1) * self.layout.stride)
+        try:
+            os.posix_fallocate(self._file, 0, size)
+        except OSError as error:
+            raise StoreFull(
+                f"table {self.spec.name}: its spill file cannot grow to {size} bytes ({error}); nothing was applied; make room on "
+                "that disk, expire old rows, or add servers"
+            ) from error
+        self._claimed = size
+
+    # Finding, reading, writing
+
+    def check(self, step: int | None) -> None:
+        """Whether the rule can go by that step."""
+        switches_of(self.spec.rule, -1, sparse=True, step=step, name=self.spec.name)
+
+    def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """The row of each id (0: none), how many there are none of per shard, and in sum."""
+        where = np.empty(len(ids), np.int64)
+        missing = np.zeros(self.shards, np.int64)
+        absent = k.find(self.index, self.starts, self.masks, self._shift, self.ri, self.words, ids, where, missing)
+        return where, missing, absent
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Weights in the table's arithmetic."""
+        where, _, _ = self.find(ids)
+        out = np.empty((len(ids), self.spec.dim), self._float)
+        k.read(
+            ids, where, self._places, self.ri, self.rc, self.r4, self.r2, self.r1,
+            self._kind, self._scalars, self._seed, out,
+        )  # fmt: skip
+        return out
+
+    def write(
+        self,
+        ids: np.ndarray,
+        where: np.ndarray,
+        values: np.ndarray,
+        lsn: np.ndarray,
+        *,
+        lr: float | None,
+        step: int | None,
+        setting: bool,
+    ) -> None:
+        """Updates or sets rows; ids are unique, `where` is fresh and there is room."""
+        p = scalars_of(self.spec.rule, lr, self.spec.dim)
+        switches = switches_of(
+            self.spec.rule, self.layout.count, sparse=True, step=1 if setting else step, name=self.spec.name
+        )
+        k.apply(
+            self.index, self.starts, self.masks, self.used, self._shift, self.free, ids, where, values, lsn,
+            self._places, self.ri, self.rc, self.r4, self.r2, self.r1, self._kind, self._scalars, self._seed,
+            p.astype(self._float), p, switches, self._scratch, setting,
+        )  # fmt: skip
+
+    # Shards
+
+    def of(self, shard: int, *, clear: bool = False) -> np.ndarray:
+        """The numbers of a shard's rows; with `clear` they are given back."""
+        rows = np.empty(int(self.used[shard]), np.int64)
+        k.walk(self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, self.free, clear, rows)
+        if clear:
+            self.used[shard] = 0
+        return rows
+
+    def column(self, rows: np.ndarray, at: int) -> np.ndarray:
+        """Ids (0) or log numbers (1) of rows."""
+        out = np.empty(len(rows), np.int64)
+        k.column(self.ri, self.words, rows, at, out)
+        return out
+
+    def whole(self, rows: np.ndarray) -> np.ndarray:
+        """Copies of rows as they lie, (rows, words) int64."""
+        out = np.empty(len(rows) * self.words, np.int64)
+        k.copy_out(self.ri, self.words, rows, out)
+        return out.reshape(len(rows), self.words)
+
+    def insert(self, rows: np.ndarray) -> None:
+        """Rows that `whole` gave, whose ids are not here; there is room."""
+        k.copy_in(
+            self.index,
+            self.starts,
+            self.masks,
+            self.used,
+            self._shift,
+            self.ri,
+            self.words,
+            self.free,
+            rows.reshape(-1),
+        )
+
+    def remove(self, ids: np.ndarray) -> None:
+        """Takes rows out; all of them are here, none twice."""
+        k.remove(self.index, self.starts, self.masks, self.used, self._shift, self.ri, self.words, self.free, ids)
+
+    def sorted(self, shard: int) -> np.ndarray:
+        """The numbers of a shard's rows in the order of their ids."""
+        rows = self.of(shard)
+        return rows[np.argsort(self.column(rows, 0))]
+
+    def close(self) -> None:
+        """Gives the spill file back; memory goes with the last view."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _spilled(folder: Path, size: int, name: str) -> tuple[int, mmap.mmap]:
+    """A file without a name in `folder`, mapped; it is gone when it is closed, however the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, path = tempfile.mkstemp(prefix="rows-", dir=folder)
+        os.unlink(path)
+        os.ftruncate(file, size)
+        return file, mmap.mmap(file, size)
+    except OSError as error:
+        raise StoreError(
+            f"table {name}: no spill file of {size} bytes in {folder} ({error}); give another spill= or none"
+        ) from error

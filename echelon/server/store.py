@@ -1,0 +1,490 @@
+"""All that one server holds, by virtual shard: tables and dense parameters, read, updated, snapshot, moved, within its memory.
+
+One thread at a time. What is absent reads as its initial value; a push creates it. `StoreFull` is raised before anything changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.server import kernels as k
+from echelon.server.blocks import Block, Blocks
+from echelon.server.combine import group, table_for
+from echelon.server.hashing import bits_of, shard_of
+from echelon.server.kinds import SIZES, Dense, Init, Rule, StoreError, StoreFull, Table, spec_to_plain
+from echelon.server.narrow import narrow
+from echelon.server.rows import Rows, state_of
+
+#: About how many bytes one part of a snapshot has.
+PART = 1 << 20
+Part = tuple[dict[str, Any], list[np.ndarray]]
+
+
+class Store:
+    """`memory`: bytes that rows, index and blocks may take (None: the machine's); `spill`: a folder for rows beyond memory."""
+
+    def __init__(self, *, shards: int, memory: int | None = None, spill: Path | None = None) -> None:
+        bits_of(shards)
+        self.shards = shards
+        self.memory = memory
+        self.spill = spill
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._bound = physical if memory is None else memory
+        self._room = self._bound if spill is None else _free(spill)
+        self._rows: dict[str, Rows] = {}
+        #: Ids that were pushed to, but not often enough yet: a table of counts each.
+        self._waiting: dict[str, Rows] = {}
+        self._blocks: dict[str, Blocks] = {}
+
+    def declare(self, spec: Table | Dense) -> None:
+        """Makes a table or dense parameter known; again with the same spec: nothing happens."""
+        known = self.specs.get(spec.name)
+        if known is not None:
+            if known != spec:
+                raise StoreError(
+                    f"{spec.name}: declared as {known}, now as {spec}; use another name, or the same spec in every worker"
+                )
+            return
+        if isinstance(spec, Dense):
+            if spec.rule.kind == "rowwise_adagrad":
+                raise StoreError(
+                    f"{spec.name}: rowwise_adagrad keeps one number per row and a dense parameter has no rows; use adagrad"
+                )
+            self._blocks[spec.name] = Blocks(spec, shards=self.shards)
+            return
+        self._rows[spec.name] = Rows(spec, shards=self.shards, room=self._room, spill=self.spill)
+        if spec.admit > 1:
+            count = Table(
+                name=spec.name, dim=1, rule=Rule(kind="sgd"), init=Init(kind="zeros"), dtype="f8", stored="f8"
+            )
+            self._waiting[spec.name] = Rows(count, shards=self.shards, room=self._bound, spill=None)
+
+    @property
+    def specs(self) -> dict[str, Table | Dense]:
+        """What is declared, by name."""
+        specs: dict[str, Table | Dense] = {name: table.spec for name, table in self._rows.items()}
+        return specs | {name: dense.spec for name, dense in self._blocks.items()}
+
+    def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """The shard of each id, or of each block of a dense parameter."""
+        if name not in self._blocks:
+            return shard_of(_ids(ids), self.shards)
+        dense, blocks = self._blocks[name], _ids(ids)
+        for block in blocks.tolist():
+            dense.spec.length(block)
+        return dense.shard[blocks]
+
+    # Reading
+
+    def read(self, name: str, ids: np.ndarray, wire: str = "f4") -> list[np.ndarray]:
+        """Rows in the order of ids as `wire` (for i2 and i1: and their scales)."""
+        return narrow(self._table(name).read(_ids(ids)), wire)
+
+    def read_blocks(self, name: str, blocks: np.ndarray) -> list[np.ndarray]:
+        """Each block's values, read-only views that stay as they are while somebody holds them."""
+        dense = self._dense(name)
+        return [dense.read(block) for block in _ids(blocks).tolist()]
+
+    def changed(self, name: str, shards: Sequence[int], since: np.ndarray, limit: int | None = None) -> np.ndarray:
+        """Ids (of a dense parameter: blocks) written after log number since[i] of shards[i]; see `changed_until`."""
+        return self.changed_until(name, shards, since, limit)[0]
+
+    def changed_until(
+        self, name: str, shards: Sequence[int], since: np.ndarray, limit: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """And up to which log number each shard's answer is whole: ask on from there.
+
+        With a limit the oldest changes of a shard come first, and as many more than the limit as belong to one log number.
+        """
+        found: list[np.ndarray] = []
+        until = np.array(since, np.int64)
+        left = np.iinfo(np.int64).max if limit is None else limit
+        for i, shard in enumerate(shards):
+            if left <= 0:
+                break
+            ids, lsns = self._written(name, int(shard))
+            new = lsns > until[i]
+            ids, lsns = ids[new], lsns[new]
+            if not len(ids):
+                continue
+            order = np.argsort(lsns, kind="stable")
+            ids, lsns = ids[order], lsns[order]
+            cut = len(ids) if len(ids) <= left else int(np.searchsorted(lsns, lsns[left - 1], side="right"))
+            found.append(ids[:cut])
+            until[i] = lsns[cut - 1]
+            left -= cut
+        return np.concatenate(found) if found else np.empty(0, np.int64), until
+
+    def _written(self, name: str, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        if name in self._blocks:
+            dense = self._blocks[name]
+            here = [b for b in sorted(dense.held) if dense.shard[b] == shard]
+            return np.array(here, np.int64), np.array([dense.held[b].lsn for b in here], np.int64)
+        table = self._table(name)
+        rows = table.of(shard)
+        return table.column(rows, 0), table.column(rows, 1)
+
+    # Writing
+
+    def apply(
+        self,
+        name: str,
+        ids: np.ndarray,
+        grads: Any,
+        *,
+        lr: float | None = None,
+        lsn: np.ndarray,
+        step: int | None = None,
+    ) -> None:
+        """Updates rows by gradients (ids, dim), those of the same id added up first; of a dense parameter: blocks, one gradient each.
+
+        `lsn`: of each of all shards, the log number of this entry; `step`: counted from 1, for rules that go by it.
+        """
+        ids = _ids(ids)
+        if name in self._blocks:
+            self._apply_blocks(self._blocks[name], ids, grads, lr=lr, lsn=lsn, step=step)
+            return
+        table = self._table(name)
+        table.check(step)
+        ids, values = self._summed(table, ids, grads)
+        where, missing, absent = table.find(ids)
+        if absent and name in self._waiting:
+            ids, where, values = self._admit(table, ids, where, values, lsn)
+        elif absent:
+            self._make_room([(table, missing)], 0)
+        table.write(ids, where, values, np.ascontiguousarray(lsn, np.int64), lr=lr, step=step, setting=False)
+
+    def assign(self, name: str, ids: np.ndarray, values: np.ndarray, *, lsn: np.ndarray) -> None:
+        """Sets rows as they are, with the state of a fresh row; admission does not ask. Of an id that is there twice, the last counts."""
+        table = self._table(name)
+        ids = _ids(ids)
+        values = _values(table, ids, values)
+        if not k.unique(ids, table_for(len(ids))):
+            _, last = np.unique(ids[::-1], return_index=True)
+            ids, values = ids[len(ids) - 1 - last], values[len(ids) - 1 - last]
+        where, missing, _ = table.find(ids)
+        self._make_room([(table, missing)], 0)
+        table.write(ids, where, values, np.ascontiguousarray(lsn, np.int64), lr=None, step=None, setting=True)
+        if name in self._waiting:
+            waiting = self._waiting[name]
+            waiting.remove(ids[waiting.find(ids)[0] != 0])
+
+    def set_blocks(
+        self, name: str, blocks: np.ndarray, values: Sequence[np.ndarray], *, lsn: np.ndarray | None = None
+    ) -> None:
+        """First values of blocks; those that have values keep them."""
+        dense = self._dense(name)
+        blocks = _ids(blocks)
+        new = _block_values(dense, blocks, values)
+        self._make_room([], dense.need(blocks))
+        for block, value in zip(blocks.tolist(), new, strict=True):
+            if block not in dense.held:
+                dense.set(block, value, 0 if lsn is None else int(lsn[dense.shard[block]]))
+
+    def prepare(self, entry: Iterable[tuple[str, np.ndarray, Any]], step: int | None = None) -> None:
+        """Raises what pushes of these (name, ids or blocks, values), all of them together, would raise; changes nothing."""
+        tables: list[tuple[Rows, np.ndarray]] = []
+        blocks = 0
+        for name, keys, values in entry:
+            ids = _ids(keys)
+            if name in self._blocks:
+                dense = self._blocks[name]
+                _block_values(dense, ids, values)
+                dense.check(sorted(set(ids.tolist())), step)
+                blocks += dense.need(ids)
+                continue
+            table = self._table(name)
+            table.check(step)
+            _values(table, ids, values)
+            if not k.unique(ids, table_for(len(ids))):
+                ids = np.unique(ids)
+            _, missing, absent = table.find(ids)
+            if absent and name in self._waiting:
+                tables += self._split(table, ids)[3]
+            elif absent:
+                tables.append((table, missing))
+        self._check(tables, blocks)
+
+    def expire(self, name: str, shards: Sequence[int], before_lsn: int | np.ndarray) -> int:
+        """Removes rows whose last write is before that log number (one for all, or one per shard named); how many rows."""
+        limits = np.broadcast_to(np.asarray(before_lsn, np.int64), (len(shards),))
+        gone = 0
+        for kind in (self._waiting.get(name), self._table(name)):
+            gone = 0
+            if kind is None:
+                continue
+            for shard, limit in zip(shards, limits, strict=True):
+                rows = kind.of(int(shard))
+                ids = kind.column(rows, 0)[kind.column(rows, 1) < limit]
+                kind.remove(ids)
+                gone += len(ids)
+        return gone
+
+    # Shards
+
+    def snapshot(self, shard: int) -> list[Part]:
+        """All of a shard, copied now, in parts of about 1 MiB: for `install` on any server that knows the same specs."""
+        parts: list[Part] = []
+        for kind, tables in (("rows", self._rows), ("waiting", self._waiting)):
+            for name in sorted(tables):
+                table = tables[name]
+                rows = table.of(shard)
+                size = max(1, PART // table.layout.stride)
+                for first in range(0, len(rows), size):
+                    parts.append(({"kind": kind, "name": name}, [table.whole(rows[first : first + size])]))
+        for name in sorted(self._blocks):
+            dense = self._blocks[name]
+            for block in sorted(b for b in dense.held if dense.shard[b] == shard):
+                held = dense.held[block]
+                meta = {"kind": "block", "name": name, "block": block, "lsn": held.lsn}
+                parts.append((meta, [dense.read(block), held.state.copy()]))
+        return parts
+
+    def install(self, shard: int, parts: Sequence[Part]) -> None:
+        """A shard as `snapshot` gave it; what was here of it is dropped. Raises before anything changes."""
+        tables: dict[tuple[str, str], list[np.ndarray]] = {}
+        blocks: list[tuple[Blocks, int, Block]] = []
+        for meta, arrays in parts:
+            kind, name = meta["kind"], meta["name"]
+            if kind == "block":
+                blocks.append(self._installed_block(shard, meta, arrays))
+            else:
+                tables.setdefault((kind, name), []).append(self._installed_rows(shard, kind, name, arrays))
+        self.drop(shard)
+        needs = []
+        for (kind, name), chunks in tables.items():
+            missing = np.zeros(self.shards, np.int64)
+            missing[shard] = sum(len(chunk) for chunk in chunks)
+            needs.append(((self._rows if kind == "rows" else self._waiting)[name], missing))
+        self._make_room(needs, sum(dense.cost(block) for dense, block, _ in blocks))
+        for (kind, name), chunks in tables.items():
+            for chunk in chunks:
+                (self._rows if kind == "rows" else self._waiting)[name].insert(chunk)
+        for dense, block, held in blocks:
+            dense.held[block] = held
+
+    def _installed_rows(self, shard: int, kind: str, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        table = (self._rows if kind == "rows" else self._waiting).get(name)
+        if table is None:
+            raise StoreError(
+                f"{name}: {kind} of a table that is not declared here; declare it before installing shard {shard}"
+            )
+        rows = arrays[0]
+        if rows.ndim != 2 or rows.dtype != np.int64 or rows.shape[1] != table.words:
+            raise StoreError(f"{name}: rows of shape {rows.shape} {rows.dtype}; expected (n, {table.words}) int64")
+        if (shard_of(rows[:, 0], self.shards) != shard).any():
+            raise StoreError(
+                f"{name}: rows of other shards than {shard} in a snapshot of it; was it mixed up on the way?"
+            )
+        rows = np.ascontiguousarray(rows)
+        return rows if rows.flags.writeable else rows.copy()
+
+    def _installed_block(
+        self, shard: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]
+    ) -> tuple[Blocks, int, Block]:
+        name, block = meta["name"], int(meta["block"])
+        dense = self._dense(name)
+        length = dense.spec.length(block)
+        states = state_of(dense.spec.rule, length)[0]
+        kind = np.dtype(dense.spec.dtype)
+        values, state = arrays
+        if values.shape != (length,) or state.shape != (states,) or values.dtype != kind or state.dtype != kind:
+            raise StoreError(
+                f"{name}: block {block} of {values.shape} {values.dtype} with {state.shape}; expected {length} and {states} of {kind}"
+            )
+        if dense.shard[block] != shard:
+            raise StoreError(
+                f"{name}: block {block} is of shard {dense.shard[block]}, not of {shard}; was it mixed up on the way?"
+            )
+        return dense, block, Block(values.copy(), state.copy(), int(meta["lsn"]))
+
+    def drop(self, shard: int) -> None:
+        """Forgets a shard."""
+        for table in (*self._rows.values(), *self._waiting.values()):
+            table.of(shard, clear=True)
+        for dense in self._blocks.values():
+            for block in [b for b in dense.held if dense.shard[b] == shard]:
+                del dense.held[block]
+
+    def digest(self, shard: int) -> bytes:
+        """SHA-256 of all of a shard, whatever the order in which it came to be."""
+        total = hashlib.sha256()
+        for kind, tables in (("rows", self._rows), ("waiting", self._waiting)):
+            for name in sorted(tables):
+                table = tables[name]
+                rows = table.sorted(shard)
+                if len(rows):
+                    total.update(json.dumps([kind, spec_to_plain(table.spec), len(rows)], sort_keys=True).encode())
+                size = max(1, PART // table.layout.stride)
+                for first in range(0, len(rows), size):
+                    total.update(table.whole(rows[first : first + size]).data)
+        for name in sorted(self._blocks):
+            dense = self._blocks[name]
+            for block in sorted(b for b in dense.held if dense.shard[b] == shard):
+                held = dense.held[block]
+                total.update(json.dumps(["block", spec_to_plain(dense.spec), block, held.lsn], sort_keys=True).encode())
+                total.update(held.values.data)
+                total.update(held.state.data)
+        return total.digest()
+
+    def stats(self) -> dict[str, Any]:
+        """Rows and bytes per name, rows per shard, bytes in sum and their bound."""
+        per_shard = np.zeros(self.shards, np.int64)
+        tables = {}
+        for name, table in self._rows.items():
+            waiting = self._waiting.get(name)
+            per_shard += table.used
+            tables[name] = {
+                "rows": table.count,
+                "bytes": table.bytes + (waiting.bytes if waiting else 0),
+                "row_bytes": table.layout.stride,
+                "waiting": waiting.count if waiting else 0,
+                "spilled": table.spilled,
+            }
+        dense = {name: {"blocks": len(held.held), "bytes": held.bytes} for name, held in self._blocks.items()}
+        return {"tables": tables, "dense": dense, "rows": per_shard, "bytes": self.bytes, "memory": self._bound}
+
+    @property
+    def bytes(self) -> int:
+        """Memory in use."""
+        rows = sum(table.bytes for table in (*self._rows.values(), *self._waiting.values()))
+        return rows + sum(dense.bytes for dense in self._blocks.values())
+
+    def close(self) -> None:
+        """Gives spill files back."""
+        for table in self._rows.values():
+            table.close()
+
+    # Within
+
+    def _table(self, name: str) -> Rows:
+        try:
+            return self._rows[name]
+        except KeyError:
+            raise StoreError(
+                f"{name}: no table of that name here; declared: {', '.join(sorted(self.specs)) or 'none'}"
+            ) from None
+
+    def _dense(self, name: str) -> Blocks:
+        try:
+            return self._blocks[name]
+        except KeyError:
+            raise StoreError(
+                f"{name}: no dense parameter of that name here; declared: {', '.join(sorted(self.specs)) or 'none'}"
+            ) from None
+
+    def _summed(self, table: Rows, ids: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values = _values(table, ids, grads)
+        if k.unique(ids, table_for(len(ids))):
+            return ids, values
+        grouped = group(ids, np.zeros(self.shards, np.uint16), 1)
+        return grouped.ids, grouped.sum(values)
+
+    def _split(
+        self, table: Rows, ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[Rows, np.ndarray]]]:
+        """Of a table with admission: which ids wait on, their rows among the waiting, who comes in, and what both need."""
+        where, _, _ = table.find(ids)
+        waiting = self._waiting[table.spec.name]
+        known, _, _ = waiting.find(ids)
+        counts = waiting.column(known, 2).view(np.float64) * (known != 0)
+        absent = where == 0
+        enters = absent & (counts + 1 >= table.spec.admit)
+        stays = absent & ~enters
+        new = np.bincount(shard_of(ids[enters], self.shards), minlength=self.shards)
+        late = np.bincount(shard_of(ids[stays & (known == 0)], self.shards), minlength=self.shards)
+        return stays, known, enters, [(table, new), (waiting, late)]
+
+    def _admit(
+        self, table: Rows, ids: np.ndarray, where: np.ndarray, values: np.ndarray, lsn: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Counts a push to ids that are not admitted yet; what is left has rows or comes in now."""
+        stays, known, enters, needs = self._split(table, ids)
+        self._make_room(needs, 0)
+        waiting = self._waiting[table.spec.name]
+        lsn = np.ascontiguousarray(lsn, np.int64)
+        waiting.remove(ids[enters & (known != 0)])
+        late = ids[stays]
+        waiting.write(late, waiting.find(late)[0], np.full((len(late), 1), -1.0), lsn, lr=1.0, step=None, setting=False)
+        here = ~stays
+        return ids[here], where[here], values[here]
+
+    def _apply_blocks(
+        self, dense: Blocks, blocks: np.ndarray, grads: Any, *, lr: float | None, lsn: np.ndarray, step: int | None
+    ) -> None:
+        values = _block_values(dense, blocks, grads)
+        names = blocks.tolist()
+        if len(set(names)) != len(names):
+            sums: dict[int, np.ndarray] = {}
+            for block, value in zip(names, values, strict=True):
+                sums[block] = sums[block] + value if block in sums else value
+            names, values = list(sums), list(sums.values())
+        dense.check(names, step)
+        self._make_room([], dense.need(blocks))
+        dense.apply(names, values, lr=lr, lsn=lsn, step=step)
+
+    def _make_room(self, tables: Sequence[tuple[Rows, np.ndarray]], blocks: int) -> None:
+        self._check(tables, blocks)
+        for table, missing in tables:
+            table.make_room(missing)
+
+    def _check(self, tables: Sequence[tuple[Rows, np.ndarray]], blocks: int) -> None:
+        """Whether that many new rows per shard, and bytes of blocks, fit."""
+        need = blocks + sum(table.need(missing) for table, missing in tables)
+        if (need and self.bytes + need > self._bound) or not all(table.fits(missing) for table, missing in tables):
+            what = ", ".join(
+                f"table {t.spec.name}: {int(m.sum())} new rows of {t.layout.stride} bytes" for t, m in tables if m.any()
+            )
+            raise StoreFull(
+                f"{what or 'dense blocks'} need {need} bytes, and this server holds {self.bytes} of at most {self._bound}; nothing was "
+                "applied; raise memory=, give spill=, expire old rows, admit fewer (admit=), store them narrower (stored=) or add servers"
+            )
+
+
+def _free(folder: Path) -> int:
+    """Bytes free where a folder is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _ids(ids: np.ndarray) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.size and array.dtype.kind not in "iu":
+        raise StoreError(f"ids: {array.dtype}; expected integers of 64 bits")
+    array = np.ascontiguousarray(array, np.int64).reshape(-1)
+    # The kernels are compiled for writable arrays only: one compilation instead of two.
+    return array if array.flags.writeable else array.copy()
+
+
+def _values(table: Rows, ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(values, table.spec.dtype)
+    if array.shape != (len(ids), table.spec.dim):
+        raise StoreError(
+            f"{table.spec.name}: values of shape {array.shape} for {len(ids)} ids; expected ({len(ids)}, {table.spec.dim})"
+        )
+    return array if array.flags.writeable else array.copy()
+
+
+def _block_values(dense: Blocks, blocks: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    spec = dense.spec
+    if len(values) != len(blocks):
+        raise StoreError(f"{spec.name}: {len(values)} arrays for {len(blocks)} blocks; expected one each")
+    out = []
+    for block, value in zip(blocks.tolist(), values, strict=True):
+        array = np.ascontiguousarray(value, spec.dtype).reshape(-1)
+        if len(array) != spec.length(block):
+            raise StoreError(f"{spec.name}: {len(array)} values for block {block}, which has {spec.length(block)}")
+        out.append(array if array.flags.writeable else array.copy())
+    return out
+
+
+__all__ = ["PART", "SIZES", "Part", "Store", "StoreFull"]
