@@ -5,7 +5,7 @@ pushes are therefore a prefix, and one number per shard says which. Four rules k
 
 - sections for one head go over one connection, in the order in which they are given here;
 - a section covers a whole route less what is acknowledged, so whatever makes a server refuse push 5 makes it refuse push 6;
-- after a new map, sections in flight that an epoch has overtaken are given again, in order, before anything new;
+- after a new map, sections in flight whose route it changes are given again, in order, before anything new;
 - after a lost connection, all unanswered sections of that head are given again, in order.
 
 The server skips what it already has, shard by shard.
@@ -36,7 +36,7 @@ class Routed(Protocol):
 
     @property
     def epochs(self) -> Sequence[int]:
-        """Per shard: the version at which its chain last changed."""
+        """Per shard: the version at which its head last changed."""
         ...
 
 
@@ -99,7 +99,7 @@ class Outbox(Generic[Payload]):
         self.version = map.version
         self.routes = routes_of(map.chains)
         self.last = 0
-        self._epochs = np.asarray(map.epochs, np.int64)
+        self._chains: list[tuple[str, ...]] = [tuple(chain) for chain in map.chains]
         #: Per shard: the last push that is acknowledged; so are all before it.
         self._done = np.zeros(len(map.chains), np.int64)
         self._all = np.arange(len(map.chains))
@@ -156,12 +156,14 @@ class Outbox(Generic[Payload]):
         """A newer map: what is to be sent again under it, in order."""
         if map.version <= self.version:
             return []
-        self.version = map.version
+        since, self.version = self.version, map.version
         self.routes = routes_of(map.chains)
-        self._epochs = np.asarray(map.epochs, np.int64)
+        before, self._chains = self._chains, [tuple(chain) for chain in map.chains]
+        moved = np.array([epoch > since for epoch in map.epochs])
+        moved |= np.array([old != new for old, new in zip(before, self._chains, strict=True)])
         self._down &= {server for chain in map.chains for server in chain}
         for push in self._pushes:
-            push.flying = [each for each in push.flying if (self._epochs[each.cover] <= each.version).all()]
+            push.flying = [each for each in push.flying if not moved[each.cover].any()]
         return list(self._missing())
 
     def lose(self, head: str) -> None:
@@ -193,8 +195,8 @@ class Outbox(Generic[Payload]):
 
     def _wants(self, push: _Push[Payload], shards: np.ndarray) -> np.ndarray:
         """Of `shards`, which have not answered this push."""
-        open = self._done[shards] < push.seq
-        return open if push.refused is None else open & ~push.refused[shards]
+        waiting = self._done[shards] < push.seq
+        return waiting if push.refused is None else waiting & ~push.refused[shards]
 
     def _settle(self) -> int:
         """Let complete pushes go, in order."""

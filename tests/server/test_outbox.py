@@ -23,8 +23,10 @@ class Map:
     epochs: tuple[int, ...]
 
     def move(self, shard: int, chain: tuple[str, ...]) -> Map:
+        """Another chain for a shard; its epoch begins anew only with another head."""
+        epoch = self.epochs[shard] if self.chains[shard][0] == chain[0] else self.version + 1
         chains = (*self.chains[:shard], chain, *self.chains[shard + 1 :])
-        epochs = (*self.epochs[:shard], self.version + 1, *self.epochs[shard + 1 :])
+        epochs = (*self.epochs[:shard], epoch, *self.epochs[shard + 1 :])
         return Map(self.version + 1, chains, epochs)
 
 
@@ -109,7 +111,8 @@ class Cluster:
         """The controller gives a shard another chain. What not all replicas held may be gone."""
         self.maps.append(self.maps[-1].move(shard, chain))
         each = self.shards[shard]
-        each.applied = each.applied[: max(each.held, len(each.applied) - kept)]
+        if self.maps[-1].epochs[shard] == self.maps[-1].version:
+            each.applied = each.applied[: max(each.held, len(each.applied) - kept)]
 
     def tell_server(self, name: str, version: int) -> None:
         self.known[name] = self.maps[max(self.known[name].version, version) - 1]
