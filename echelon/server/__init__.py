@@ -1,1 +1,39 @@
-"""The parameter server: sharded, replicated, asynchronous within a bound, and it loses nothing that it acknowledged."""
+"""The parameter server: sharded, replicated, asynchronous within a bound, and it loses nothing that it acknowledged.
+
+    from echelon.server import Servers, Table, connect
+
+    with Servers(2, replicas=2) as servers, connect(servers.address, secret=servers.secret) as client:
+        client.declare(Table(name="emb", dim=64))
+        rows = client.pull({"emb": ids})["emb"]
+        client.push({"emb": (ids, gradients)})
+
+Names are loaded when they are first used; numba, which compiles the loops, only when a server or client starts.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.server.client import Client, connect
+    from echelon.server.kinds import Dense, Init, Rule, Table
+
+_HOMES = {
+    "connect": "client",
+    "Client": "client",
+    "Table": "kinds",
+    "Dense": "kinds",
+    "Rule": "kinds",
+    "Init": "kinds",
+}
+
+__all__ = ["connect", "Client", "Table", "Dense", "Rule", "Init"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"echelon.server.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'echelon.server' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

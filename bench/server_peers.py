@@ -1,0 +1,275 @@
+"""What bench.server runs beside ours: TensorFlow's ParameterServerStrategy and a server on torch.rpc.
+
+A script of its own, so that each peer may live in its own environment: `PYTHON server_peers.py tensorflow --servers 2 --workers 2`.
+It prints `ready`, then answers each line `SECONDS` on its input with one line of JSON, {"batches": ..., "seconds": ...}, and ends with
+its input. All of its processes are in its session, by which the bench adds up their processor time.
+
+Each peer does what ours does, in the kindest way that its makers document: ids made unique before they are looked up, gradients of
+equal ids added up before they are sent, several steps in one call of TensorFlow's so that its scheduling hardly counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+#: Batches that a worker draws once and then repeats.
+POOL = 256
+#: Steps in one scheduled call of TensorFlow's.
+STEPS = 16
+RATE = 0.01
+
+
+def zipf(rows: int, batch: int, *, seed: int, batches: int = POOL) -> np.ndarray:
+    """Ids of `batches` batches: rank k is drawn with a chance like 1/k^1.05, and ranks are scattered over all ids."""
+    chances = np.arange(1, rows + 1, dtype=np.float64) ** -1.05
+    np.cumsum(chances, out=chances)
+    drawn = np.random.default_rng(seed).random((batches, batch)) * chances[-1]
+    ranks = np.searchsorted(chances, drawn).astype(np.uint64)
+    return ((ranks * np.uint64(2654435761)) % np.uint64(rows)).astype(np.int64)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at this moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def serve_turns(advance: Any, *, workers: int, steps: int) -> None:
+    """Answer each asked-for number of seconds by running `advance()`, which does `steps` batches on each worker, for that long."""
+    advance()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        began, batches = time.perf_counter(), 0
+        while time.perf_counter() - began < float(line):
+            advance()
+            batches += steps * workers
+        print(json.dumps({"batches": batches, "seconds": time.perf_counter() - began}), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- TensorFlow
+
+
+def _tensorflow_server(cluster: dict[str, list[str]], job: str, index: int) -> None:
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=2, intra_op_parallelism_threads=1)
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(cluster), job_name=job, task_index=index, protocol="grpc", config=config
+    )
+    server.join()
+
+
+def tensorflow(settings: argparse.Namespace) -> None:
+    """ParameterServerStrategy with its coordinator; table and accumulator sharded over the servers, Adagrad run on them."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    ports = free_ports(settings.servers + settings.workers)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    cluster = {"ps": addresses[: settings.servers], "worker": addresses[settings.servers :]}
+    context = multiprocessing.get_context("spawn")
+    for job, members in cluster.items():
+        for index in range(len(members)):
+            context.Process(target=_tensorflow_server, args=(cluster, job, index), daemon=True).start()
+
+    import tensorflow as tf
+
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster), rpc_layer="grpc")
+    partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(settings.servers)
+    strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    shape = (settings.rows, settings.dim)
+    # A constant is made where the shard lives; a random initial value of this size would be made here and sent.
+    with strategy.scope():
+        table = tf.Variable(lambda shape=shape, dtype=tf.float32: tf.fill(shape, 0.01), shape=shape, dtype=tf.float32)
+        accumulator = tf.Variable(
+            lambda shape=shape, dtype=tf.float32: tf.fill(shape, 0.1), shape=shape, dtype=tf.float32
+        )
+    tables, accumulators = _shards(table), _shards(accumulator)
+    size = -(-settings.rows // settings.servers)
+    pool = zipf(settings.rows, settings.batch, seed=0)
+
+    def dataset() -> Any:
+        return tf.data.Dataset.from_tensor_slices(pool).repeat()
+
+    @tf.function
+    def steps(batches: Any) -> None:
+        for _ in range(STEPS):
+            unique, places = tf.unique(next(batches))
+            owner = tf.cast(unique // size, tf.int32)
+            parts = tf.dynamic_partition(unique % size, owner, len(tables))
+            order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, len(tables))
+            found = [tf.gather(each, part) for each, part in zip(tables, parts, strict=True)]
+            rows = tf.gather(tf.dynamic_stitch(order, found), places)
+            gradients = tf.math.unsorted_segment_sum(rows * 1e-3, places, tf.size(unique))
+            for part, which, each, sums in zip(parts, order, tables, accumulators, strict=True):
+                tf.raw_ops.ResourceSparseApplyAdagradV2(
+                    var=each.handle, accum=sums.handle, lr=RATE, epsilon=1e-7, grad=tf.gather(gradients, which), indices=part
+                )  # fmt: skip
+
+    batches = iter(coordinator.create_per_worker_dataset(dataset))
+
+    def advance() -> None:
+        for _ in range(settings.workers * 4):
+            coordinator.schedule(steps, args=(batches,))
+        coordinator.join()
+
+    serve_turns(advance, workers=settings.workers, steps=STEPS * 4)
+
+
+def _shards(variable: Any) -> list[Any]:
+    return list(getattr(variable, "variables", [variable]))
+
+
+# ----------------------------------------------------------------------------------------------------------------- torch.rpc
+
+
+class _Rows:
+    """A server's part of the table: rows by id // servers, full Adagrad, torch's own kernels."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        import torch
+
+        self.table = torch.full((rows, dim), 0.01)
+        self.sums = torch.full((rows, dim), 0.1)
+
+    def pull(self, ids: Any) -> Any:
+        return self.table.index_select(0, ids)
+
+    def push(self, ids: Any, gradients: Any) -> None:
+        sums = self.sums.index_select(0, ids).addcmul_(gradients, gradients)
+        self.sums.index_copy_(0, ids, sums)
+        self.table.index_add_(0, ids, gradients / (sums.sqrt_().add_(1e-7)), alpha=-RATE)
+
+
+_HELD: list[_Rows] = []
+
+
+def _pull(ids: Any) -> Any:
+    return _HELD[0].pull(ids)
+
+
+def _push(ids: Any, gradients: Any) -> None:
+    _HELD[0].push(ids, gradients)
+
+
+def _rpc(name: str, rank: int, world: int, port: int) -> None:
+    import torch
+    from torch.distributed import rpc
+
+    torch.set_num_threads(1)
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
+
+
+def _rpc_server(index: int, world: int, port: int, rows: int, dim: int) -> None:
+    from torch.distributed import rpc
+
+    _HELD.append(_Rows(rows, dim))
+    _rpc(f"server{index}", index, world, port)
+    rpc.shutdown()
+
+
+def _rpc_worker(index: int, settings: argparse.Namespace, world: int, port: int, pipe: Any) -> None:
+    import torch
+    from torch.distributed import rpc
+
+    servers = settings.servers
+    _rpc(f"worker{index}", servers + index, world, port)
+    pool = [torch.from_numpy(each) for each in zipf(settings.rows, settings.batch, seed=index)]
+    pending: list[Any] = []
+    step = 0
+    while (seconds := pipe.recv()) is not None:
+        began = step
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or step == began:
+            unique, places = torch.unique(pool[step % POOL], return_inverse=True)
+            owner = unique % servers
+            order = [torch.nonzero(owner == server).flatten() for server in range(servers)]
+            parts = [unique[each] // servers for each in order]
+            asked = [rpc.rpc_async(f"server{s}", _pull, args=(part,)) for s, part in enumerate(parts)]
+            found = torch.empty(len(unique), settings.dim)
+            for which, each in zip(order, asked, strict=True):
+                found[which] = each.wait()
+            rows = found[places]
+            gradients = torch.zeros_like(found).index_add_(0, places, rows * 1e-3)
+            for each in pending:
+                each.wait()
+            pending = [
+                rpc.rpc_async(f"server{s}", _push, args=(part, gradients[which]))
+                for s, (part, which) in enumerate(zip(parts, order, strict=True))
+            ]
+            step += 1
+        for each in pending:
+            each.wait()
+        pipe.send(step - began)
+    rpc.shutdown()
+
+
+def torch_rpc(settings: argparse.Namespace) -> None:
+    """Servers that hold rows in plain tensors behind torch.rpc (TensorPipe), one push under way while the next batch is pulled."""
+    [port] = free_ports(1)
+    world = settings.servers + settings.workers
+    context = multiprocessing.get_context("spawn")
+    rows = -(-settings.rows // settings.servers)
+    for index in range(settings.servers):
+        context.Process(target=_rpc_server, args=(index, world, port, rows, settings.dim), daemon=True).start()
+    pipes = []
+    for index in range(settings.workers):
+        here, there = context.Pipe()
+        context.Process(target=_rpc_worker, args=(index, settings, world, port, there), daemon=True).start()
+        pipes.append(here)
+
+    run_workers(pipes)
+
+
+def run_workers(pipes: list[Any]) -> None:
+    """Answer each asked-for number of seconds by having every worker run for that long."""
+    for seconds in (0.0, *_asked()):
+        began = time.perf_counter()
+        for pipe in pipes:
+            pipe.send(seconds)
+        batches = sum(pipe.recv() for pipe in pipes)
+        if seconds:
+            print(json.dumps({"batches": batches, "seconds": time.perf_counter() - began}), flush=True)
+        else:
+            print("ready", flush=True)
+    for pipe in pipes:
+        pipe.send(None)
+
+
+def _asked() -> Any:
+    for line in sys.stdin:
+        yield float(line)
+
+
+def arguments(peers: list[str]) -> argparse.Namespace:
+    """What to run, how large."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=peers)
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=4096)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    # A process whose children hold channels of their own does not always end by itself; there is nothing left to save.
+    {"tensorflow": tensorflow, "torch.rpc": torch_rpc}[(chosen := arguments(["tensorflow", "torch.rpc"])).peer](chosen)
+    sys.stdout.flush()
+    os._exit(0)

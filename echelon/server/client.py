@@ -1,0 +1,381 @@
+"""A worker's face of the parameter server: pull, push, and nothing that was acknowledged is ever lost.
+
+    client = connect("127.0.0.1:7000", secret=secret, worker="0")
+    client.declare(Table(name="emb", dim=64))
+    rows = client.pull({"emb": ids})["emb"]
+    client.push({"emb": (ids, gradients)})
+
+Calls block as long as the servers do; whoever dies, moves or comes back, they go on where they were. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import ServerError
+from echelon.server import wire
+from echelon.server.combine import Grouped
+from echelon.server.courier import Request
+from echelon.server.kinds import SIZES, Dense, Table, spec_to_plain
+from echelon.server.map import Map
+from echelon.server.parcels import DenseGrad, Grads, Parcel, Pull, Roads, Wanted, WantedDense
+from echelon.server.session import Session
+
+Ids = np.ndarray
+#: name -> (ids, gradients or rows)
+Pushes = Mapping[str, tuple[Ids, np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Since:
+    """How far a worker knows a table: a log number per shard. For `changed`."""
+
+    table: str
+    marks: np.ndarray
+
+
+def connect(
+    address: str,
+    *,
+    secret: bytes,
+    worker: str = "0",
+    window: int = 2,
+    patience: float = 60.0,
+    host: str | None = None,
+) -> Client:
+    """Join the job whose controller listens at `address` ("host:port").
+
+    `window`: pushes that may be unacknowledged before `push` waits. `patience`: seconds without a way on (a server that cannot be
+    reached and is not replaced) until a call gives up.
+    """
+    return Client(address, secret=secret, worker=worker, window=window, patience=patience, host=host)
+
+
+class Client:
+    """What `connect` gives. `step` counts the steps that this worker has finished."""
+
+    def __init__(
+        self, address: str, *, secret: bytes, worker: str, window: int, patience: float, host: str | None
+    ) -> None:
+        _require_numba()
+        if window < 1:
+            raise ServerError(f"window: {window}; at least one push must be under way, use 1 or more")
+        self.worker, self.window, self.step = worker, window, 0
+        self._lock = threading.RLock()
+        self._prefetched: list[tuple[dict[str, np.ndarray], Pull]] = []
+        self._sorted: dict[str, tuple[np.ndarray, Roads, Grouped]] = {}
+        self._session = Session(address, secret=secret, worker=worker, patience=patience, host=host)
+        try:
+            self.step = self.clock()[0]
+        except BaseException:
+            self.close()
+            raise
+
+    def declare(self, spec: Table | Dense, *, initial: np.ndarray | None = None) -> None:
+        """Make a table or dense parameter known. Every worker may; the same name must mean the same. Only the first `initial` counts."""
+        with self._lock:
+            plain = spec_to_plain(spec)
+            self._session.control(wire.DECLARE, {"spec": plain})
+            self._session.learn(spec)
+            if initial is None:
+                return
+            if not isinstance(spec, Dense):
+                raise ServerError(
+                    f"{spec.name}: initial= is for dense parameters; a table's rows begin as its init says, or use assign()"
+                )
+            self._send(Parcel(self._session.roads, {}, [], [self._grad(spec, initial)], sets=True), tick=False)
+            self.flush()
+
+    def pull(
+        self, ids: Mapping[str, Ids], *, wire: str | None = None, dense: Sequence[str] = ()
+    ) -> dict[str, np.ndarray]:
+        """Rows of these ids, in their order; waits for as long as the staleness bound asks. Takes what was prefetched, if it is the same."""
+        with self._lock:
+            pull = self._take_prefetched(ids) if not dense and wire is None else None
+            if pull is None:
+                pull = self._ask(ids, dense, step=self.step, form=wire)
+            self._session.finish(pull)
+            found = {name: _expanded(pull.tables[name], np.shape(given)) for name, given in ids.items()}
+            return found | {name: pull.dense[name].values for name in dense}
+
+    def prefetch(self, ids: Mapping[str, Ids]) -> None:
+        """Ask for the rows of the step after this one; the `pull` of the same ids takes them."""
+        with self._lock:
+            kept = {name: np.array(given, np.int64) for name, given in ids.items()}
+            self._prefetched.append((kept, self._ask(kept, (), step=self.step + 1)))
+            del self._prefetched[:-8]
+
+    def pull_dense(self, names: Sequence[str], *, out: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """Dense parameters, flat; into the arrays of `out` where given."""
+        with self._lock:
+            pull = self._ask({}, names, step=self.step, out=out)
+            self._session.finish(pull)
+            return {name: pull.dense[name].values for name in names}
+
+    def push(
+        self,
+        tables: Pushes | None = None,
+        dense: Mapping[str, np.ndarray] | None = None,
+        *,
+        lr: Mapping[str, float] | float | None = None,
+        tick: bool = True,
+    ) -> int:
+        """Send gradients; equal ids are added up first. Returns its number when it is under way, which `flush` waits for. `tick` ends a step."""
+        with self._lock:
+            rates = self._rates(lr, [*(tables or ()), *(dense or ())])
+            parcel = Parcel(
+                self._session.roads,
+                {"lr": rates},
+                [self._grads(name, *pair) for name, pair in (tables or {}).items()],
+                [self._grad(self._dense(name), values) for name, values in (dense or {}).items()],
+            )
+            return self._send(parcel, tick=tick)
+
+    def assign(self, tables: Pushes) -> None:
+        """Set rows to these values, with fresh optimizer state; acknowledged when it returns."""
+        with self._lock:
+            sets = []
+            for name, (ids, rows) in tables.items():
+                grads = self._grads(name, ids, rows, add=False)
+                sets.append(grads)
+            self._send(Parcel(self._session.roads, {}, sets, [], sets=True), tick=False)
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until every push is acknowledged: it is then on every replica."""
+        with self._lock:
+            self._session.wait(lambda: not len(self._session.outbox), "pushes to be acknowledged")
+
+    def acknowledged(self) -> int:
+        """The last push that is acknowledged, as all before it are. Takes in answers that have arrived."""
+        with self._lock:
+            self._session.courier.turn(0.0)
+            self._session.check()
+            return self._session.outbox.last if self._session.outbox.oldest is None else self._session.outbox.oldest - 1
+
+    def changed(
+        self, table: str, since: Since | None = None, *, limit: int = 1 << 20
+    ) -> tuple[np.ndarray, np.ndarray, Since]:
+        """Ids and rows that changed since that mark (None: all there are), and the new mark. At most about `limit` rows: ask again."""
+        with self._lock:
+            spec = self._table(table)
+            marks = np.zeros(self._session.roads.shards, np.int64) if since is None else since.marks.copy()
+            found: list[tuple[np.ndarray, np.ndarray]] = []
+
+            def ask(cover: np.ndarray) -> tuple[dict[str, Any], list[np.ndarray]]:
+                return {"table": table, "wire": spec.dtype, "limit": limit}, [cover, marks[cover]]
+
+            def take(cover: np.ndarray, frame: wire.Frame) -> None:
+                ids, rows, new = frame.arrays
+                found.append((ids, rows))
+                marks[cover] = new
+
+            self._session.everywhere(wire.CHANGED, ask, take)
+            ids = np.concatenate([ids for ids, _ in found])
+            rows = np.concatenate([rows for _, rows in found])
+            return ids, rows, Since(table=table, marks=marks)
+
+    def clock(self) -> tuple[int, int]:
+        """Steps that the slowest and the fastest worker have finished."""
+        with self._lock:
+            found: list[tuple[int, int]] = []
+            self._session.everywhere(
+                wire.CLOCK,
+                lambda cover: ({}, [cover]),
+                lambda cover, frame: found.append((int(frame.meta["min"]), int(frame.meta["max"]))),
+            )
+            return min(low for low, _ in found), max(high for _, high in found)
+
+    def digests(self) -> dict[int, dict[str, str]]:
+        """Per shard, of every replica, a digest of all that it holds: equal ones hold the same bytes."""
+        with self._lock:
+            self.flush()
+            found: dict[int, dict[str, str]] = {shard: {} for shard in range(self._session.roads.shards)}
+            answered: list[int] = []
+            holders = {server for route in self._session.roads.routes for server in route.chain}
+            up = self._session.courier.up
+            self._session.wait(lambda: all(up(server) for server in holders), "every replica to be reachable")
+            for server in holders:
+                held = [route.shards for route in self._session.roads.routes if server in route.chain]
+                cover = np.sort(np.concatenate(held))
+
+                def done(request: Request, frame: wire.Frame, cover: np.ndarray = cover, server: str = server) -> None:
+                    answered.append(1)
+                    if frame.kind == wire.DIGESTS:
+                        for shard, digest in zip(cover, _digests(frame), strict=True):
+                            found[int(shard)][server] = digest
+
+                meta = {"version": self._session.outbox.version}
+                self._session.courier.ask(server, Request(wire.DIGEST, meta, [cover], done))
+            self._session.wait(lambda: len(answered) == len(holders), "digests")
+            return found
+
+    def status(self) -> dict[str, Any]:
+        """What the controller knows: servers, shards, replicas, lag, rows, bytes, rates."""
+        with self._lock:
+            return dict(self._session.control(wire.STATUS, {}).meta)
+
+    def checkpoint(self, path: str) -> dict[str, Any]:
+        """Write all shards, each at one log number, to this folder; training may go on. Returns when it is on the disk."""
+        with self._lock:
+            self.flush()
+            return dict(self._session.control(wire.CHECKPOINT, {"path": str(path)}, patience=3600.0).meta)
+
+    @property
+    def map(self) -> Map:
+        """The newest map that this worker knows."""
+        assert self._session.map is not None
+        return self._session.map
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of the job, as the controller has them: staleness, replicas, ..."""
+        return self._session.herald.settings
+
+    @property
+    def staleness(self) -> int | None:
+        """The bound that pulls wait for; None: they never do."""
+        return self.settings.get("staleness")
+
+    def close(self) -> None:
+        """Leave the job: unacknowledged pushes are given up (call `flush` first), the clocks go on without this worker."""
+        with self._lock:
+            self._session.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self.flush()
+        self.close()
+
+    def _send(self, parcel: Parcel, *, tick: bool) -> int:
+        parcel.meta |= {"step": self.step, "tick": tick}
+        number = self._session.send(parcel, window=self.window)
+        self.step += tick
+        return number
+
+    def _grads(self, name: str, ids: Ids, values: np.ndarray, *, add: bool = True) -> Grads:
+        spec = self._table(name)
+        ids, values = _ids(name, ids), np.asarray(values)
+        if values.size != ids.size * spec.dim:
+            raise ServerError(
+                f"{name}: values of shape {values.shape} for {ids.size} ids; it has {spec.dim} columns, give ({ids.size}, {spec.dim})"
+            )
+        rows = np.ascontiguousarray(values.reshape(ids.size, spec.dim), spec.dtype)
+        order = self._sort(name, ids)
+        if not add and len(order.ids) < ids.size:
+            raise ServerError(
+                f"{name}: {ids.size - len(order.ids)} of {ids.size} ids are given more than once; assign() sets each row to one value"
+            )
+        return Grads(spec, order, order.sum(rows))
+
+    def _grad(self, spec: Dense, values: np.ndarray) -> DenseGrad:
+        values = np.asarray(values)
+        if values.size != spec.size:
+            raise ServerError(
+                f"{spec.name}: {values.size} values of shape {values.shape}; it was declared with {spec.size} elements"
+            )
+        return DenseGrad(spec, np.array(values.reshape(-1), spec.dtype), self._session.blocks[spec.name])
+
+    def _rates(self, lr: Mapping[str, float] | float | None, names: Sequence[str]) -> dict[str, float] | None:
+        if lr is None:
+            return None
+        return {
+            name: float(rate) for name, rate in (lr if isinstance(lr, Mapping) else dict.fromkeys(names, lr)).items()
+        }
+
+    def _ask(
+        self,
+        ids: Mapping[str, Ids],
+        dense: Sequence[str],
+        *,
+        step: int,
+        form: str | None = None,
+        out: Mapping[str, np.ndarray] | None = None,
+    ) -> Pull:
+        pull = Pull(step=step, bound=self.staleness)
+        for name, given in ids.items():
+            spec = self._table(name)
+            if form is not None and form not in SIZES:
+                raise ServerError(f"{name}: wire={form!r} is no kind of number; use one of {', '.join(SIZES)}")
+            order = self._sort(name, _ids(name, given))
+            rows = np.empty((len(order.ids), spec.dim), spec.dtype)
+            pull.tables[name] = Wanted(spec, form or spec.dtype, order, rows)
+        for name in dense:
+            spec_ = self._dense(name)
+            values = out[name] if out and name in out else np.empty(spec_.size, spec_.dtype)
+            if values.shape != (spec_.size,) or values.dtype != spec_.dtype or not values.flags.c_contiguous:
+                raise ServerError(
+                    f"{name}: out= is {values.dtype} of shape {values.shape}; give a contiguous {spec_.dtype} of shape ({spec_.size},)"
+                )
+            pull.dense[name] = WantedDense(spec_, values, self._session.blocks[name])
+        self._session.start(pull)
+        return pull
+
+    def _take_prefetched(self, ids: Mapping[str, Ids]) -> Pull | None:
+        for place, (kept, pull) in enumerate(self._prefetched):
+            if kept.keys() == ids.keys() and all(np.array_equal(kept[name], ids[name]) for name in kept):
+                del self._prefetched[place]
+                return pull
+        return None
+
+    def _sort(self, name: str, ids: Ids) -> Grouped:
+        """Sort ids by route; those of the last call again (a push follows the pull of the same ids)."""
+        known = self._sorted.get(name)
+        if known is not None and known[1] is self._session.roads and np.array_equal(known[0], ids):
+            return known[2]
+        found = self._session.roads.sort(ids)
+        self._sorted[name] = (ids.copy(), self._session.roads, found)
+        return found
+
+    def _table(self, name: str) -> Table:
+        spec = self._session.specs.get(name)
+        if not isinstance(spec, Table):
+            raise ServerError(self._unknown(name, "table", spec))
+        return spec
+
+    def _dense(self, name: str) -> Dense:
+        spec = self._session.specs.get(name)
+        if not isinstance(spec, Dense):
+            raise ServerError(self._unknown(name, "dense parameter", spec))
+        return spec
+
+    def _unknown(self, name: str, what: str, spec: object) -> str:
+        if spec is not None:
+            return f"{name}: is declared as {type(spec).__name__}, not as a {what}; use pull and push for tables, pull_dense and dense= for dense ones"
+        known = ", ".join(sorted(self._session.specs)) or "nothing"
+        return f"{name}: no such {what} (declared: {known}); declare it first"
+
+
+def _ids(name: str, ids: Any) -> np.ndarray:
+    found = np.asarray(ids)
+    if found.dtype.kind not in "iu":
+        raise ServerError(f"{name}: ids of dtype {found.dtype}; they are integers, use int64")
+    return np.ascontiguousarray(found.reshape(-1), np.int64)
+
+
+def _expanded(wanted: Wanted, shape: tuple[int, ...]) -> np.ndarray:
+    rows = wanted.order.expand(wanted.rows)
+    return rows if len(shape) == 1 else rows.reshape(*shape, wanted.table.dim)
+
+
+def _digests(frame: wire.Frame) -> list[str]:
+    if frame.arrays:
+        return [row.tobytes().hex() for row in frame.arrays[0].reshape(-1, 32)]
+    return [str(each) for each in frame.meta["digests"]]
+
+
+def _require_numba() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("numba") is None:
+        raise ServerError(
+            "the parameter server's client needs numba, which is not installed; pip install 'echelon[server]'"
+        )

@@ -1,0 +1,262 @@
+"""What a worker pulls and pushes, cut by route: arrays sorted once, of which each route's frame takes slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from echelon.server.combine import Grouped, group
+from echelon.server.hashing import block_shards, shard_of
+from echelon.server.kinds import BLOCK, Dense, Table
+from echelon.server.outbox import Route
+
+#: Which rows of a parcel: a slice where a route's lie together, else their numbers.
+Rows = slice | np.ndarray
+#: In place of a route's number: the shard has no living replica.
+NOWHERE = 65535
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roads:
+    """The routes of one map, by shard; NOWHERE for shards on none."""
+
+    routes: tuple[Route, ...]
+    of: np.ndarray
+
+    @classmethod
+    def of_map(cls, routes: Sequence[Route], shards: int) -> Roads:
+        """Which of these routes each of so many shards is on."""
+        of = np.full(shards, NOWHERE, np.uint16)
+        for number, route in enumerate(routes):
+            of[route.shards] = number
+        return cls(routes=tuple(routes), of=of)
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return len(self.of)
+
+    def sort(self, ids: np.ndarray) -> Grouped:
+        """Each id once, by route."""
+        return group(ids, self.of, len(self.routes))
+
+    def split(self, shards: np.ndarray) -> Iterator[tuple[Route | None, np.ndarray]]:
+        """Places in `shards` by the route of the shard; None: they are on no route."""
+        taken = self.of[shards]
+        for number in np.unique(taken):
+            yield (self.routes[number] if number != NOWHERE else None), np.flatnonzero(taken == number)
+
+
+@dataclass(slots=True, eq=False)
+class Grads:
+    """A table's part of a push: each id once, gradients added up, by the routes of the map at that time."""
+
+    table: Table
+    order: Grouped
+    values: np.ndarray
+    _shards: np.ndarray | None = None
+
+    def part(self, number: int | None, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and gradients of a route by its number, or of the shards in `mask`."""
+        ids = self.order.ids
+        if number is not None:
+            rows: Rows = slice(int(self.order.bounds[number]), int(self.order.bounds[number + 1]))
+        else:
+            if self._shards is None:
+                self._shards = shard_of(ids, len(mask))
+            rows = np.flatnonzero(mask[self._shards])
+        return ids[rows], self.values[rows]
+
+
+@dataclass(slots=True, eq=False)
+class DenseGrad:
+    """A dense parameter's part of a push."""
+
+    spec: Dense
+    values: np.ndarray
+    shards: np.ndarray
+
+    def part(self, mask: np.ndarray) -> list[np.ndarray]:
+        """The blocks of the shards in `mask`, and each block's gradient."""
+        blocks = np.flatnonzero(mask[self.shards])
+        return [blocks, *(self.values[block * BLOCK : (block + 1) * BLOCK] for block in blocks)]
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """A push as a worker made it."""
+
+    roads: Roads
+    meta: dict[str, Any]
+    tables: list[Grads]
+    dense: list[DenseGrad]
+    #: Values are to be set, not gradients to be applied.
+    sets: bool = False
+    _numbers: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._numbers = {id(route): number for number, route in enumerate(self.roads.routes)}
+
+    def part(self, route: Route, cover: np.ndarray) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+        """The ops of a frame for these shards, and its arrays."""
+        number = self._numbers.get(id(route)) if len(cover) == len(route.shards) else None
+        mask = np.zeros(self.roads.shards, bool)
+        mask[cover] = True
+        ops: list[dict[str, Any]] = []
+        arrays = [cover]
+        for grads in self.tables:
+            ids, values = grads.part(number, mask)
+            if len(ids):
+                ops.append({"table": grads.table.name} | ({"assign": True} if self.sets else {}))
+                arrays += [ids, values]
+        for dense in self.dense:
+            blocks, *values_of = dense.part(mask)
+            if len(blocks):
+                ops.append({"set" if self.sets else "dense": dense.spec.name})
+                arrays += [blocks, *values_of]
+        return ops, arrays
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A table's part of a pull: each id once, by route, and the rows as they come in."""
+
+    table: Table
+    wire: str
+    order: Grouped
+    rows: np.ndarray
+    _shards: np.ndarray | None = None
+
+    def shards(self, count: int) -> np.ndarray:
+        """The shard of each id."""
+        if self._shards is None:
+            self._shards = shard_of(self.order.ids, count)
+        return self._shards
+
+    @property
+    def plain(self) -> bool:
+        """Whether rows arrive as they are wanted, so that they can be received in place."""
+        return self.rows.dtype == np.dtype(self.wire)
+
+
+@dataclass(slots=True, eq=False)
+class WantedDense:
+    """A dense parameter's part of a pull, received in place."""
+
+    spec: Dense
+    values: np.ndarray
+    shards: np.ndarray
+
+    def block(self, number: int) -> np.ndarray:
+        """Where a block goes."""
+        return self.values[number * BLOCK : (number + 1) * BLOCK]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one frame of a pull asks for."""
+
+    pull: Pull
+    cover: np.ndarray
+    tables: list[tuple[Wanted, Rows]]
+    dense: list[tuple[WantedDense, np.ndarray]]
+
+    def frame(self) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+        """Its ops and arrays."""
+        ops: list[dict[str, Any]] = [{"table": each.table.name, "wire": each.wire} for each, _ in self.tables]
+        ops += [{"dense": each.spec.name} for each, _ in self.dense]
+        arrays = [each.order.ids[rows] for each, rows in self.tables] + [blocks for _, blocks in self.dense]
+        return ops, [self.cover, *arrays]
+
+    def places(self, meta: Mapping[str, Any], described: Sequence[Any]) -> list[np.ndarray | None]:
+        """Where the arrays of the answer go; None: into an array of their own first."""
+        found: list[np.ndarray | None] = []
+        for each, rows in self.tables:
+            found.append(each.rows[rows] if each.plain and isinstance(rows, slice) else None)
+            if each.wire in ("i2", "i1"):
+                found.append(None)
+        for dense, blocks in self.dense:
+            found += [dense.block(block) for block in blocks]
+        fits = len(found) == len(described) and all(
+            place is None or (place.dtype == dtype and place.shape == shape)
+            for place, (dtype, shape) in zip(found, described, strict=True)
+        )
+        return found if fits else [None] * len(described)
+
+    def take(self, arrays: Sequence[np.ndarray]) -> None:
+        """The answer is here: put what is not in its place there."""
+        from echelon.server.narrow import widen
+
+        rest = list(arrays)
+        for each, rows in self.tables:
+            got = [rest.pop(0)] + ([rest.pop(0)] if each.wire in ("i2", "i1") else [])
+            if each.plain:
+                target = each.rows[rows] if isinstance(rows, slice) else None
+                if target is None or not np.may_share_memory(target, got[0]):
+                    each.rows[rows] = got[0]
+            else:
+                each.rows[rows] = widen(got, each.rows.dtype.str[1:])
+        for dense, blocks in self.dense:
+            for block in blocks:
+                target, values = dense.block(block), rest.pop(0)
+                if not np.may_share_memory(target, values):
+                    target[:] = values
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """Everything that one call pulls. `open` counts the parts that are not here."""
+
+    step: int
+    bound: int | None
+    tables: dict[str, Wanted] = field(default_factory=dict)
+    dense: dict[str, WantedDense] = field(default_factory=dict)
+    open: int = 0
+
+    def parts(self, roads: Roads) -> Iterator[tuple[Route | None, Part]]:
+        """Cut by route, the first time: rows lie together, and a route's frame covers all of it."""
+        for number, route in [*enumerate(roads.routes), (NOWHERE, None)]:
+            part = Part(self, np.empty(0, np.uint16), [], [])
+            for wanted in self.tables.values():
+                bounds = wanted.order.bounds
+                start = int(bounds[number if route else -1])
+                stop = int(bounds[number + 1]) if route else len(wanted.order.ids)
+                if stop > start:
+                    part.tables.append((wanted, slice(start, stop)))
+            for dense in self.dense.values():
+                blocks = np.flatnonzero(roads.of[dense.shards] == number)
+                if len(blocks):
+                    part.dense.append((dense, blocks))
+            if part.tables or part.dense:
+                part.cover = route.shards if route else part.cover
+                yield route, part
+
+    def again(self, part: Part, roads: Roads) -> Iterator[tuple[Route | None, Part]]:
+        """Cut a part by the routes of another map."""
+        found: dict[int, Part] = {}
+        routes: dict[int, Route | None] = {}
+
+        def of(route: Route | None) -> Part:
+            routes[id(route)] = route
+            return found.setdefault(id(route), Part(self, np.empty(0, np.uint16), [], []))
+
+        for wanted, rows in part.tables:
+            numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            for route, places in roads.split(wanted.shards(roads.shards)[numbers]):
+                of(route).tables.append((wanted, numbers[places]))
+        for dense, blocks in part.dense:
+            for route, places in roads.split(dense.shards[blocks]):
+                of(route).dense.append((dense, blocks[places]))
+        for key, each in found.items():
+            shards = [wanted.shards(roads.shards)[rows] for wanted, rows in each.tables]
+            shards += [dense.shards[blocks] for dense, blocks in each.dense]
+            each.cover = np.unique(np.concatenate(shards)).astype(np.uint16)
+            yield routes[key], each
+
+
+def shards_of_blocks(spec: Dense, shards: int) -> np.ndarray:
+    """The shard of each block."""
+    return block_shards(spec, shards)
