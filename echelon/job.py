@@ -51,6 +51,8 @@ class Job:
     seed: int = 0
     #: Leave out the last batch of an epoch where it is short, instead of training on it as it is.
     drop_last: bool = False
+    #: What to train on before `data`, once: a data set, or a fraction of `data` (0.05), drawn by the seed.
+    warmup_data: Any = None
     #: None: named after the job file.
     name: str | None = None
     #: What the parameters start from: a safetensors file, its index, a torch state dict, a checkpoint, or a run (its last one).
@@ -116,6 +118,12 @@ class Job:
             raise JobError(
                 f"evaluation= is empty ({type(self.evaluation).__name__}): give at least one sample to evaluate on, or leave it out"
             )
+        if _is_number(self.warmup_data) and not 0 < self.warmup_data < 1:
+            raise JobError(
+                f"warmup_data={self.warmup_data!r}: a data set, or the fraction of data= to begin with, above 0 and below 1 (0.05)"
+            )
+        if _is_empty(self.warmup_data):
+            raise JobError("warmup_data= is empty: give at least one sample to begin with, or leave it out")
         self._check_calls()
 
     def _check_metrics(self) -> None:

@@ -20,6 +20,7 @@ from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.recompute import recompute
 from echelon.engine.renorm import shortened
+from echelon.engine.served import take
 from echelon.engine.shard import Sharding, unit_modules
 from echelon.engine.tensor import Axis, cut, install, pieces
 from echelon.engine.weights import load_weights
@@ -55,9 +56,14 @@ class Assembly:
         self.pipeline: Pipeline | None = None
         self.sharding: Sharding | None = None
         self.exchange: Exchange | None = None
+        #: Of the servers' tables what rows begin with; rank 0's until they are handed over.
+        self.first: dict[str, Tensor] = {}
+        served = {table.name for table in plan.tables}
         self.model = self._build(warn)
         #: Those that this rank trains: all but what other stages hold.
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad and not p.is_meta]
+        named = [
+            (n, p) for n, p in self.model.named_parameters() if p.requires_grad and not p.is_meta and n not in served
+        ]
         self.parameters = [value for _, value in named]
         self.copies = [self.held_by(name, value) for name, value in named]
         #: Held by several stages, with the ranks that hold them: their gradients add up over those.
@@ -69,7 +75,7 @@ class Assembly:
         #: Changed by forward itself, on the ranks whose samples use them.
         self.shortened = [value for value in shortened(self.model) if not value.is_meta]
         whole = self.parameters if self.sharding is None else self.sharding.loose
-        if self._data.size > 1 and whole:
+        if self._data.size > 1 and whole and plan.dense == "allreduce":
             self.exchange = Exchange(whole, plan.bucket, self._data.group)
 
     def owners(self, name: str) -> frozenset[int]:
@@ -115,9 +121,11 @@ class Assembly:
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self._plan, self._ranks
         sharded = plan.zero > 0 and self._data.size > 1
-        model = build(self._job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model)
+        model = build(self._job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model, tables=plan.tables)
         self.fingerprint = fingerprint(model)
         self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
+        if plan.tables:
+            self._take_tables(model, warn)
         if self._axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
             example = Mover(ranks.device, self._dtype)(Example(self._job).batch(2))
             self.pipeline = Pipeline(model.train(), self._loss, example, plan, self._axes["pp"])
@@ -141,9 +149,22 @@ class Assembly:
                 to_device(model, ranks.device)
             cut(model, self.pieces)
             self._compile(model, [model] if self._data.size == 1 else unit_modules(model) or [model])
-        if self._job.weights is not None:
+        if self._job.weights is not None and not plan.tables:
             load_weights(model, self._job.weights, pieces=self.pieces, warn=warn)
         return model.train()
+
+    def _take_tables(self, model: nn.Module, warn: Callable[[str], None]) -> None:
+        """Leave the servers' tables to them. Weights from a file are read before, while the model is whole."""
+        if self._job.weights is not None:
+            beyond = next((table.path for table in self._plan.tables if table.start == "server"), None)
+            if beyond is not None:
+                raise PlanError(
+                    f"weights=: {beyond} begins on the servers, because no host holds it whole, and weights are read by hosts; leave weights= "
+                    "out, or resume a run whose checkpoint has the servers' tables"
+                )
+            load_weights(model, self._job.weights, pieces={}, warn=warn)
+        with self._ranks.together():
+            self.first = take(model, self._plan.tables, keep=self._ranks.world.main)
 
     def _pieces(self, model: nn.Module) -> dict[str, Piece]:
         """What this rank keeps of parameters that the tensor axis cuts; the modules that hold them compute with it."""

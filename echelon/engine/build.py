@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -19,23 +20,33 @@ from echelon.engine.ranks import Ranks
 from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, lift, make_dense
 from echelon.plan import profile
+from echelon.plan.served import Served
 
 
 def build(
-    job: Job, ranks: Ranks, *, sharded: bool, dtype: torch.dtype | None = None, expected: str | None = None
+    job: Job,
+    ranks: Ranks,
+    *,
+    sharded: bool,
+    dtype: torch.dtype | None = None,
+    expected: str | None = None,
+    tables: Sequence[Served] = (),
 ) -> nn.Module:
     """The model on this rank's host memory.
 
     When it will be sharded only rank 0 holds real values (`realise` deals them out); the others build on the meta device,
     so that a model larger than N hosts' memory over N can start. `expected`: the fingerprint that a plan was made for.
+    `tables`: of them those that begin on servers are left without values.
     """
     torch.manual_seed(job.seed)
     empty = sharded and ranks.world.rank > 0
     with ranks.together():
-        model = _made(job, empty)
+        beyond = [table for table in tables if table.start == "server"]
+        with unmade(beyond):
+            model = _made(job, empty)
         make_dense(model)
         if not empty:
-            materialise(model, job)
+            materialise(model, job, {table.path for table in beyond})
         _require_expected(model, expected)
         if dtype is not None:
             lift(model, dtype)
@@ -84,9 +95,37 @@ def _stray_tensors(model: nn.Module) -> bool:
     )
 
 
-def materialise(model: nn.Module, job: Job) -> None:
-    """Give real, initial values to what the user's factory left on the meta device."""
+@contextmanager
+def unmade(tables: Sequence[Served]) -> Iterator[None]:
+    """Tables of these sizes are made without values: no host could hold them."""
+    sizes = {(table.rows, table.dim) for table in tables}
+
+    def around(usual: Any) -> Any:
+        def init(module: Any, num_embeddings: int, embedding_dim: int, *args: Any, **kwargs: Any) -> None:
+            if (num_embeddings, embedding_dim) in sizes:
+                with torch.device("meta"):
+                    usual(module, num_embeddings, embedding_dim, *args, **kwargs)
+            else:
+                usual(module, num_embeddings, embedding_dim, *args, **kwargs)
+
+        return init
+
+    kinds: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag) if sizes else ()
+    before = [kind.__init__ for kind in kinds]
+    for kind, usual in zip(kinds, before, strict=True):
+        kind.__init__ = around(usual)
+    try:
+        yield
+    finally:
+        for kind, usual in zip(kinds, before, strict=True):
+            kind.__init__ = usual
+
+
+def materialise(model: nn.Module, job: Job, served: Set[str] = frozenset()) -> None:
+    """Give real, initial values to what the user's factory left on the meta device, but for tables that begin on servers."""
     for path, module in model.named_modules():
+        if path in served:
+            continue
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(tensor.is_meta for tensor in own):
             continue

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from echelon.engine import groups, state
+from echelon.engine.keeper import FOLDER
 from echelon.engine.layout import Spread, whole_shape
 from echelon.engine.stored import FORMAT, MANIFEST, Reader, quietly, read_manifest, require_whole, sha256
 from echelon.errors import CheckpointError, ForeignCheckpoint
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 def save(run: Run, folder: Path) -> int:
     """Write the run's state to `folder` (which must not exist); returns its bytes. Every rank must call it."""
     run.settle()
+    run.meet()
     partial = folder.with_name(folder.name + ".partial")
     with run.ranks.together():
         if run.world.main:
@@ -59,10 +61,13 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
         save_tensors(
             _tensors(run), storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=run.world.size == 1
         )
+    if run.hub is not None:
+        run.hub.save(partial / FOLDER)
     with run.ranks.together():
         mine = [path for path in partial.iterdir() if path.name.startswith(f"__{run.world.rank}_")]
-        mine += [partial / ".metadata"] if run.world.main else []
-        sums = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
+        if run.world.main:
+            mine += [partial / ".metadata", *(path for path in (partial / FOLDER).rglob("*") if path.is_file())]
+        sums = {str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
     files = {name: entry for part in run.ranks.gather(sums) for name, entry in part.items()}
     optimizers = groups.optimizer_plain(run)
     with run.ranks.together():
@@ -76,13 +81,15 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
 def _tensors(run: Run) -> dict[str, Any]:
     """What this rank holds, whole tensors as they are (torch writes each once) and parts with their places."""
     model = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
-    moments = state.optimizer_tensors(run).items()
+    moments = state.optimizer_tensors(run).items()  # of parameters that servers train they have none
     return model | {f"optimizer/{name}": _stored(run, name, value) for name, value in moments}
 
 
 def _model(run: Run) -> dict[str, Tensor]:
     """The model's tensors but those that other stages hold."""
-    return {name: value.detach() for name, value in run.model.state_dict().items() if not value.is_meta}
+    served = run.hub.names if run.hub is not None else frozenset()
+    held = run.model.state_dict().items()
+    return {name: value.detach() for name, value in held if not value.is_meta and name not in served}
 
 
 def _stored(run: Run, name: str, value: Tensor) -> Any:
@@ -109,6 +116,7 @@ def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]])
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good],
         "nominal": run.nominal,
         "changing": run.changing,
+        "served": None if run.hub is None else {"trained": sorted(run.hub.trained), "updates": run.hub.updates},
         "torch": torch.__version__,
         "files": files,
     }
@@ -139,6 +147,9 @@ def load(run: Run, folder: Path) -> None:
         groups.set_schedules(run, manifest)
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good = manifest["loss_scale"]
+    if run.hub is not None:
+        run.hub.load(folder / FOLDER)
+        run.hub.updates = manifest["served"]["updates"]
     run.nominal = manifest["nominal"]
     run.expect_changes(manifest["changing"])
     run.step_number = manifest["step"]
@@ -194,6 +205,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str,
             f"{folder}: made by another model: {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here; "
             "give --fresh to start anew in another folder"
         )
+    _require_same_servers(run, manifest, folder)
     groups.require_groups(run, manifest, optimizers, folder)
     if len(manifest["schedules"]) != len(run.schedules):
         raise ForeignCheckpoint(
@@ -202,6 +214,20 @@ def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str,
             "weights= from this one"
         )
     _require_same_data(run, manifest, folder)
+
+
+def _require_same_servers(run: Run, manifest: dict[str, Any], folder: Path) -> None:
+    """What servers train has its state with them, in files that ranks do not read; and the other way round."""
+    there = (manifest.get("served") or {}).get("trained", [])
+    here = [] if run.hub is None else sorted(run.hub.trained)
+    if there == here:
+        return
+    one = next(name for name in (*there, *here) if (name in there) != (name in here))
+    told, now = ("a parameter server", "the ranks") if one in there else ("the ranks", "a parameter server")
+    raise ForeignCheckpoint(
+        f"{folder}: {one} was trained by {told} there, and by {now} under this plan: the optimizer's state cannot pass; go on under a plan as "
+        "it was (exchange=, dense=, rows=), or export the weights and start anew with weights= from them"
+    )
 
 
 def _require_same_data(run: Run, manifest: dict[str, Any], folder: Path) -> None:

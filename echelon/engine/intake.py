@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy
@@ -16,6 +19,7 @@ from echelon.data.digest import digest
 from echelon.data.loader import Loader
 from echelon.data.source import Source, is_stream, open_source
 from echelon.data.stream import Stream, StreamLoader
+from echelon.data.warmup import Batches, Warmed
 from echelon.engine.ranks import Group, Ranks
 from echelon.errors import DataError, JobError
 from echelon.job import Job
@@ -25,7 +29,7 @@ from echelon.job import Job
 class Intake:
     """This rank's batches and how many there are."""
 
-    loader: Loader | StreamLoader
+    loader: Batches
     total_steps: int
     #: Both 0 for a stream, whose length is not known.
     steps_per_epoch: int = 0
@@ -33,12 +37,49 @@ class Intake:
     #: The rule by which samples are ordered, and what the data holds, each as a short text (None: not known).
     order: str | None = None
     content: str | None = None
+    #: Of all steps the first, on a small part of the data.
+    warmup: int = 0
 
 
 def open_intake(
     job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int, shares: Sequence[int] = ()
 ) -> Intake:
-    """The job's data for the ranks of `data`; refused where they have not the same. `shares`: of the batch, where they are unequal."""
+    """The job's data for the ranks of `data`, after what it warms up with; refused where they have not the same. `shares`: of the batch,
+    where they are unequal."""
+    intake = _open(job, ranks, data, micro=micro, workers=workers, shares=shares)
+    if job.warmup_data is None:
+        return intake
+    if is_stream(job.warmup_data):
+        raise JobError("warmup_data= is a stream of unknown length: give a data set with a length to begin with")
+    if isinstance(job.warmup_data, Real):
+        if not intake.steps_per_epoch:
+            raise JobError(
+                f"warmup_data={job.warmup_data}: data= is a stream, which has no fraction; give a data set to begin with"
+            )
+        count = math.ceil(float(job.warmup_data) * intake.steps_per_epoch)
+        part = dataclasses.replace(job, warmup_data=None, seed=job.seed ^ _PART, epochs=1, steps=None)
+    else:
+        count = 0
+        part = dataclasses.replace(job, data=job.warmup_data, warmup_data=None, epochs=1, steps=None)
+    first = _open(part, ranks, data, micro=micro, workers=workers, shares=shares)
+    count = count or first.total_steps
+    return dataclasses.replace(
+        intake,
+        loader=Warmed(first.loader, count, intake.loader),
+        total_steps=count + intake.total_steps,
+        order=f"{intake.order or 'a stream'}, after {count} steps of a part of {first.samples} samples ({first.order})",
+        content=intake.content if first.content == intake.content else f"{first.content} {intake.content}",
+        warmup=count,
+    )
+
+
+#: The part that a fraction stands for is drawn by another seed than the first epoch, which would begin with the very same samples.
+_PART = 0x5EED
+
+
+def _open(
+    job: Job, ranks: Ranks, data: Group, *, micro: int | None, workers: int, shares: Sequence[int] = ()
+) -> Intake:
     pin = ranks.device.type == "cuda"
     if is_stream(job.data):
         if job.steps is None:

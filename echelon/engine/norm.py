@@ -55,4 +55,9 @@ def _norm(tensors: list[Tensor], ranks: Ranks) -> Tensor:
 @torch.no_grad()
 def clip(grads: list[Tensor], norm: Tensor, largest: float) -> None:
     """Scale the gradients so that their norm is at most `largest` (torch's formula, to the bit)."""
-    scale(grads, torch.clamp(largest / (norm + 1e-6), max=1.0))
+    scale(grads, shortening(norm, largest))
+
+
+def shortening(norm: Tensor, largest: float) -> Tensor:
+    """What gradients of this norm are multiplied by."""
+    return torch.clamp(largest / (norm + 1e-6), max=1.0)

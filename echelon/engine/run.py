@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from echelon.data.loader import Micro, StepBatch
 from echelon.engine import checkpoint, norm, state
+from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.intake import Mover, open_intake, seed_step
@@ -29,8 +30,9 @@ from echelon.engine.optimizers import begin_late, make_optimizers, make_schedule
 from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
-from echelon.engine.ranks import Ranks
+from echelon.engine.ranks import Group, Ranks
 from echelon.engine.renorm import agree
+from echelon.engine.served import Hub
 from echelon.engine.shard import forget_meshes
 from echelon.engine.state import State
 from echelon.engine.statistics import StepStatistics
@@ -103,6 +105,8 @@ class Run:
         self.loader, self.total_steps = intake.loader, intake.total_steps
         #: Both 0 for a stream, whose length is not known.
         self.steps_per_epoch, self.samples = intake.steps_per_epoch, intake.samples
+        #: Steps before the first epoch, on a part of the data.
+        self.warmup = intake.warmup
         #: How samples are ordered and what they hold, each as a short text where it is known: a checkpoint goes on with these only.
         self.order, self.content = intake.order, intake.content
         self.assembly = Assembly(
@@ -113,7 +117,14 @@ class Run:
         self.fingerprint, self.shapes = self.assembly.fingerprint, self.assembly.shapes
         self.optimizers = make_optimizers(job, self.model, self.ranks, shapes=self.shapes, fused=plan.fused)
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
-        self._statistics = StepStatistics(self.model, self.data, warn=warn)
+        #: What this rank has to do with a parameter server, under plans that have one.
+        self.hub = Hub(self, self.assembly.first) if plan.served else None
+        self.assembly.first = {}
+        #: Of ranks that do not wait for each other: how they stop at the same step all the same.
+        self._agreement = Agreement(self.data, plan.staleness) if plan.free else None
+        #: The ranks that a step adds numbers up over.
+        self._together = Group(0, 1, self.device) if plan.free else self.data
+        self._statistics = StepStatistics(self.model, self._together, warn=warn)
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
@@ -153,7 +164,8 @@ class Run:
 
     def batches(self, stop: int | None = None) -> Iterator[StepBatch]:
         """This rank's batches from where the run stands to `stop` (default: the end of the training)."""
-        return self.loader.steps(self.step_number, self.total_steps if stop is None else stop)
+        steps = self.loader.steps(self.step_number, self.total_steps if stop is None else stop)
+        return steps if self.hub is None else self.hub.ahead(steps)
 
     def step(self, batch: StepBatch) -> Step:
         """One optimizer step: every micro-batch, one averaged gradient, one update."""
@@ -170,6 +182,8 @@ class Run:
         seed_step(self.device, self.job.seed, batch.step, self.data.rank)
         self._statistics.begin()
         sums = _Sums()
+        if self.hub is not None:
+            self.hub.begin(batch)
         if self.assembly.pipeline is not None:
             self._flow(self.assembly.pipeline, batch, sums)
         else:
@@ -179,12 +193,18 @@ class Run:
         if self.assembly.sharding is not None:
             self.assembly.sharding.finish()
         add_up(self.assembly.partial, self.axes["tp"])
+        if self.hub is not None:
+            self.hub.collect()
         self._agree_on_shortened()
-        return self._finish(*self._received(sums))
+        return self._finish(*self._received(sums), self._fraction(batch))
+
+    def _fraction(self, batch: StepBatch) -> float:
+        """Of the batch what the numbers of a step were added up over: all of it, but where ranks do not wait for each other."""
+        return sum(micro.samples for micro in batch.micros) / batch.samples if self.plan.free else 1.0
 
     def _agree_on_shortened(self) -> None:
         weights = self.assembly.shortened
-        agree(weights, self.data)
+        agree(weights, self._together)
         for holders, tied in self.assembly.tied if weights else ():
             agree([value for value in tied if any(value is each for each in weights)], holders)
 
@@ -194,7 +214,10 @@ class Run:
         for index, micro in enumerate(batch.micros):
             if self.assembly.sharding is not None:
                 self.assembly.sharding.prepare(last=index == last)
-            start = self._weighed(self._loss_of(self.model, self.move(micro.batch)), micro, batch, sums)
+            moved = self.move(micro.batch)
+            if self.hub is not None:
+                self.hub.look(moved)
+            start = self._weighed(self._loss_of(self.model, moved), micro, batch, sums)
             if index == last:
                 self._send(sums)
                 if self.assembly.exchange is not None:
@@ -256,8 +279,8 @@ class Run:
             self.nominal = float(nominal)
         return loss, count, bool(nominal > 0) if self.assembly.pipeline is not None else sums.items is not None
 
-    def _finish(self, loss: Tensor, count: Tensor, counted: bool) -> Tensor:
-        """Turn sums over items into the mean, and take the loss scale out again."""
+    def _finish(self, loss: Tensor, count: Tensor, counted: bool, fraction: float) -> Tensor:
+        """Turn sums over items into the mean, and take the loss scale out again. `fraction`: of the batch's samples that were added up."""
         factor: float | Tensor = 1 / self._scale()
         if counted:
             if self.device.type == "cpu" and not count > 0:
@@ -265,11 +288,18 @@ class Run:
                     "the loss counted no item in the whole batch: (sum, count) came back with count 0 on every rank"
                 )
             assert self.nominal is not None
-            factor = factor * self.nominal / count
+            factor = factor * self.nominal * fraction / count
             loss = loss / count
+        else:
+            loss = loss / fraction
         if isinstance(factor, Tensor) or factor != 1:
-            norm.scale(norm.gradients(self.assembly.parameters), factor)
+            self._scale_gradients(factor)
         return loss
+
+    def _scale_gradients(self, factor: float | Tensor) -> None:
+        norm.scale(norm.gradients(self.assembly.parameters), factor)
+        if self.hub is not None:
+            self.hub.scale(factor)
 
     def update(self, loss: Tensor, samples: int) -> Step:
         """Clip, step the optimizers and schedules, forget the gradients."""
@@ -281,6 +311,12 @@ class Run:
             skipped = self.loss_scale is not None and not math.isfinite(size.item())
             if self.job.clip is not None and not skipped:
                 norm.clip(norm.gradients(self.assembly.parameters), size, self.job.clip)
+                if self.hub is not None:
+                    self.hub.scale(norm.shortening(size, self.job.clip))
+        if self.hub is not None:
+            self.hub.push(skipped=skipped)
+            for value in self.hub.dense.values():
+                value.grad = None  # the servers have stepped on it
         if not skipped:
             for optimizer in self.optimizers:
                 begin_late(optimizer)
@@ -294,6 +330,8 @@ class Run:
         for parameter in self.assembly.parameters:
             parameter.grad = None
         self.step_number += 1
+        if self._agreement is not None:
+            self._asked = self._one * self._agreement.tell(self.step_number, self.stop_asked)
         return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
 
     def norm(self) -> Tensor:
@@ -303,9 +341,13 @@ class Run:
             for value, count in zip(self.assembly.parameters, self.assembly.copies, strict=True)
             if value.grad is not None
         ]
-        return norm.total_norm(
-            norm.gradients(self.assembly.parameters), copies, self.ranks, alike=self.assembly.pipeline is None
-        )
+        dense = norm.gradients(self.assembly.parameters)
+        if self.hub is None:
+            return norm.total_norm(dense, copies, self.ranks, alike=self.assembly.pipeline is None)
+        if self.hub.dense:  # each rank has its own part of these gradients
+            dense = [self._together.sum(grad.clone()) for grad in dense]
+        whole = norm.total_norm(dense, copies, self.ranks)
+        return (whole.double().square() + self.hub.square()).sqrt().to(whole.dtype)
 
     def _rates(self) -> list[float | Tensor]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -318,17 +360,26 @@ class Run:
     def _nominal(self, count: Tensor) -> float:
         """The divisor of sums before backward. Asked of the ranks once; a power of two, so that it leaves no trace."""
         if self.nominal is None:
-            items = max(float(self.data.sum(count.detach().double().clone())), 1.0)
+            items = max(float(self._together.sum(count.detach().double().clone())), 1.0)
             self.nominal = 2.0 ** round(math.log2(items))
         return self.nominal
 
     def settle(self) -> None:
         """Look at the last step's loss and news, before it is built upon, saved or reported."""
+        if self._agreement is not None:
+            self._agreement.settle()
         if self._previous is None:
             return
         self._require_number(self._previous.read()[0], self.step_number - 1)
         if self._previous.news():
             self._statistics.settle()
+
+    def meet(self) -> None:
+        """Have ranks that do not wait for each other, all after the same step, hold the same; every rank must call it."""
+        if self.plan.free and self.hub is not None:
+            self.hub.flush()
+            self.ranks.barrier()
+            self.hub.take_over()
 
     def _require_number(self, loss: float, step: int) -> None:
         if self.loss_scale is None and not math.isfinite(loss):
@@ -393,6 +444,7 @@ class Run:
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Loss and metrics over the job's evaluation set, or `data`."""
+        self.meet()
         found = evaluate(self, data)
         self._agree_on_shortened()
         return found
@@ -413,6 +465,8 @@ class Run:
 
     def close(self) -> None:
         """Give back what the run holds: hooks on the parameters, the process group if it was joined here."""
+        if self.hub is not None:
+            self.hub.close()
         if self.assembly.close():
             del self.model, self.optimizers, self.schedules
             self._statistics = StepStatistics(nn.Module(), self.data)

@@ -122,7 +122,7 @@ def optimizer_tensors(run: Run) -> dict[str, Tensor]:
         for index, optimizer in enumerate(run.optimizers)
         for name, entry in entries(run.model, optimizer)
         for key, value in entry.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and (run.hub is None or name not in run.hub.trained)
     }
 
 

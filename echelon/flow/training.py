@@ -170,7 +170,8 @@ class Training:
     @property
     def _epoch_ended(self) -> bool:
         run = self._run
-        return bool(run.steps_per_epoch) and run.step_number % run.steps_per_epoch == 0
+        done = run.step_number - run.warmup
+        return bool(run.steps_per_epoch) and done >= 0 and done % run.steps_per_epoch == 0
 
     @property
     def _save_due(self) -> bool:
@@ -353,7 +354,8 @@ class Training:
         return {"peak": max(peaks), "held": max(held)}
 
     def _epoch(self) -> int:
-        return (self._run.step_number - 1) // self._run.steps_per_epoch if self._run.steps_per_epoch else 0
+        run = self._run
+        return max(run.step_number - 1 - run.warmup, 0) // run.steps_per_epoch if run.steps_per_epoch else 0
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._begin

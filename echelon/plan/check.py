@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from echelon.errors import NothingToCut, PlanError
+from echelon.plan.check_served import alone as _served_alone
+from echelon.plan.check_served import check_served
 from echelon.plan.cluster import Cluster
 from echelon.plan.cuts import cut_bytes
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
+from echelon.plan.problem import Problem
 from echelon.plan.profile import Profile, Rule
 from echelon.plan.split import largest_micro, largest_share, rounds
 from echelon.plan.stages import INTERLEAVING, UNCUT, bound, stage_count
@@ -22,22 +24,6 @@ RANKS_PER_CORE = 8
 _REASONS = 3
 #: A tensor axis that cuts less of the parameters than this is hardly one.
 _LITTLE = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One reason. An `error` cannot be executed; a `warning` can, but not as its author may think."""
-
-    path: str
-    value: object
-    rule: str
-    remedy: str
-    severity: Literal["error", "warning"] = "error"
-    #: Whether nothing of the model can be cut in this way, so that zero=3 over as many data ranks would do.
-    uncut: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.path}={self.value}: {self.rule}; {self.remedy}"
 
 
 def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None) -> tuple[Problem, ...]:
@@ -86,6 +72,7 @@ def _alone(plan: Plan) -> Iterator[Problem]:
             path="recompute", value=plan.recompute, rule="torch.compile decides by itself what to keep for backward",
             remedy="leave one of `recompute` and `compile` out",
         )  # fmt: skip
+    yield from _served_alone(plan)
     yield from _tensor(plan)
     yield from _pipeline(plan)
 
@@ -219,6 +206,7 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             remedy="plan again: echelon plan FILE",
         )  # fmt: skip
     yield from _cuts_of_model(plan, profile)
+    yield from check_served(plan, profile)
     if batch < dp:
         yield Problem(
             path="dp", value=dp, rule=f"a batch of {batch} gives some rank no sample", remedy=f"use dp={batch} or less"

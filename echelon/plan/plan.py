@@ -9,11 +9,15 @@ from echelon.plan.codec import Document
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.segment import Segment
+from echelon.plan.served import ROWS, Served
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 BatchNorm = Literal["local", "sync"]
 Recompute = Literal["none", "block", "selective"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Way = Literal["allreduce", "server"]
+#: A chain of more replicas is not made.
+MOST_REPLICAS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +25,7 @@ class Plan(Document):
     """How to compute a job. Every field is a decision that the engine executes as written."""
 
     KIND: ClassVar[str] = "plan"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
 
     mesh: Mesh = field(default_factory=Mesh)
     #: 0 replicated, 1 optimizer state sharded over dp, 2 gradients too, 3 parameters too.
@@ -47,6 +51,20 @@ class Plan(Document):
     threads: int | None = None
     #: Megabytes of gradient that one exchange carries (zero=0).
     bucket: int = 25
+    #: How gradients come together: summed over the ranks, or by way of a parameter server, which then holds the large tables.
+    exchange: Way = "allreduce"
+    #: exchange=server: how the parameters go that are no tables of the server's.
+    dense: Way = "allreduce"
+    #: exchange=server: how many steps a rank may be ahead of the slowest and still read rows; 0: all are in step, and one sum is applied;
+    #: None: it never waits.
+    staleness: int | None = 0
+    servers: int = 1
+    #: Servers that hold each row: what was acknowledged is lost only where all of them die together.
+    replicas: int = 1
+    #: exchange=server: a table with fewer rows stays with the ranks.
+    rows: int = ROWS
+    #: What the servers hold; empty: found for this model.
+    tables: tuple[Served, ...] = ()
     #: How modules are cut over tp.
     placements: tuple[Placement, ...] = ()
     #: Modules with parameters that tp leaves whole.
@@ -72,6 +90,16 @@ class Plan(Document):
             raise ValueError(f"shares={':'.join(map(str, self.shares))}: one for each of dp={self.mesh.dp} data ranks")
         if any(type(share) is not int or share < 1 for share in self.shares):
             raise ValueError(f"shares={':'.join(map(str, self.shares))}: whole numbers of at least 1")
+        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
+            raise ValueError(
+                f"staleness={self.staleness!r}: a whole number of steps, 0 for synchronous, or none for no bound"
+            )
+        for name in ("servers", "rows"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r}: a whole number of at least 1")
+        if type(self.replicas) is not int or not 1 <= self.replicas <= MOST_REPLICAS:
+            raise ValueError(f"replicas={self.replicas!r}: each row is on 1 to {MOST_REPLICAS} servers")
         if type(self.bucket) is not int or self.bucket < 1:
             raise ValueError(f"bucket={self.bucket!r}: a whole number of megabytes, at least 1")
 
@@ -90,7 +118,22 @@ class Plan(Document):
         """Whether it leaves to be found how this model is cut: the short form does."""
         cuts = self.mesh.tp > 1 and not self.placements and not self.uncut
         parts = self.mesh.tp > 1 and self.sequence and not self.segments
-        return cuts or parts or (self.mesh.pp > 1 and not self.stages)
+        return (
+            cuts
+            or parts
+            or (self.mesh.pp > 1 and not self.stages)
+            or (self.served and not self.tables and self.model is None)
+        )
+
+    @property
+    def served(self) -> bool:
+        """Whether a parameter server holds some of the model."""
+        return self.exchange == "server"
+
+    @property
+    def free(self) -> bool:
+        """Whether ranks go on without each other: nothing is summed over them, and no step waits for all."""
+        return self.served and self.dense == "server" and self.staleness != 0
 
     def __str__(self) -> str:
         from echelon.plan.text import to_text

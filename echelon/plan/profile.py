@@ -136,6 +136,39 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of rows that are read by id: a parameter server may hold it."""
+
+    path: str  #: of the module (nn.Embedding, nn.EmbeddingBag)
+    rows: int
+    dim: int
+    dtype: str = "float32"
+    lookups: Amount = Amount()  #: ids that one forward reads
+    rule: str = ""  #: the optimizer that trains it
+    #: Why no server can hold it, with what to do; empty: one can.
+    unfit: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        return f"{self.path}.weight" if self.path else "weight"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.dim * WIDTH.get(self.dtype, 4)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole table."""
+        return self.rows * self.row_bytes
+
+    def touched(self, samples: float) -> float:
+        """Rows that so many samples read, each counted once. Ids are taken as drawn evenly, which is the most that it can be."""
+        return self.rows * -math.expm1(-self.lookups.at(samples) / self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """What the optimizer costs: its state and what a step makes on the side."""
 
@@ -160,7 +193,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 7
+    VERSION: ClassVar[int] = 8
 
     model: str  #: fingerprint: see `fingerprint`
     name: str
@@ -177,6 +210,7 @@ class Profile(Document):
     unit_bytes: tuple[int, ...] = ()  #: parameter bytes of each unit
     #: Where a pipeline can be cut; empty: nowhere.
     visits: tuple[Visit, ...] = ()
+    tables: tuple[Table, ...] = ()
     #: Whether the gradient of one sample depends on the others of its batch other than through batch norms (contrastive losses).
     #: None: not known, for the reason in `uncompared`.
     coupled: bool | None = False

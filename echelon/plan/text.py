@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, get_args
 
 from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
-from echelon.plan.plan import BatchNorm, Plan, Precision, Recompute, Schedule
+from echelon.plan.plan import BatchNorm, Plan, Precision, Recompute, Schedule, Way
 
 _AXES = tuple(field.name for field in fields(Mesh))
-_NUMBERS = ("zero", "micro", "threads", "bucket")
-_SHARES = "shares"
+_NUMBERS = ("zero", "micro", "threads", "bucket", "servers", "replicas", "rows")
+_SHARES, _STALENESS = "shares", "staleness"
 _WORDS = {
     "precision": get_args(Precision),
     "batchnorm": get_args(BatchNorm),
     "schedule": get_args(Schedule),
     "recompute": get_args(Recompute),
+    "exchange": get_args(Way),
+    "dense": get_args(Way),
 }
 #: word in the text -> (field, value): a switch away from the default.
 _SWITCHES = {
@@ -41,6 +44,8 @@ def to_text(plan: Plan) -> str:
     for name in (*_NUMBERS, *_WORDS):
         if getattr(plan, name) != getattr(plain, name):
             words.append(f"{name}={getattr(plan, name)}")
+    if plan.staleness != plain.staleness:
+        words.append(f"staleness={'none' if plan.staleness is None else plan.staleness}")
     words += [f"shares={':'.join(map(str, plan.shares))}"] if plan.shares else []
     words += [word for word, (name, value) in _SWITCHES.items() if getattr(plan, name) == value]
     return " ".join(words)
@@ -69,11 +74,13 @@ def from_text(text: str) -> Plan:
                     f"plan {text!r}: shares={value!r}: whole numbers with colons between them, one per data rank: 3:1"
                 )
             given[name] = tuple(map(int, value.split(":")))
+        elif name == _STALENESS and equals:
+            given[name] = None if value == "none" else _number(text, name, value)
         elif name in _WORDS and equals:
             if value not in _WORDS[name]:
                 raise PlanError(f"plan {text!r}: {name}={value!r} is not one of {', '.join(_WORDS[name])}")
             given[name] = value
-        elif name in (*_AXES, *_NUMBERS, *_WORDS, _SHARES):
+        elif name in (*_AXES, *_NUMBERS, *_WORDS, _SHARES, _STALENESS):
             raise PlanError(f"plan {text!r}: {_needs(name)}")
         else:
             raise PlanError(f"plan {text!r}: {word!r} is not part of a plan{_meant(name)}")
@@ -94,14 +101,23 @@ def _number(text: str, name: str, value: str) -> int:
 def _needs(name: str) -> str:
     if name == _SHARES:
         return "shares needs a number for each data rank: shares=3:1, without spaces"
+    if name == _STALENESS:
+        return "staleness needs a number of steps, or none: staleness=4, without spaces"
     if name in _WORDS:
         return f"{name} needs one of {', '.join(_WORDS[name])}: {name}={_WORDS[name][0]}, without spaces"
     return f"{name} needs a number: {name}={2 if name in _AXES else 1}, without spaces"
 
 
 def _meant(name: str) -> str:
-    known = [*(f"{axis}=2" for axis in _AXES), *(f"{number}=1" for number in _NUMBERS), *_WORDS, _SHARES, *_SWITCHES]
-    near = difflib.get_close_matches(name.lower(), [*_AXES, *_NUMBERS, *_WORDS, _SHARES, *_SWITCHES], 1)
+    known = [
+        *(f"{axis}=2" for axis in _AXES),
+        *(f"{number}=1" for number in _NUMBERS),
+        *_WORDS,
+        _SHARES,
+        _STALENESS,
+        *_SWITCHES,
+    ]
+    near = difflib.get_close_matches(name.lower(), [*_AXES, *_NUMBERS, *_WORDS, _SHARES, _STALENESS, *_SWITCHES], 1)
     return f"; did you mean {near[0]}?" if near else f"; a plan is made of {' '.join(known)}"
 
 
@@ -130,8 +146,10 @@ def explain(plan: Plan, batch: int | None = None) -> str:
         each = f", {stages // plan.mesh.pp} on each rank" if stages > plan.mesh.pp else ""
         lines.append(f"pp={plan.mesh.pp}: {stages} stages, one after another{each}, in the order of {plan.schedule}")
     lines += [f"{axis}={getattr(plan.mesh, axis)}" for axis in ("cp", "ep") if getattr(plan.mesh, axis) > 1]
-    if dp > 1:
+    if dp > 1 and plan.dense == "allreduce":
         lines.append(_ZERO[plan.zero])
+    if plan.served:
+        lines += _served(plan)
     if plan.shares:
         lines.append(f"the data ranks have unequal shares of the batch: {' : '.join(map(str, plan.shares))}")
     if plan.keep_gradients:
@@ -163,6 +181,20 @@ def explain(plan: Plan, batch: int | None = None) -> str:
     if plan.threads:
         lines.append(f"{_of(plan.threads, 'CPU thread')} per rank")
     return "\n".join(lines)
+
+
+def _served(plan: Plan) -> Iterator[str]:
+    """What the servers do, in words."""
+    held = f": {', '.join(each.path or 'the model itself' for each in plan.tables)}" if plan.tables else ""
+    copies = f", each row on {plan.replicas} of them" if plan.replicas > 1 else ""
+    rest = " and all other parameters" if plan.dense == "server" else ""
+    yield f"{_of(plan.servers, 'server')} of parameters {'holds' if plan.servers == 1 else 'hold'} the tables{held}{rest}{copies}"
+    if plan.staleness is None:
+        yield "ranks read what is there and never wait for each other: asynchronous"
+    elif plan.staleness:
+        yield f"a rank reads once it is no more than {_of(plan.staleness, 'step')} ahead of the slowest"
+    else:
+        yield "all ranks' gradients of a step are added up and applied once: synchronous"
 
 
 def _of(count: int, thing: str) -> str:

@@ -23,8 +23,9 @@ from echelon.plan.plan import Plan, Precision, Recompute
 from echelon.plan.profile import Profile
 from echelon.plan.stages import bound, find_stages
 from echelon.planner.goal import Goal
+from echelon.planner.served import served_plans
 from echelon.planner.shardings import choose
-from echelon.planner.space import Space, best, devices_needed, with_shares
+from echelon.planner.space import Space, best, devices_needed, with_servers, with_shares
 from echelon.simulator.load import require_one_kind
 from echelon.simulator.step import by_sheet, price
 
@@ -81,6 +82,7 @@ def search(
     fitting = _good(everything, wanted)
     if not fitting or exhaustive:
         everything += _priced(_cut_plans(profile, cluster, ranks, complete), profile, cluster)
+        everything += _priced(served_plans(profile, cluster, _plans(profile, cluster, ranks)), profile, cluster)
         fitting = _good(everything, wanted)
     if not everything:
         raise _no_plan(profile, cluster, ranks)
@@ -98,16 +100,17 @@ def _wide(space: Space, goal: Goal, top: int, complete: Complete | None, *, exha
     known: dict[tuple[object, ...], Plan | PlanError] = {}
     while True:
         found = best(space, goal, top=wanted, near=_WORTH if goal.kind != "devices" else 0.0, exhaustive=exhaustive)
-        found = sorted((*found, *with_shares(space, goal)), key=lambda each: (_price(goal, each), each.time.step))
+        found = sorted(
+            (*found, *with_shares(space, goal), *with_servers(space, goal)),
+            key=lambda each: (_price(goal, each), each.time.step),
+        )
         done, refused = _completed(space, goal, found, complete, known)
         if len(found) < wanted or (done and _cost(goal, done[0]) <= _price(goal, found[-1])):
             break
         wanted *= 4  # with the cuts that the model allows they cost more than what comes after them may: look further
     if not done:
         raise _nothing(space, goal, refused)
-    quotes = space.quotes
-    first = _simplest_first(done, goal, top)
-    return _sharded(first, goal, space.profile, lambda plan: quotes.forecast(quotes.layouts(plan)))
+    return _sharded(_simplest_first(done, goal, top), goal, space.profile, space.forecast)
 
 
 def _completed(
@@ -127,7 +130,7 @@ def _completed(
             except PlanError as error:
                 refused.append(error)
                 continue
-            forecast = space.quotes.forecast(space.quotes.layouts(plan))
+            forecast = space.forecast(plan)
         if forecast.fits and forecast.time.step <= goal.limit:
             done.append(Candidate(plan=forecast.plan, forecast=forecast))
     done.sort(key=lambda each: (_cost(goal, each), each.forecast.time.step))
@@ -329,9 +332,16 @@ def _micros(share: int) -> list[int | None]:
     return micros
 
 
-def _simplicity(candidate: Candidate) -> tuple[int, int, int, float, float]:
+def _simplicity(candidate: Candidate) -> tuple[int, bool, int, int, float, float]:
     plan = candidate.plan
-    return plan.ranks, plan.ranks // plan.mesh.dp, plan.zero, -(plan.micro or math.inf), candidate.forecast.time.step
+    return (
+        plan.ranks,
+        plan.served,
+        plan.ranks // plan.mesh.dp,
+        plan.zero,
+        -(plan.micro or math.inf),
+        candidate.forecast.time.step,
+    )
 
 
 def _no_plan(profile: Profile, cluster: Cluster, ranks: int | None) -> PlanError:

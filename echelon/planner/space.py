@@ -24,8 +24,9 @@ from echelon.plan.profile import Profile
 from echelon.plan.split import rounds, sizes
 from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound, divide
 from echelon.planner.goal import Goal
+from echelon.planner.served import served_plans, worth
 from echelon.simulator.quotes import Quotes
-from echelon.simulator.step import distinct, on_ranks
+from echelon.simulator.step import distinct, on_ranks, simulate
 
 #: The tensor axis talks in every block: beyond the devices that share a fast link it is not searched.
 _TENSOR = 16
@@ -183,6 +184,14 @@ class Space:
             weights[-1] += late
         return weights
 
+    def forecast(self, plan: Plan) -> Forecast:
+        """What a plan takes and holds here."""
+        return (
+            simulate(self.profile, self.cluster, plan)
+            if plan.served
+            else self.quotes.forecast(self.quotes.layouts(plan))
+        )
+
     def refused(self, plan: Plan) -> bool:
         """Whether the engine cannot execute it; with `beyond` axes that it lacks are no reason."""
         problems = check(plan, self.profile, self.quotes.cluster)
@@ -248,6 +257,23 @@ def with_shares(space: Space, goal: Goal) -> list[Forecast]:
         if forecast.fits and forecast.time.step <= goal.limit:
             found.append(forecast)
     return found
+
+
+def with_servers(space: Space, goal: Goal) -> list[Forecast]:
+    """Plans of the data axis with the tables on servers, where that is worth a look: over all devices, with shares where these are unequal."""
+    profile, cluster = space.profile, space.cluster
+    if not worth(profile, cluster):
+        return []
+    size = space.ranks or space.devices
+    shares = {forecast.plan.shares for forecast in with_shares(space, goal)} or {()}
+    plans = [
+        Plan(mesh=Mesh(dp=size), micro=micro, shares=share, model=profile.model)
+        for micro, share in product(micros(-(-profile.batch // size)), shares)
+        if profile.batch >= size
+    ]
+    good = (plan for plan in served_plans(profile, cluster, plans) if not space.refused(plan))
+    found = [space.forecast(plan) for plan in good]
+    return [each for each in found if each.fits and each.time.step <= goal.limit]
 
 
 def _whole(speeds: list[float]) -> tuple[int, ...]:

@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_map
 from echelon.errors import EchelonError, NothingToCut, PlanError
 from echelon.job import Job, call_loss, call_model, lift
 from echelon.plan.check import Problem, check_optimizers, check_stored, refuse, require
+from echelon.plan.check_served import check_served
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, Rule, fingerprint, units
+from echelon.plan.served import choose
 from echelon.plan.stages import UNCUT, find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
@@ -35,6 +37,8 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
 
     A plan that cannot be completed is refused with what to use instead.
     """
+    if plan.served and not plan.tables:
+        plan = _served(plan, job, profile)
     known = profile or (_outline(job) if plan.mesh.tp > 1 else None)
     if known is not None:
         # Before the cuts are looked for, which takes longer.
@@ -54,6 +58,16 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     if known is not None:
         refuse(plan, tuple(check_stored(plan, known.units)))
     return dataclasses.replace(plan, model=plan.model or (known.model if known else _fingerprint(_built(job))))
+
+
+def _served(plan: Plan, job: Job, profile: Profile | None) -> Plan:
+    """With the tables that the servers hold."""
+    if profile is None:
+        from echelon.profiler.model import profile as made
+
+        profile = made(job)
+    refuse(plan, tuple(check_served(plan, profile)))
+    return dataclasses.replace(plan, tables=choose(plan, profile), model=plan.model or profile.model)
 
 
 def _uncut(plan: Plan, axis: str, rule: str, *, fewer: str = "") -> NothingToCut:

@@ -26,6 +26,7 @@ from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
 from echelon.profiler.optimizer import rules
 from echelon.profiler.repeat import Run, alike_in_forward, find, shortened, stretched
+from echelon.profiler.tables import find_tables
 from echelon.profiler.trace import Trace, counting, recording
 from echelon.profiler.tree import module_tree
 from echelon.profiler.visits import DIFFERENTIATE
@@ -139,6 +140,7 @@ def _assemble(
             sum(p.numel() * p.element_size() for p in model.get_submodule(path).parameters()) for path in blocks
         ),
         visits=visits,
+        tables=find_tables(job, model, first, second),
         coupled=coupled,
         uncompared=uncompared,
         norms=tuple(path for path, module in model.named_modules() if isinstance(module, _BatchNorm)),

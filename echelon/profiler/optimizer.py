@@ -31,7 +31,7 @@ def rules(job: Job, parameters: dict[str, Tensor]) -> tuple[tuple[Rule, ...], li
     """One rule per optimizer, and notes on what had to be guessed. `parameters`: the trainable ones, of any device."""
     standins = {name: nn.Parameter(torch.empty_like(value, device="meta")) for name, value in parameters.items()}
     notes: list[str] = []
-    made = _made(job, standins)
+    made = made_for(job, standins)
     whole = _whole(job, standins, made)
     return tuple(_rule(each, notes, whole.get(place)) for place, each in enumerate(made)), notes
 
@@ -40,7 +40,7 @@ def on_pieces(job: Job, parameters: Mapping[str, Tensor]) -> tuple[Rule, ...]:
     """The same as far as the tensor axis asks: whether each of them can work on pieces. Nothing is measured."""
     standins = {name: nn.Parameter(torch.empty_like(value, device="meta")) for name, value in parameters.items()}
     try:
-        made = _made(job, standins)
+        made = made_for(job, standins)
         names, whole = [type(each).__name__ for each in made], _whole(job, standins, made)
     except EchelonError:
         raise
@@ -52,7 +52,8 @@ def on_pieces(job: Job, parameters: Mapping[str, Tensor]) -> tuple[Rule, ...]:
     )
 
 
-def _made(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
+def made_for(job: Job, parameters: dict[str, nn.Parameter]) -> list[Optimizer]:
+    """The job's optimizers over these."""
     try:
         made = job.optimizer(iter(parameters.items()))
     except (TypeError, AttributeError, ValueError):
@@ -106,7 +107,7 @@ def _tried(job: Job, shapes: Mapping[str, tuple[int, ...]], count: int, known: M
             whole[name] = nn.Parameter(torch.randn(shape, generator=numbers, dtype=torch.float64))
         half = {name: nn.Parameter(_half(value.detach(), *cuts[name])) for name, value in whole.items()}
         try:
-            both = [_made(job, each) for each in (whole, half)]
+            both = [made_for(job, each) for each in (whole, half)]
         except Exception as error:  # a user's own, which wants other shapes
             return dict.fromkeys(range(count), _said(error)) | found
         if any(len(made) != count for made in both):

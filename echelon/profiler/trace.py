@@ -49,6 +49,7 @@ class Figures:
     moved: float = 0.0
     kept: float = 0.0
     output: float = 0.0
+    ids: float = 0.0  #: that it looks up in tables
 
 
 @dataclass(slots=True)
@@ -174,6 +175,7 @@ class Recorder(TorchDispatchMode):
                 figures = self.trace.modules.setdefault(path, Figures())
                 figures.flops += flops
                 figures.moved += moved
+                figures.ids += args[1].numel() if name in _LOOKUPS else 0
 
 
 @contextmanager
@@ -228,6 +230,8 @@ def _identity(tensor: Tensor) -> int:
 
 #: Operators that read as much of their first input as they return, however large it is; and one that only writes.
 _PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward"}
+#: Those that read a table (their first argument) by ids (their second).
+_LOOKUPS = {"embedding", "_embedding_bag", "_embedding_bag_forward_only"}
 _WRITES = {"nll_loss_backward", "nll_loss2d_backward"}
 
 

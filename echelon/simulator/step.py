@@ -12,7 +12,7 @@ from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Operator, Phase, Profile
 from echelon.plan.split import sizes
 from echelon.simulator.again import computed_again
-from echelon.simulator.cost import operator_seconds, optimizer_seconds, stream_seconds
+from echelon.simulator.cost import message_seconds, operator_seconds, optimizer_seconds, stream_seconds
 from echelon.simulator.distil import distil
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.fitted import Fitted, digest, fitted
@@ -21,6 +21,7 @@ from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
 from echelon.simulator.schedule import bubble
+from echelon.simulator.served import lean, of_ranks, with_servers, with_tables
 from echelon.simulator.shares import Shares
 from echelon.simulator.sheet_memory import fullest
 from echelon.simulator.sheet_step import Known, step_time
@@ -41,6 +42,10 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
     if not by_sheet(cluster):
         require_one_kind(cluster)
         return price(profile, cluster, plan)
+    if plan.served:
+        full = with_tables(plan, profile)
+        base = simulate(lean(profile, full), cluster, of_ranks(full), stack=stack)
+        return with_servers(base, profile, cluster, full)
     constants = fitted()
     return worst([forecast_of(*each, constants) for each in laid_out(profile, cluster, plan, stack)])
 
@@ -148,6 +153,8 @@ def _sheet_notes(cluster: Cluster) -> list[str]:
 
 def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     """`simulate` on a cluster that passed `require_one_kind`: a search asks that once for hundreds of plans."""
+    if plan.served:
+        return _served(profile, cluster, with_tables(plan, profile))
     for axis in ("cp", "ep"):
         if getattr(plan.mesh, axis) > 1:
             raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: this axis is not forecast; use {axis}=1")
@@ -172,6 +179,19 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
         capacity=load.capacity,
         peak_at=where,
         notes=_notes(profile, cluster, plan, load),
+    )
+
+
+def _served(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
+    """With a parameter server; a link between two processes is what gathering over two ranks was measured at."""
+    rest, plain = lean(profile, plan), of_ranks(plan)
+    load = load_of(rest, cluster, plain)
+    return with_servers(
+        price(rest, cluster, plain),
+        profile,
+        cluster,
+        plan,
+        lambda size: message_seconds(load, "all_gather", 2 * size, 2),
     )
 
 

@@ -57,6 +57,8 @@ class Record:
     own: Tensor | None = None
     #: What the model gave; of the first step alone.
     outputs: Outputs = field(default_factory=dict)
+    #: Parameters whose optimizer state a parameter server holds and does not tell.
+    untold: frozenset[str] = frozenset()
 
 
 class Reference:

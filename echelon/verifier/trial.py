@@ -97,7 +97,13 @@ class Trial:
 
     def start(self) -> dict[str, Tensor]:
         """Parameters and buffers before the first step, whole on rank 0."""
-        return whole(self.run, dict(self.run.model.named_parameters()) | dict(self.run.model.named_buffers()))
+        held = whole(self.run, dict(self._parameters()) | dict(self.run.model.named_buffers()))
+        return held if self.run.hub is None else held | self.run.hub.whole()
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that ranks hold: of a server's tables they have none."""
+        served = self.run.hub.names if self.run.hub is not None else frozenset()
+        return [(name, value) for name, value in self.run.model.named_parameters() if name not in served]
 
     def step(self, number: int) -> Record | None:
         """One step; the record is rank 0's."""
@@ -121,8 +127,10 @@ class Trial:
             loss = run.backward(batch)
         told = self._ranks.gather(heard.outputs if run.tells else {}) if self._listens else []
         self._listens = False
-        named = dict(run.model.named_parameters())
+        named, hub = dict(self._parameters()), run.hub
         found = whole(run, {name: value.grad for name, value in named.items() if value.grad is not None})
+        if hub is not None:
+            found |= hub.gradients()
         size = self._norm()
         norms = [torch.linalg.vector_norm(local(value.grad)) for value in named.values() if value.grad is not None]
         step = run.update(loss, batch.samples)
@@ -130,19 +138,21 @@ class Trial:
         parameters, buffers, optimizer = (
             whole(run, each) for each in (named, dict(run.model.named_buffers()), optimizer_tensors(run))
         )
+        parameters |= {} if hub is None else hub.whole()
         if not run.world.main:
             return None
         return Record(
             step=number,
             loss=step.loss,
             norm=size if step.norm is None else step.norm,
-            gradients={name: found.get(name) for name in named},
+            gradients={name: found.get(name) for name, _ in run.model.named_parameters()},
             parameters=parameters,
             buffers=buffers,
             optimizer=optimizer,
             rates=tuple(map(float, step.rates)),
             own=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
             outputs={given: each for outputs in told for given, each in outputs.items()},
+            untold=frozenset() if hub is None else hub.trained,
         )
 
     def _norm(self) -> Tensor | None:
@@ -151,7 +161,7 @@ class Trial:
 
     def holdings(self) -> Holdings:
         """What each rank holds of the parameters and the buffers."""
-        return self._marks([*self.run.model.named_parameters(), *self.run.model.named_buffers()])
+        return self._marks([*self._parameters(), *self.run.model.named_buffers()])
 
     def drawn(self, number: int) -> Holdings:
         """What each rank holds of the gradients and the buffers after forward and backward of a step. Gradients tell more than the

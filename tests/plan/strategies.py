@@ -24,5 +24,11 @@ plans = st.builds(
     threads=st.none() | st.integers(1, 512),
     bucket=st.integers(1, 1000),
     recompute=st.sampled_from(["none", "block", "selective"]),
+    exchange=st.sampled_from(["allreduce", "server"]),
+    dense=st.sampled_from(["allreduce", "server"]),
+    staleness=st.none() | st.integers(0, 100),
+    servers=st.integers(1, 100),
+    replicas=st.integers(1, 3),
+    rows=st.integers(1, 10**9),
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
 )
