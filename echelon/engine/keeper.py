@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ class Keeper:
 
     def open(self, restore: Path | None = None) -> None:
         """Start servers, with what others wrote to `restore`, and connect."""
-        from echelon.server import connect
-        from echelon.server.embedded import Servers
+        connect = import_module("echelon.server").connect
+        servers = import_module("echelon.server.embedded").Servers
 
         plan, ranks = self._plan, self._ranks
         told: tuple[str, bytes] = "", b""
         with ranks.together():
             if ranks.world.main:
-                self._servers = Servers(plan.servers, replicas=plan.replicas, restore=restore)
+                self._servers = servers(plan.servers, replicas=plan.replicas, restore=restore)
                 told = self._servers.address, self._servers.secret
         # The process group is as private as the ranks' own gradients; nothing of it is on a command line or in an environment.
         address, secret = ranks.gather(told)[0]
