@@ -41,6 +41,9 @@ SYNCED = 25
 SNAPSHOT = 26
 BEAT = 27
 BEHIND = 28
+# Entries of a head's own, inside ENTRY.
+COMMIT = 30
+ENROL = 31
 # Everybody <-> controller.
 JOIN = 40
 MAP = 41

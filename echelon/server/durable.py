@@ -1,0 +1,46 @@
+"""Files that are there whole or not at all, whenever the power fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import DocumentError
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Replace a JSON document: written to a temporary, synced, renamed, the folder synced."""
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "w") as file:
+        json.dump(document, file, separators=(",", ":"))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The document, or None where none was ever written."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise DocumentError(f"{path}: {error}; it was not written by a controller, or the disk is damaged") from None
+    if not isinstance(document, dict):
+        raise DocumentError(f"{path}: not an object; it was not written by a controller")
+    return document

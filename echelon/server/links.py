@@ -1,0 +1,83 @@
+"""A head's side of the connection to one other replica: what was sent and not answered, and which shards are equal there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Sent(NamedTuple):
+    """A numbered message that is kept until it is answered."""
+
+    number: int
+    kind: int
+    meta: dict[str, Any]
+    arrays: Sequence[np.ndarray]
+    at: float
+
+
+class Waiting:
+    """A worker's frame that is answered once all replicas have it."""
+
+    __slots__ = ("answer", "cover", "needs", "peer", "request")
+
+    def __init__(self, peer: Any, request: int, cover: np.ndarray, answer: tuple[int, dict[str, Any]]) -> None:
+        self.peer, self.request, self.cover, self.answer = peer, request, cover, answer
+        #: Per replica the number of the message that it has yet to answer.
+        self.needs: dict[str, int] = {}
+
+
+class Link:
+    """To one replica, in one of its lives. Arrays are per shard."""
+
+    def __init__(self, server: str, incarnation: int, shards: int) -> None:
+        self.server, self.incarnation = server, incarnation
+        self.up = False
+        #: The number of the last message made, and of the last one answered.
+        self.made = 0
+        self.got = 0
+        self.sent: deque[Sent] = deque()
+        self.waiting: deque[tuple[int, Waiting]] = deque()
+        #: When the newest message that it has answered was sent: what reads are leased by.
+        self.heard = float("-inf")
+        self.beat = float("-inf")
+        self.beats: deque[tuple[int, float]] = deque()
+        self.backup = np.zeros(shards, bool)
+        self.learner = np.zeros(shards, bool)
+        #: Equal there, up to messages under way; entries are sent for `flowing` ones (those whose snapshot is under way too).
+        self.synced = np.zeros(shards, bool)
+        self.flowing = np.zeros(shards, bool)
+        #: Asked how far it is, and no answer yet.
+        self.asked = np.zeros(shards, bool)
+        #: Learners without whose answer nothing is acknowledged any more.
+        self.required = np.zeros(shards, bool)
+        #: It knows a newer map and did not take an entry.
+        self.refused = np.zeros(shards, bool)
+        self.todo: deque[int] = deque()
+        #: The shard whose snapshot is under way, and the number of its last part.
+        self.moving: tuple[int, int] | None = None
+        self.resume = float("-inf")
+        self.began = 0.0
+        #: (shard, number): once that is answered, the learner has everything that was ever acknowledged.
+        self.catching: list[tuple[int, int]] = []
+
+    @property
+    def need(self) -> np.ndarray:
+        """Per shard whether an acknowledgement needs its answer."""
+        return self.backup | self.required
+
+    def forget(self, shards: np.ndarray) -> None:
+        """Nothing is known any more of how these shards are there."""
+        for each in (self.synced, self.flowing, self.asked, self.required, self.refused):
+            each[shards] = False
+        self.todo = deque(shard for shard in self.todo if not shards[shard])
+        self.catching = [(shard, number) for shard, number in self.catching if not shards[shard]]
+
+    def lost(self) -> None:
+        """The connection is gone; what was asked for is asked again, what was sent is sent again."""
+        self.up = False
+        self.asked[:] = False
+        self.beats.clear()

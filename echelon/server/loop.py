@@ -1,0 +1,312 @@
+"""Sockets for the state machines: one thread, nothing blocks, every connection proves itself before a frame of it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from echelon.errors import ServerError
+from echelon.server import wire
+from echelon.server.secret import LIMIT, Caller, Listener, SecretError
+
+TICK = 0.05
+BUFFER = 1 << 22
+#: Callers that have not proved themselves yet, at once.
+STRANGERS = 128
+#: A peer that does not read its answers is not read from beyond this.
+UNSENT = 1 << 26
+_VIEWS = 256
+
+
+class Connection:
+    """One connection, accepted or made. `tag` is the owner's."""
+
+    __slots__ = ("decoder", "door", "greeting", "handle", "opened", "out", "role", "sock", "tag", "unsent", "wants")
+
+    def __init__(self, sock: socket.socket, door: Caller | Listener, limit: int, tag: Any) -> None:
+        self.sock, self.door, self.tag = sock, door, tag
+        self.handle = sock.fileno()
+        self.greeting: bytearray | None = bytearray()
+        self.decoder = wire.Decoder(limit=limit)
+        self.out: deque[memoryview] = deque()
+        self.unsent = 0
+        self.role = 0
+        self.opened = time.monotonic()
+        self.wants = 0
+
+
+class Owner(Protocol):
+    """Whom a loop serves."""
+
+    def opened(self, connection: Connection) -> None: ...
+    def received(self, connection: Connection, frame: wire.Frame) -> None: ...
+    def closed(self, connection: Connection) -> None: ...
+    def tick(self, now: float) -> None: ...
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of "host:port"."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ServerError(f"{address!r} is no address; write host:port")
+    return host.strip("[]"), int(port)
+
+
+class Loop:
+    """Call `run`; everything else is called from inside it."""
+
+    def __init__(self, owner: Owner, secret: bytes, *, limit: int = wire.MAX_FRAME) -> None:
+        self.owner, self._secret, self._limit = owner, secret, limit
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, Connection] = {}
+        self._strangers: dict[int, Connection] = {}
+        self._listener: socket.socket | None = None
+        self._calls: dict[int, Callable[[], None]] = {}
+        self.running = True
+        self.sent = 0
+        self.got = 0
+
+    def listen(self, host: str, port: int) -> str:
+        """Accept connections; the address that others reach it at."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _widen(listener)
+            listener.bind((host, port))
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise ServerError(
+                f"{host}:{port}: cannot listen there ({error.strerror}); choose another address or port 0"
+            ) from None
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._listener = listener
+        name = listener.getsockname()
+        return f"[{name[0]}]:{name[1]}" if family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
+
+    def watch(self, handle: int, call: Callable[[], None]) -> None:
+        """Call when a file can be read."""
+        self._calls[handle] = call
+        self._selector.register(handle, selectors.EVENT_READ, None)
+
+    def unwatch(self, handle: int) -> None:
+        """Not any more."""
+        if self._calls.pop(handle, None) is not None:
+            self._selector.unregister(handle)
+
+    def connect(self, address: str, role: int, tag: Any) -> Connection | None:
+        """Call someone; `owner.opened` once both have proved themselves, `owner.closed` if it fails later; None if it fails at once."""
+        host, port = split(address)
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            _widen(sock)
+            state = sock.connect_ex((host, port))
+            if state not in (0, errno.EINPROGRESS):
+                sock.close()
+                return None
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            sock.close()
+            return None
+        door = Caller(self._secret, role)
+        connection = Connection(sock, door, self._limit, tag)
+        connection.out.append(memoryview(door.opening))
+        connection.unsent = len(door.opening)
+        self._add(connection)
+        self._want(connection)
+        return connection
+
+    def send(self, connection: Connection, buffers: Sequence[wire.Buffer]) -> None:
+        """Send a frame, now as far as it goes, the rest when there is room."""
+        if connection.handle not in self._connections:
+            return
+        waiting = bool(connection.out)
+        for buffer in buffers:
+            if len(buffer):
+                connection.out.append(memoryview(buffer))
+                connection.unsent += len(buffer)
+        if not waiting and connection.greeting is None:
+            self._flush(connection)
+        else:
+            self._want(connection)
+
+    def close(self, connection: Connection) -> None:
+        """Close a connection; its owner is told."""
+        if self._connections.pop(connection.handle, None) is None:
+            return
+        self._strangers.pop(connection.handle, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.sock)
+        connection.sock.close()
+        connection.out.clear()
+        self.owner.closed(connection)
+
+    def run(self) -> None:
+        """Until `running` is false."""
+        due = time.monotonic() + TICK
+        try:
+            while self.running:
+                for key, events in self._selector.select(max(0.0, due - time.monotonic())):
+                    self._event(key, events)
+                now = time.monotonic()
+                if now >= due:
+                    due = now + TICK
+                    self._expel(now)
+                    self.owner.tick(now)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Close all sockets, without a word to the owner."""
+        for connection in list(self._connections.values()):
+            connection.sock.close()
+        self._connections.clear()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+
+    def _event(self, key: selectors.SelectorKey, events: int) -> None:
+        connection = key.data
+        if connection is None:
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd in self._calls:
+                self._calls[key.fd]()
+            return
+        if connection.handle not in self._connections:
+            return
+        if events & selectors.EVENT_WRITE:
+            self._flush(connection)
+        if events & selectors.EVENT_READ and connection.handle in self._connections:
+            self._read(connection)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(16):
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            if len(self._strangers) >= STRANGERS:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(sock, Listener(self._secret), self._limit, None)
+            self._add(connection)
+            self._strangers[connection.handle] = connection
+
+    def _add(self, connection: Connection) -> None:
+        self._connections[connection.handle] = connection
+        connection.wants = selectors.EVENT_READ
+        self._selector.register(connection.sock, connection.wants, connection)
+
+    def _want(self, connection: Connection) -> None:
+        wants = 0
+        if connection.unsent <= UNSENT or isinstance(connection.door, Caller):
+            wants |= selectors.EVENT_READ
+        if connection.out:
+            wants |= selectors.EVENT_WRITE
+        if wants != connection.wants:
+            connection.wants = wants
+            self._selector.modify(connection.sock, wants, connection)
+
+    def _flush(self, connection: Connection) -> None:
+        out = connection.out
+        try:
+            while out:
+                views = [out[place] for place in range(min(len(out), _VIEWS))]
+                count = connection.sock.sendmsg(views)
+                connection.unsent -= count
+                self.sent += count
+                while count:
+                    if count >= len(out[0]):
+                        count -= len(out.popleft())
+                    else:
+                        out[0] = out[0][count:]
+                        count = 0
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.close(connection)
+            return
+        self._want(connection)
+
+    def _read(self, connection: Connection) -> None:
+        if connection.greeting is not None:
+            self._greet(connection)
+            return
+        try:
+            count = connection.sock.recv_into(connection.decoder.room())
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            count = 0
+        if not count:
+            self.close(connection)
+            return
+        self.got += count
+        try:
+            frames = connection.decoder.fill(count)
+        except wire.WireError:
+            self.close(connection)
+            return
+        for frame in frames:
+            if connection.handle not in self._connections:
+                return
+            self.owner.received(connection, frame)
+
+    def _greet(self, connection: Connection) -> None:
+        door, have = connection.door, connection.greeting
+        assert have is not None
+        try:
+            part = connection.sock.recv(door.needs - len(have))
+            if not part:
+                raise SecretError("hung up")
+            have += part
+            if len(have) < door.needs:
+                return
+            connection.greeting = bytearray()
+            reply = door.feed(bytes(have))
+        except (BlockingIOError, InterruptedError):
+            return
+        except (OSError, SecretError):
+            self.close(connection)
+            return
+        if reply:
+            connection.out.append(memoryview(reply))
+            connection.unsent += len(reply)
+        if door.done:
+            connection.greeting = None
+            connection.role = door.role if isinstance(door, Listener) else 0
+            self._strangers.pop(connection.handle, None)
+        self._flush(connection)
+        if door.done and connection.handle in self._connections:
+            self.owner.opened(connection)
+
+    def _expel(self, now: float) -> None:
+        late = [each for each in self._connections.values() if each.greeting is not None and now - each.opened > LIMIT]
+        for connection in late:
+            self.close(connection)
+
+
+def _widen(sock: socket.socket) -> None:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER)
+
+
+def here() -> str:
+    """What tells this host from others."""
+    return os.uname().nodename
