@@ -383,8 +383,8 @@ class Controller:
             self.count += 1
             life = self.count
             name = name or f"w{life}"
-        elif name is None or life > self.count:
-            raise wire.WireError(f"JOIN of worker {name!r} in life {life}, which was never given")
+        elif name is None or not 0 < life < 1 << 62:
+            raise wire.WireError(f"JOIN of worker {name!r} in life {life}: a name and a positive number are expected")
         known = self.map.workers.get(name, 0)
         if known > life:
             self._refuse(
@@ -661,6 +661,7 @@ class Controller:
             "version": known.version,
             "shards": known.shards,
             "replicas": self.replicas,
+            "unplaced": sum(not chain for shard, chain in enumerate(known.chains) if shard not in known.lost),
             "short": sum(0 < len(chain) < min(self.replicas, max(1, len(known.servers))) for chain in known.chains),
             "learning": sum(bool(each) for each in known.learners),
             "lost": {str(shard): list(chain) for shard, chain in known.lost.items()},

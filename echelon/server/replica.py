@@ -780,7 +780,7 @@ class Replica:
                 peer,
                 wire.SYNCED,
                 0,
-                {"v": self.map.version},
+                {"v": self.map.version, "of": meta["of"]},
                 [shards, self.state.stamp[shards], self.state.lsn[shards]],
             )
             return

@@ -1,0 +1,183 @@
+"""Checkpoints of servers: one safetensors file per shard, each as it was at one log number, and a manifest that makes them a whole.
+
+    FOLDER/manifest.json          format, shards, specs, settings, per shard: file, sha256, bytes, lsn
+    FOLDER/shard-00042.safetensors
+
+Written to FOLDER.partial while workers go on; the manifest comes last and the folder gets its name then. Windows, clocks and optimizer
+state are inside, so that a worker that goes on after a restore has nothing applied twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.errors import CheckpointError
+from echelon.server import durable
+from echelon.server.loop import Loop
+from echelon.server.state import Part
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+def partial(folder: Path) -> Path:
+    """Where a checkpoint is until it is whole."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def save(folder: Path, shard: int, parts: Sequence[Part]) -> dict[str, Any]:
+    """Write one shard; what the manifest says of it."""
+    from safetensors.numpy import save as encode
+
+    arrays = {
+        f"{place:06d}.{number:03d}": array for place, (_, part) in enumerate(parts) for number, array in enumerate(part)
+    }
+    metas = json.dumps([[meta, len(part)] for meta, part in parts])
+    data = encode(
+        {name: np.ascontiguousarray(array) for name, array in arrays.items()}, {"parts": metas, "shard": str(shard)}
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"shard-{shard:05d}.safetensors"
+    # Two heads may write the same shard after a failover: each its own file, the manifest names the one that counts.
+    temporary = folder / f"{name}.{os.getpid()}.new"
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / name)
+    return {
+        "shard": shard,
+        "file": name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+        "lsn": int(parts[0][0]["lsn"]),
+    }
+
+
+def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """All shards are there: the manifest, and the folder's name."""
+    place = partial(folder)
+    durable.write(place / MANIFEST, {"format": FORMAT, **manifest})
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+        os.rename(place, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(place, folder)
+    durable.sync_folder(folder.parent)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a whole checkpoint."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}: no checkpoint of servers ({MANIFEST} is missing); give the folder of a whole one"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST}: {error}; it is damaged, take an older checkpoint") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder / MANIFEST}: not of format {FORMAT}; it was written by another version of echelon"
+        )
+    return manifest
+
+
+def load(folder: Path, shard: int) -> list[Part]:
+    """One shard of a checkpoint, checked."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load as decode
+
+    manifest = read_manifest(folder)
+    entry = manifest["files"].get(str(shard))
+    if entry is None:
+        raise CheckpointError(f"{folder}: shard {shard} is missing; take an older checkpoint")
+    path = folder / entry["file"]
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; take an older checkpoint") from None
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise CheckpointError(
+            f"{path}: its SHA-256 is not {entry['sha256'][:12]}..., it is damaged; take an older checkpoint"
+        )
+    try:
+        arrays = decode(data)
+        length = int.from_bytes(data[:8], "little")
+        metas = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["parts"])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: {error}; it was written by another version of echelon") from None
+    return [
+        (meta, [arrays[f"{place:06d}.{number:03d}"] for number in range(count)])
+        for place, (meta, count) in enumerate(metas)
+    ]
+
+
+class Writer:
+    """Writes shards in a thread while the loop goes on: one snapshot is copied at a time, between other work."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[tuple[int, Path, int, Sequence[Part]]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._todo: list[tuple[int, Path, int]] = []
+        self._take: Callable[[int], Sequence[Part] | None] = lambda shard: None
+        self._tell: Callable[[dict[str, Any]], None] = lambda details: None
+        self._busy = False
+        ours, self._bell = os.pipe()
+        loop.watch(ours, lambda: self._done(ours))
+        threading.Thread(target=self._work, name="echelon-checkpoint", daemon=True).start()
+
+    def write(
+        self,
+        number: int,
+        folder: Path,
+        shards: Sequence[int],
+        take: Callable[[int], Sequence[Part] | None],
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Write these shards; `take` copies one, `tell` hears of each that is on the disk."""
+        known = {shard for other, _, shard in self._todo if other == number}
+        self._todo = [each for each in self._todo if each[0] == number]
+        self._todo += [(number, partial(folder), shard) for shard in shards if shard not in known]
+        self._take, self._tell = take, tell
+        self._next()
+
+    def _next(self) -> None:
+        while self._todo and not self._busy:
+            number, folder, shard = self._todo.pop(0)
+            parts = self._take(shard)
+            if parts is not None:
+                self._busy = True
+                self._jobs.put((number, folder, shard, parts))
+
+    def _work(self) -> None:
+        while True:
+            number, folder, shard, parts = self._jobs.get()
+            try:
+                result = save(folder, shard, parts)
+            except (OSError, ValueError) as error:
+                result = {"error": f"{folder}: shard {shard} cannot be written: {error}"}
+            del parts
+            self._results.put({"id": number, **result})
+            os.write(self._bell, b"!")
+
+    def _done(self, handle: int) -> None:
+        os.read(handle, 4096)
+        while not self._results.empty():
+            self._busy = False
+            self._tell(self._results.get())
+        self._next()

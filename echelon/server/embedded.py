@@ -1,0 +1,192 @@
+"""Servers as plain processes of this machine: the default, with nothing to install or configure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import echelon
+from echelon.errors import LaunchError, ServerError
+from echelon.server.secret import make_secret
+
+PATIENCE = 120.0
+
+
+class Child:
+    """A process of ours and what it said."""
+
+    def __init__(self, config: Mapping[str, Any], log: Path) -> None:
+        # The child runs the same echelon, wherever this process found it.
+        home = str(Path(echelon.__file__).parent.parent)
+        run = f"import sys; sys.path.insert(0, {home!r}); from echelon.server.process import main; sys.exit(main())"
+        self.log = log
+        with open(log, "ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", run],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None
+        # The secret goes by the pipe: arguments and environments can be read by others.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(config).encode() + b"\n")
+            self.process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    def address(self) -> str:
+        """Where it listens; waits until it does."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise LaunchError(f"a server process ended with {self.process.returncode}: {self.said()}")
+        return str(json.loads(line)["address"])
+
+    def said(self) -> str:
+        """The end of its log."""
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace")[-2000:].strip()
+        return ""
+
+    def stop(self, patience: float = 2.0) -> None:
+        """End it: its input ends, and if that does not do it, it is killed."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Servers:
+    """`n` servers and a controller, started here; they end with this process, or with `close`.
+
+    `staleness`: None never waits, s lets no worker read more than s steps ahead of the slowest; `aggregate`: with 0, gradients of a step
+    are added up over workers and applied once. `folder` keeps the controller's file and the logs; `restore`: a checkpoint to begin from.
+    """
+
+    def __init__(
+        self,
+        n: int = 1,
+        *,
+        replicas: int = 2,
+        shards: int = 256,
+        staleness: int | None = None,
+        aggregate: bool = False,
+        memory: int | None = None,
+        spill: Path | None = None,
+        restore: Path | str | None = None,
+        folder: Path | None = None,
+        secret: bytes | None = None,
+        bind: str = "127.0.0.1",
+        hosts: list[str] | None = None,
+    ) -> None:
+        if n < 1 or not 1 <= replicas <= 3:
+            raise ServerError(f"{n} servers with {replicas} replicas; use at least one server, and 1, 2 or 3 replicas")
+        self.secret = secret or make_secret()
+        self._own = folder is None
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="echelon-servers-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._bind, self._memory, self._spill, self._hosts = bind, memory, spill, hosts
+        settings = {"staleness": staleness, "aggregate": aggregate}
+        self._config = {
+            "role": "controller",
+            "secret": self.secret.hex(),
+            "folder": str(self.folder),
+            "shards": shards,
+            "replicas": replicas,
+            "expect": n,
+            "settings": settings,
+            "restore": None if restore is None else str(Path(restore).resolve()),
+        }
+        self.servers: dict[str, Child] = {}
+        self._started = 0
+        self.controller = Child({**self._config, "bind": f"{bind}:0"}, self.folder / "controller.log")
+        try:
+            self.address = self.controller.address()
+            for _ in range(n):
+                self.start()
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, name: str | None = None) -> str:
+        """One more server; it joins by itself. Its name."""
+        self._started += 1
+        name = name or f"s{self._started}"
+        host = self._hosts[(self._started - 1) % len(self._hosts)] if self._hosts else None
+        config = {
+            "role": "server",
+            "secret": self.secret.hex(),
+            "controller": self.address,
+            "bind": f"{self._bind}:0",
+            "name": name,
+            "host": host,
+            "memory": self._memory,
+            "spill": None if self._spill is None else str(self._spill / name),
+        }
+        self.servers[name] = Child(config, self.folder / f"{name}.log")
+        return name
+
+    def restart_controller(self) -> None:
+        """A new life of the controller, at the same address, from its file (after it was killed)."""
+        self.controller.stop(0.0)
+        self.controller = Child({**self._config, "bind": self.address}, self.folder / "controller.log")
+        if self.controller.address() != self.address:
+            raise LaunchError(f"the controller came back at another address than {self.address}")
+
+    def wait(self, patience: float = PATIENCE) -> None:
+        """Until every server is in the map and every shard has a head."""
+        from echelon.server.status import ask
+
+        deadline = time.monotonic() + patience
+        while True:
+            found: dict[str, Any] = {}
+            with contextlib.suppress(ServerError, OSError):
+                found = ask(self.address, self.secret)
+            if found and set(self.servers) <= set(found["servers"]) and not found["unplaced"]:
+                return
+            for name, child in {"the controller": self.controller, **self.servers}.items():
+                if child.process.poll() is not None:
+                    raise LaunchError(f"{name} ended with {child.process.returncode}: {child.said()}")
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"servers did not come up within {patience:g} s: {found or 'no answer of the controller'}"
+                )
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End all of them."""
+        for child in (*self.servers.values(), self.controller):
+            for pipe in (child.process.stdin, child.process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+        for child in (*self.servers.values(), self.controller):
+            child.stop()
+        if self._own:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,483 @@
+"""The two kinds of process: a server (one replica, its store, its sockets) and the controller (its state machine, its file).
+
+    python -m echelon.server.process        reads one line of JSON from its standard input: what it is, and the secret
+
+It ends when that input ends, so it never outlives whoever started it; `echelon serve` runs the same classes by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError, ServerError
+from echelon.server import durable, wire
+from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Manifest, Note, Persist, Send
+from echelon.server.controller import Controller
+from echelon.server.loop import Connection, Loop, here, split
+from echelon.server.map import Map
+from echelon.server.replica import Replica
+from echelon.server.secret import ADMIN, SERVER, WORKER, greet, parse_secret
+from echelon.server.windows import FAR
+
+BEAT = 0.15
+REPORT = 1.0
+RETRY = 0.05
+#: A loop that has not turned for so long is not alive, whatever its threads say.
+STUCK = 10.0
+
+Say = Callable[[str, Mapping[str, Any]], None]
+
+
+def say(event: str, details: Mapping[str, Any]) -> None:
+    """One line of JSON to the standard error."""
+    sys.stderr.write(json.dumps({"at": round(time.time(), 3), "event": event, **details}) + "\n")
+    sys.stderr.flush()
+
+
+class ControllerProcess:
+    """The controller: listens, and writes its document before it answers."""
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        folder: Path,
+        bind: str = "127.0.0.1:0",
+        shards: int = 256,
+        replicas: int = 2,
+        expect: int = 1,
+        settings: Mapping[str, Any] | None = None,
+        restore: Path | None = None,
+        say: Say = say,
+    ) -> None:
+        from echelon.server import checkpoint
+
+        self._say = say
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "controller.json"
+        document = durable.read(self._file)
+        restored = None
+        if restore is not None and document is None:
+            manifest = checkpoint.read_manifest(restore)
+            shards, restored = int(manifest["shards"]), (str(restore.resolve()), manifest["specs"])
+        self.core = Controller(
+            document,
+            shards=shards,
+            replicas=replicas,
+            expect=expect,
+            settings=settings,
+            now=time.monotonic(),
+            restore=restored,
+        )
+        self.loop = Loop(self, secret)
+        self.address = self.loop.listen(*split(bind))
+        self._peers: dict[Any, Connection] = {}
+        self._next = 0
+
+    def run(self) -> None:
+        """Until told to end."""
+        self.loop.run()
+
+    def opened(self, connection: Connection) -> None:
+        self._next += 1
+        connection.tag = self._next
+        self._peers[self._next] = connection
+
+    def received(self, connection: Connection, frame: wire.Frame) -> None:
+        if connection.role == WORKER and frame.kind not in _WORKERS:
+            self.loop.close(connection)
+            return
+        if frame.kind == wire.DECLARE and not self._declarable(connection, frame):
+            return
+        self._do(self.core.on_frame(time.monotonic(), connection.tag, frame))
+
+    def closed(self, connection: Connection) -> None:
+        if connection.tag is not None:
+            self._peers.pop(connection.tag, None)
+            self._do(self.core.on_lost(time.monotonic(), connection.tag))
+
+    def tick(self, now: float) -> None:
+        self._do(self.core.on_tick(now))
+
+    def _declarable(self, connection: Connection, frame: wire.Frame) -> bool:
+        """A spec that no server could take must not reach the document."""
+        from echelon.server.kinds import spec_from_plain
+
+        try:
+            spec_from_plain(frame.meta["spec"], "spec")
+        except EchelonError as error:
+            refusal = {"error": type(error).__name__, "message": str(error)}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            refusal = {"error": "ServerError", "message": f"DECLARE: {type(error).__name__}: {error}"}
+        else:
+            return True
+        self.loop.send(connection, wire.encode(wire.REFUSED, frame.request, refusal))
+        return False
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        from echelon.server import checkpoint
+
+        for action in actions:
+            if isinstance(action, Send):
+                connection = self._peers.get(action.whom)
+                if connection is not None:
+                    self.loop.send(connection, wire.encode(action.kind, action.request, action.meta, action.arrays))
+            elif isinstance(action, Persist):
+                durable.write(self._file, action.document)
+            elif isinstance(action, Manifest):
+                checkpoint.complete(Path(action.path), action.document)
+            elif isinstance(action, Close):
+                connection = self._peers.get(action.whom)
+                if connection is not None:
+                    self.loop.close(connection)
+            elif isinstance(action, Note):
+                self._say(action.event, action.details)
+
+
+#: What a worker may ask of the controller.
+_WORKERS = {
+    wire.JOIN,
+    wire.WATCH,
+    wire.DECLARE,
+    wire.STATUS,
+    wire.BEAT,
+    wire.LEAVE,
+    wire.CHECKPOINT,
+    wire.EXPIRE,
+}
+
+
+class ServerProcess:
+    """A server: joins at the controller, holds what the map gives it, starts anew if it was taken for dead."""
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        controller: str,
+        bind: str = "127.0.0.1:0",
+        advertise: str | None = None,
+        host: str | None = None,
+        name: str | None = None,
+        memory: int | None = None,
+        spill: Path | None = None,
+        say: Say = say,
+    ) -> None:
+        self._secret, self._controller, self._say = secret, controller, say
+        self.name, self.incarnation = name, 0
+        self._memory, self._spill = memory, spill
+        self.loop = Loop(self, secret)
+        address = self.loop.listen(*split(bind))
+        # Bound to all interfaces: others need a name to call.
+        self.address = f"{advertise}:{split(address)[1]}" if advertise else address
+        self.host = host or here()
+        self.replica: Replica | None = None
+        self._store: Any = None
+        self._peers: dict[Any, Connection] = {}
+        self._links: dict[str, Connection] = {}
+        self._retry: dict[str, float] = {}
+        self._control: Connection | None = None
+        self._joined = False
+        self._next = 0
+        self._beat = self._reported = 0.0
+        self._last: tuple[float, dict[str, int], int, int] = (time.monotonic(), {}, 0, 0)
+        self._turned = time.monotonic()
+        self._writer: Any = None
+        self._warm()
+
+    def _warm(self) -> None:
+        """Compile, or load what was compiled, before anybody counts on our answers."""
+        import numpy as np
+
+        from echelon.server.kinds import Dense, Rule, Table
+        from echelon.server.store import Store
+
+        store = Store(shards=2, memory=1 << 24)
+        ids, lsn = np.arange(4), np.ones(2, np.int64)
+        for kind in ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lamb"):
+            store.declare(Table(name=kind, dim=2, rule=Rule(kind=kind)))
+            store.apply(kind, ids, np.ones((4, 2), np.float32), lr=None, lsn=lsn)
+            store.read(kind, ids, "f4")
+            if kind != "rowwise_adagrad":
+                store.declare(Dense(name=f"dense {kind}", size=2, rule=Rule(kind=kind)))
+                store.apply(f"dense {kind}", np.zeros(1, np.int64), [np.ones(2, np.float32)], lr=None, lsn=lsn)
+        for shard in range(2):
+            store.install(shard, store.snapshot(shard))
+            store.digest(shard)
+        store.close()
+
+    def run(self) -> None:
+        """Until told to end, or until this replica cannot go on as one."""
+        threading.Thread(target=self._beats, name="echelon-beats", daemon=True).start()
+        self.loop.run()
+
+    def _beats(self) -> None:
+        """Signs of life from a thread: a long snapshot or a large frame is no death. A stopped process stops this too."""
+        import socket
+
+        while True:
+            try:
+                with socket.create_connection(split(self._controller), timeout=2.0) as connection:
+                    greet(connection, self._secret, SERVER)
+                    while True:
+                        time.sleep(BEAT)
+                        if self._joined and time.monotonic() - self._turned < STUCK:
+                            meta = {"server": self.name, "incarnation": self.incarnation}
+                            wire.send(connection, wire.encode(wire.BEAT, 0, meta))
+            except (OSError, EchelonError):
+                time.sleep(RETRY)
+
+    # The loop calls
+
+    def opened(self, connection: Connection) -> None:
+        now = time.monotonic()
+        if connection is self._control:
+            life = self.incarnation or None
+            meta = {"role": "server", "id": self.name, "incarnation": life, "address": self.address, "host": self.host}
+            self.loop.send(connection, wire.encode(wire.JOIN, 1, meta))
+        elif isinstance(connection.tag, str):
+            if self.replica is not None:
+                self._do(self.replica.on_link(now, connection.tag))
+        else:
+            self._next += 1
+            connection.tag = self._next
+            self._peers[self._next] = connection
+
+    def received(self, connection: Connection, frame: wire.Frame) -> None:
+        now = time.monotonic()
+        if connection is self._control:
+            self._heard(now, frame)
+        elif self.replica is None:
+            self.loop.close(connection)
+        elif isinstance(connection.tag, str):
+            self._do(self.replica.on_answer(now, connection.tag, frame))
+        elif connection.role == SERVER or frame.kind in _DATA:
+            self._do(self.replica.on_frame(now, connection.tag, frame))
+        else:
+            self.loop.close(connection)
+
+    def closed(self, connection: Connection) -> None:
+        now, tag = time.monotonic(), connection.tag
+        if connection is self._control:
+            self._control = None
+            self._joined = False
+        elif isinstance(tag, str):
+            if self._links.get(tag) is connection:
+                del self._links[tag]
+                if self.replica is not None:
+                    self._do(self.replica.on_link_lost(now, tag))
+        elif tag is not None:
+            self._peers.pop(tag, None)
+            if self.replica is not None:
+                self._do(self.replica.on_peer_lost(now, tag))
+
+    def tick(self, now: float) -> None:
+        self._turned = now
+        if self._control is None and self._retry.get("", 0.0) <= now:
+            self._retry[""] = now + RETRY
+            self._control = self.loop.connect(self._controller, SERVER, None)
+        if self.replica is not None:
+            self._do(self.replica.on_tick(now))
+            self._call(now)
+        if self._joined and self._control is not None and now - self._beat >= BEAT and self.replica is not None:
+            self._beat = now
+            meta: dict[str, Any] = {"version": self.replica.map.version}
+            if now - self._reported >= REPORT:
+                self._reported = now
+                meta["report"] = self._report(now)
+            self.loop.send(self._control, wire.encode(wire.BEAT, 0, meta))
+
+    # The controller
+
+    def _heard(self, now: float, frame: wire.Frame) -> None:
+        meta = frame.meta
+        if frame.kind == wire.MAP:
+            self.name, self.incarnation = str(meta["id"]), int(meta["incarnation"])
+            new = Map.from_document(meta["map"])
+            if self.replica is None:
+                self._begin(new.shards)
+            assert self.replica is not None
+            self._joined = True
+            self._do(self.replica.on_map(now, new, meta["specs"]))
+            self._do(self.replica.on_controller(now))
+        elif frame.kind == wire.REFUSED and not self._joined:
+            if meta["error"] != "Out":
+                raise ServerError(f"the controller refuses this server: {meta['message']}")
+            self._anew()
+        elif frame.kind == wire.GRANT and self.replica is not None and self._joined:
+            new = Map.from_document(meta["map"])
+            seat = new.servers.get(self.name or "")
+            if seat is None or seat.incarnation != self.incarnation:
+                self._anew()
+            else:
+                self._do(self.replica.on_map(now, new, meta["specs"]))
+        elif frame.kind == wire.CHECKPOINT and self.replica is not None:
+            self._write(meta)
+        elif self.replica is not None:
+            self._do(self.replica.on_control(now, frame))
+
+    def _begin(self, shards: int) -> None:
+        from echelon.server import checkpoint
+        from echelon.server.kinds import spec_from_plain
+        from echelon.server.store import Store
+
+        self._store = store = Store(shards=shards, memory=self._memory, spill=self._spill)
+        self.replica = Replica(
+            name=self.name or "",
+            incarnation=self.incarnation,
+            store=store,
+            shards=shards,
+            load=lambda folder, shard: checkpoint.load(Path(folder), shard),
+            declare=lambda spec: store.declare(spec_from_plain(spec)),
+        )
+
+    def _anew(self) -> None:
+        """We were taken for dead: what we hold is worth nothing any more. Join as a new server."""
+        self._say("out", {"server": self.name, "incarnation": self.incarnation})
+        self.replica, self.incarnation, self._joined = None, 0, False
+        for connection in [*self._peers.values(), *self._links.values()]:
+            self.loop.close(connection)
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._control is not None:
+            self.loop.close(self._control)
+
+    def _write(self, meta: dict[str, Any]) -> None:
+        from echelon.server.checkpoint import Writer
+
+        if self._writer is None:
+            self._writer = Writer(self.loop)
+        replica = self.replica
+        assert replica is not None
+
+        def written(details: dict[str, Any]) -> None:
+            if self._control is not None:
+                self.loop.send(self._control, wire.encode(wire.WRITTEN, 0, details))
+
+        self._writer.write(
+            int(meta["id"]),
+            Path(meta["path"]),
+            [int(shard) for shard in meta["shards"]],
+            lambda shard: replica.state.snapshot(shard) if replica is self.replica and replica.headed[shard] else None,
+            written,
+        )
+
+    # Doing
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                connection = self._whom(action.to, action.whom)
+                if connection is not None:
+                    self.loop.send(connection, wire.encode(action.kind, action.request, action.meta, action.arrays))
+            elif isinstance(action, Close):
+                connection = self._whom(action.to, action.whom)
+                if connection is not None:
+                    self.loop.close(connection)
+            elif isinstance(action, Note):
+                self._say(action.event, action.details)
+
+    def _whom(self, to: str, whom: Any) -> Connection | None:
+        if to == PEER:
+            return self._peers.get(whom)
+        if to == LINK:
+            return self._links.get(whom)
+        assert to == CONTROL
+        return self._control if self._joined else None
+
+    def _call(self, now: float) -> None:
+        """Connections to the replicas of what we head."""
+        assert self.replica is not None
+        for server in self.replica.links:
+            if server not in self._links and self._retry.get(server, 0.0) <= now:
+                self._retry[server] = now + RETRY
+                connection = self.loop.connect(self.replica.map.servers[server].address, SERVER, server)
+                if connection is not None:
+                    self._links[server] = connection
+
+    def _report(self, now: float) -> dict[str, Any]:
+        """What `echelon server status` shows of this server."""
+        replica = self.replica
+        assert replica is not None
+        stats = replica.state.store.stats()
+        before, counts, sent, got = self._last
+        span = max(now - before, 1e-3)
+        rates = {key: round((value - counts.get(key, 0)) / span, 1) for key, value in replica.counts.items()}
+        self._last = (now, dict(replica.counts), self.loop.sent, self.loop.got)
+        floor = replica.floor()[replica.headed]
+        floor = floor[floor != FAR]
+        live = replica._live
+        most = int(replica.state.windows.clock[live].max()) if live else 0
+        return {
+            "rows": int(stats["rows"].sum()),
+            "bytes": int(stats["bytes"]),
+            "memory": int(stats["memory"]),
+            "tables": {
+                name: {"rows": int(each["rows"]), "bytes": int(each["bytes"])} for name, each in stats["tables"].items()
+            },
+            "lsn": int(replica.state.lsn.max()),
+            "clock": [int(floor.min()) if len(floor) else 0, max(most, 0)],
+            "lag": {
+                server: {
+                    "entries": link.made - link.got,
+                    "shards": int((link.need & ~link.synced).sum()) + len(link.todo),
+                    "up": link.up,
+                }
+                for server, link in replica.links.items()
+            },
+            "waiting": {"pushes": len(replica._pushes), "pulls": len(replica._pulls)},
+            "rates": rates
+            | {"sent": round((self.loop.sent - sent) / span), "received": round((self.loop.got - got) / span)},
+        }
+
+
+#: What a worker or an administrator may ask of a server.
+_DATA = {wire.PUSH, wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST}
+
+
+def main() -> int:
+    """One process, as a line of JSON on the standard input says."""
+    config = json.loads(sys.stdin.readline())
+    # Ctrl-C is for whoever started us; our input ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    secret = parse_secret(config.pop("secret"))
+    role = config.pop("role")
+    process: ControllerProcess | ServerProcess
+    for name in ("folder", "spill", "restore"):
+        if config.get(name) is not None:
+            config[name] = Path(config[name])
+    try:
+        process = (
+            ControllerProcess(secret=secret, **config)
+            if role == "controller"
+            else ServerProcess(secret=secret, **config)
+        )
+        sys.stdout.write(json.dumps({"address": process.address}) + "\n")
+        sys.stdout.flush()
+        loop = process.loop
+
+        def ended() -> None:
+            if not os.read(0, 4096):
+                loop.running = False
+
+        loop.watch(0, ended)
+        process.run()
+    except EchelonError as error:
+        say("failed", {"why": str(error)})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+__all__ = ["ADMIN", "ControllerProcess", "ServerProcess", "main", "say"]
