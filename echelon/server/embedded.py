@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import echelon
 from echelon.errors import LaunchError, ServerError
 from echelon.server.secret import make_secret
 
@@ -25,7 +24,7 @@ class Child:
 
     def __init__(self, config: Mapping[str, Any], log: Path) -> None:
         # The child runs the same echelon, wherever this process found it.
-        home = str(Path(echelon.__file__).parent.parent)
+        home = str(Path(__file__).parents[2])
         run = f"import sys; sys.path.insert(0, {home!r}); from echelon.server.process import main; sys.exit(main())"
         self.log = log
         with open(log, "ab") as errors:
