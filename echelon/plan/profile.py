@@ -86,7 +86,7 @@ class Operator:
 
     `dims` by `kind`: matmul (batch, m, n, k); convolution (samples, channels in, channels out, kernel elements, output elements,
     groups); attention (samples x heads, queries, keys, head dim), of which `flops` leave out scores that are never computed;
-    stream: none, it is priced by `moved`.
+    stream: priced by `moved`; norms over channels (channels, elements of each, samples), and what goes row by row (width, rows).
     """
 
     name: str  #: as torch names it: "addmm", "convolution_backward"

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ from torch import Tensor, nn
 
 from echelon.plan.cluster import rounded
 from echelon.plan.profile import rate_dims
+from echelon.profiler.hosts import host_rates
 from echelon.profiler.trace import Call, Recorder, counting, recording
 from echelon.profiler.trials import Trial, heavy, trials
 
 #: Seconds that one trial is repeated for, at most; one repetition at least.
 _PATIENCE = {"cpu": 0.025, "cuda": 0.01}
+#: Seconds that one product of 4096 x 4096 takes on the fastest GPUs at least.
+_FILLER = 1e-4
 _MESSAGES = (2**12, 2**16, 2**20, 2**23, 2**25)
 
 
@@ -68,6 +71,7 @@ class Probe:
             for trial in heavy(self.device):
                 self._rate(trial, dtype="tf32")
             torch.set_float32_matmul_precision("highest")
+            self._host()
         self._optimizers()
         if self.ranks > 1:
             self._links()
@@ -81,11 +85,13 @@ class Probe:
     def time(self, call: Callable[[], object], *, waits: bool = False, warm: bool = False) -> float:
         """Seconds of one call: the lower quartile of repetitions, since disturbances only ever add.
 
-        `waits`: it is a message; `warm`: it ran before.
+        `waits`: it is a message, or the host's own time counts; `warm`: it ran before.
         """
         if not warm:
             call()
         self._sync()
+        if self.device == "cuda" and not waits:
+            return self._on_gpu(call)
         if self.ranks > 1:
             dist.barrier()
         first = self._once(call, 1, waits)
@@ -94,6 +100,34 @@ class Probe:
         inner = max(repeats // 8, 1)  # short calls are timed in groups, so that the clock itself does not count
         found = [first, *(self._once(call, inner, waits) for _ in range(max(repeats // inner, 1)))]
         return sorted(found)[len(found) // 4]
+
+    def _on_gpu(self, call: Callable[[], object]) -> float:
+        """Seconds of one call on the GPU alone: it is kept busy meanwhile with other work, so that its host runs ahead and launches do not count."""
+        factor = self._factor
+        found: list[float] = []
+        host, device = 1e-4, 1e-4
+        for turn in range(4):
+            times = max(min(int(_PATIENCE["cuda"] / 4 / max(device, 1e-6)), 20), 1) if turn else 1
+            for _ in range(min(int(1.5 * host * times / _FILLER) + 1, 40)):
+                torch.mm(factor, factor)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            clock = time.perf_counter()
+            start.record()
+            for _ in range(times):
+                call()
+            end.record()
+            host = (time.perf_counter() - clock) / times
+            torch.cuda.synchronize()
+            device = start.elapsed_time(end) / 1e3 / times
+            if turn:
+                found.append(device)
+            if device * times > 2 * _PATIENCE["cuda"] and found:
+                break
+        return max(sorted(found)[len(found) // 4], 1e-7)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        return torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16).normal_()
 
     def _once(self, call: Callable[[], object], inner: int, waits: bool) -> float:
         plain = self.device == "cuda" or waits
@@ -135,7 +169,9 @@ class Probe:
         ) as error:  # an operator or type that this build does not have
             self.say(kind="skipped", reason=str(error).splitlines()[0][:120])
             return
-        dims = rate_dims(call.kind, call.dims) if call.kind != "stream" else (call.moved,)
+        dims = (call.moved,) if call.kind == "stream" else rate_dims(call.kind, call.dims)
+        if call.kind == "stream" and self.device == "cuda":
+            dims = call.dims or dims  # a CPU's cores take what comes, however it is laid out
         work = call.flops if call.kind != "stream" else call.moved
         self.say(kind="rate", operation=call.name, dtype=dtype or call.dtype, dims=dims, rate=work / seconds)
 
@@ -182,7 +218,21 @@ class Probe:
         step()
         with torch.autograd.set_multithreading_enabled(False), Recorder(1) as recorder:
             step()
-        return self.time(step) / len(recorder.trace.calls)
+        return self.time(step, waits=self.device == "cuda") / len(recorder.trace.calls)
+
+    def _host(self) -> None:
+        """Operators per second that the host issues, and tensors per second that it hands to an optimizer."""
+        for what, dtype, rate in host_rates():
+            self.say(kind="rate", operation=what, dtype=dtype, dims=[1.0], rate=rate)
+        held = [nn.Parameter(torch.ones(8, 8, device=self.device)) for _ in range(200)]
+        for value in held:
+            value.grad = torch.ones_like(value)
+        for fused in (True, False):
+            step = torch.optim.AdamW(held, lr=1e-9, fused=fused).step
+            name = "host optimizer" + (":fused" if fused else "")
+            self.say(
+                kind="rate", operation=name, dtype="float32", dims=[1.0], rate=len(held) / self.time(step, waits=True)
+            )
 
     def _optimizers(self) -> None:
         """Elements per second of each optimizer that torch has a fused kernel for, fused and not."""

@@ -274,7 +274,26 @@ def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str,
         scores = shape[0] * (_looking_back(*shape[1:3]) if _causal(func, args, kwargs) else shape[1] * shape[2])
         # Backward computes the scores again, then four products.
         return "attention", shape, (10.0 if "backward" in name else 4.0) * scores * shape[3]
-    return "stream", (), _counted(func, args, kwargs, out)
+    return "stream", _laid_out(name, args), _counted(func, args, kwargs, out)
+
+
+#: Operators that are dealt out by rows or by channels, so that bytes alone do not tell their rate: where the tensor stands that does.
+_BY_ROWS = {"native_layer_norm": 0, "native_layer_norm_backward": 1, "nll_loss_forward": 0, "nll_loss_backward": 1}
+_BY_CHANNELS = {
+    "native_batch_norm": 0, "native_batch_norm_backward": 1, "cudnn_batch_norm": 0, "cudnn_batch_norm_backward": 0,
+}  # fmt: skip
+
+
+def _laid_out(name: str, args: Any) -> tuple[float, ...]:
+    """(width of a row, rows), (channels, elements of each, samples), or nothing."""
+    if name in _BY_ROWS:
+        x = args[_BY_ROWS[name]]
+        width = math.prod(args[_BY_ROWS[name] + 1]) if "norm" in name else x.shape[-1]
+        return float(width), x.numel() / max(width, 1)
+    if name in _BY_CHANNELS:
+        x = args[_BY_CHANNELS[name]]
+        return float(x.shape[1]), float(math.prod(x.shape[2:])), float(x.shape[0])
+    return ()
 
 
 def _causal(func: Any, args: Any, kwargs: Any) -> bool:

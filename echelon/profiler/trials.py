@@ -45,12 +45,10 @@ def trials(device: str) -> Iterator[Trial]:
             attentions(device, dtype, 32),
         )
     )
-    light = (
-        streams(device, dtype, size)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for size in (2**28, 2**24, 2**20)
-    )
-    return _in_turn(*heavy, *light)
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    light = (streams(device, dtype, size) for dtype in types for size in (2**28, 2**24, 2**20))
+    dealt = (kind(device, dtype) for dtype in types for kind in (rows, channels))
+    return _in_turn(*heavy, *light, *dealt)
 
 
 def _in_turn(*kinds: Iterator[Trial]) -> Iterator[Trial]:
@@ -200,7 +198,9 @@ def streams(device: str, dtype: torch.dtype, size: int) -> Iterator[Trial]:
     yield partial(aten._softmax_backward_data, x, y, 1, dtype)
     yield partial(aten._log_softmax, x, 1, False)
     yield partial(aten._log_softmax_backward_data, x, y, 1, dtype)
-    yield from _norms(x, y, scale, shift, rows, width)
+    if device == "cpu":
+        yield from _layer_norms(x, y, scale, shift)
+    yield from _images(x, y, scale, shift)
     yield from _lookups(x, device, rows, width)
     # On a CPU these are bound by arithmetic: their rate does not depend on the size, and large ones take long.
     if device == "cuda" or size <= 2**20:
@@ -217,23 +217,48 @@ def streams(device: str, dtype: torch.dtype, size: int) -> Iterator[Trial]:
         yield partial(x.to(torch.float32).to, dtype)
 
 
-def _norms(x: Tensor, y: Tensor, scale: Tensor, shift: Tensor, rows: int, width: int) -> Iterator[Trial]:
-    mean, rstd = x.float().mean(1, keepdim=True), x.float().mean(1, keepdim=True)
+def rows(device: str, dtype: torch.dtype) -> Iterator[Trial]:
+    """What a GPU deals out row by row: its rate goes by the width of a row and their number."""
+    made = _maker(device, dtype)
+    for width, count in product((256, 1024, 4096), (256, 4096, 65536)):
+        x, y, scale, shift = made(count, width), made(count, width), made(width), made(width)
+        yield from _layer_norms(x, y, scale, shift)
+    for width, count in product((16, 1024, 32768), (256, 4096, 32768)):
+        x = made(count, width)
+        yield from _losses(x, torch.arange(count, device=device) * 7919 % width)
+
+
+def channels(device: str, dtype: torch.dtype) -> Iterator[Trial]:
+    """Batch norms on a GPU: some of their kernels give each channel to one multiprocessor, so that few channels leave most of it idle."""
+    made = _maker(device, dtype)
+    for samples, spatial, width in product((32, 256), (7, 14, 28, 56), (64, 256, 1024)):
+        image, other = made(samples, width, spatial, spatial), made(samples, width, spatial, spatial)
+        yield from _batch_norms(image, other, made(width).float(), made(width).float())
+
+
+def _layer_norms(x: Tensor, y: Tensor, scale: Tensor, shift: Tensor) -> Iterator[Trial]:
+    mean, rstd, width = x.float().mean(1, keepdim=True), x.float().mean(1, keepdim=True), x.shape[1]
     yield partial(aten.native_layer_norm, x, [width], scale, shift, 1e-5)
     yield partial(aten.native_layer_norm_backward, y, x, [width], mean, rstd, scale, shift, [True, True, True])
-    # A GPU spreads a batch norm over its channels: fewer than convnets have would leave most of it idle.
-    side, channels = 16, 64 if x.device.type == "cuda" else 32
-    images = max(x.numel() // (channels * side * side), 1)
-    if images * channels * side * side != x.numel():
-        return
-    image, other = x.view(images, channels, side, side), y.view(images, channels, side, side)
-    a, b = scale[:channels].float(), shift[:channels].float()
-    if x.device.type == "cuda" and x.dtype is not torch.bfloat16:  # torch takes its own kernel for bf16
+
+
+def _batch_norms(image: Tensor, other: Tensor, a: Tensor, b: Tensor) -> Iterator[Trial]:
+    if image.device.type == "cuda" and image.dtype is not torch.bfloat16:  # torch takes its own kernel for bf16
         saved = aten.cudnn_batch_norm(image, a, b, a.clone(), b.clone(), True, 0.1, 1e-5)
         yield partial(aten.cudnn_batch_norm, image, a, b, a, b, True, 0.1, 1e-5)
         yield partial(aten.cudnn_batch_norm_backward, image, other, a, a, b, saved[1], saved[2], 1e-5, saved[3])
     yield partial(aten.native_batch_norm, image, a, b, a, b, True, 0.1, 1e-5)
     yield partial(aten.native_batch_norm_backward, other, image, a, a, b, a, b, True, 1e-5, [True, True, True])
+
+
+def _images(x: Tensor, y: Tensor, scale: Tensor, shift: Tensor) -> Iterator[Trial]:
+    side, channels = 16, 32
+    images = max(x.numel() // (channels * side * side), 1)
+    if images * channels * side * side != x.numel():
+        return
+    image, other = x.view(images, channels, side, side), y.view(images, channels, side, side)
+    if x.device.type == "cpu":
+        yield from _batch_norms(image, other, scale[:channels].float(), shift[:channels].float())
     pooled, where = aten.max_pool2d_with_indices(image, [2, 2], [2, 2])
     yield partial(aten.max_pool2d_with_indices, image, [2, 2], [2, 2])
     yield partial(aten.max_pool2d_with_indices_backward, pooled, image, [2, 2], [2, 2], [0, 0], [1, 1], False, where)
@@ -244,7 +269,11 @@ def _lookups(x: Tensor, device: str, rows: int, width: int) -> Iterator[Trial]:
     ids = torch.arange(rows, device=device) * 7919 % 4096
     yield partial(aten.embedding, table, ids)
     yield partial(aten.embedding_dense_backward, x, ids, 4096, -1, False)
-    classes = ids % width
+    if device == "cpu":
+        yield from _losses(x, ids % width)
+
+
+def _losses(x: Tensor, classes: Tensor) -> Iterator[Trial]:
     loss = aten.nll_loss_forward(x, classes, None, 1, -100)
     yield partial(aten.nll_loss_forward, x, classes, None, 1, -100)
     yield partial(aten.nll_loss_backward, loss[0], x, classes, None, 1, -100, loss[1])

@@ -15,7 +15,7 @@ def operator_seconds(operator: Operator, samples: int, load: Load, precision: Pr
     dims = tuple(amount.at(samples) for amount in operator.dims)
     if operator.kind == "stream":
         moved = operator.moved.at(samples)
-        return moved / rate(load, (operator.name, "add"), operator.dtype, (moved,))
+        return moved / rate(load, (operator.name, "add"), operator.dtype, (moved,), dims)
     names: tuple[str, ...] = (operator.name,)
     if operator.kind == "matmul":
         base, _, layout = operator.name.partition(":")
@@ -28,12 +28,16 @@ def operator_seconds(operator: Operator, samples: int, load: Load, precision: Pr
     return operator.flops.at(samples) / rate(load, names, dtype, rate_dims(operator.kind, dims))
 
 
-def rate(load: Load, names: tuple[str, ...], dtype: str, dims: tuple[float, ...]) -> float:
-    """The rate of the first of `names` that was measured, under this load. A type that was not measured goes by its nearest."""
+def rate(load: Load, names: tuple[str, ...], dtype: str, *shapes: tuple[float, ...]) -> float:
+    """The rate of the first of `names` that was measured, under this load. A type that was not measured goes by its nearest.
+
+    `shapes`: what it may have been measured by, in numbers of dims that differ.
+    """
     for kind in dict.fromkeys((dtype, *(("bfloat16",) if dtype == "float16" else ()), "float32")):
         for name in names:
             curve = load.device.curve(name, kind, ranks=load.ranks, threads=load.threads)
-            if curve is not None and len(curve.points[0].dims) == len(dims):
+            dims = next((each for each in shapes if curve and len(curve.points[0].dims) == len(each)), None)
+            if curve is not None and dims is not None:
                 # Measured with more threads than the plan gives: take them in proportion.
                 share = min(load.threads / curve.threads, 1.0) if load.device.kind == "cpu" else 1.0
                 return curve.rate(dims) * share / load.crowding

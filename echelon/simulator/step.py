@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from echelon.errors import PlanError
@@ -16,6 +16,7 @@ from echelon.simulator.cost import message_seconds, operator_seconds, optimizer_
 from echelon.simulator.distil import distil
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.fitted import Fitted, digest, fitted
+from echelon.simulator.host import Stretch, adding_up, issuing, updating, waiting
 from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
@@ -206,25 +207,26 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
     """The step as the rank `rank` of pp spends it; `profile` is its part of the `whole`."""
     shares = Shares(whole, plan)
     forward, backward, calls, within = 0.0, 0.0, 0, 0.0
+    passes: dict[int, tuple[float, float]] = {}
+    again = computed_again(whole, profile, plan)
     for samples in sorted(set(load.micros)):
         times = load.micros.count(samples)
-        forward += times * _compute(profile, plan, load, samples, "forward")
-        backward += times * _compute(profile, plan, load, samples, "backward")
-        calls += times * sum(operator.count for operator in profile.operators)
+        passes[samples] = (
+            _compute(profile, plan, load, samples, "forward"),
+            _compute(profile, plan, load, samples, "backward")
+            + _priced(again, plan.precision or profile.precision, load, samples),
+        )
+        forward += times * passes[samples][0]
+        backward += times * passes[samples][1]
+        calls += times * sum(operator.count for operator in (*profile.operators, *again))
         within += times * tensor_seconds(whole, plan, load, shares, rank, samples)
-        again = computed_again(whole, profile, plan)
-        backward += times * _priced(again, plan.precision or profile.precision, load, samples)
-        calls += times * sum(operator.count for operator in again)
         within += times * pipeline_seconds(whole, plan, load, rank, samples)
-    if len(load.micros) > 1:
-        backward += (len(load.micros) - 1) * stream_seconds(load, "add_", 3 * profile.gradient_bytes)
+    adding = stream_seconds(load, "add_", 3 * profile.gradient_bytes)
+    backward += (len(load.micros) - 1) * adding
     host = calls * load.device.overhead * load.crowding
     reading = load.samples * (
         stream_seconds(load, "copy_", 2 * profile.input_bytes) + _SAMPLE * load.device.overhead * load.crowding
     )
-    if load.device.kind == "cuda":
-        # The host runs ahead of the device: its work shows only where the device waits for it.
-        host, reading = max(host + reading - forward - backward, 0.0), 0.0
     words = talk(profile, plan, load)
     hidden = min(words.hideable * _overlap(load), backward / len(load.micros))
     share = 1 / plan.mesh.dp if plan.zero else 1.0
@@ -232,6 +234,9 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
         optimizer_seconds(rule, load, fused=plan.fused and rule.fuses(sharded=plan.sharded), share=share)
         for rule in profile.optimizers
     )
+    if load.device.kind == "cuda":
+        # The host runs ahead of the device: its work shows only where the device waits for it.
+        host, reading = waiting(_stretches(whole, profile, plan, load, passes, adding, optimizer)), 0.0
     if profile.clip:
         optimizer += stream_seconds(load, "mul", 3 * share * profile.gradient_bytes)
     causes = {
@@ -245,6 +250,26 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
     }
     step = sum(causes.values())
     return Time(**causes, hidden=hidden, low=step * (1 - _SPREAD), high=step * (1 + _SPREAD))
+
+
+def _stretches(
+    whole: Profile,
+    profile: Profile,
+    plan: Plan,
+    load: Load,
+    passes: Mapping[int, tuple[float, float]],
+    adding: float,
+    optimizer: float,
+) -> Iterator[Stretch]:
+    """The step as the host issues it, with what the device takes for each stretch; `passes`: for forward and backward, by samples."""
+    before, after = issuing(whole, profile, plan, load)
+    for number, samples in enumerate(load.micros):
+        forward, backward = passes[samples]
+        yield before + samples * _SAMPLE * load.device.overhead, forward
+        more = adding_up(profile, plan, load) if number else 0.0
+        yield after + more, backward + (adding if number else 0.0)
+    fused = plan.fused and all(rule.fuses(sharded=plan.sharded) for rule in profile.optimizers)
+    yield updating(profile, load, fused=fused), optimizer
 
 
 def _compute(profile: Profile, plan: Plan, load: Load, samples: int, phase: Phase) -> float:

@@ -1,0 +1,68 @@
+"""The host of a GPU issues operators ahead of the device; where it is slower the device waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Phase, Profile
+from echelon.simulator.again import forward_in_blocks
+from echelon.simulator.load import Load
+
+#: Seconds that the host takes to issue a stretch of the step, and that the device takes to execute it.
+Stretch = tuple[float, float]
+
+
+def waiting(stretches: Iterable[Stretch]) -> float:
+    """How much longer a step takes than the device works: no operator starts before it was issued, nor before the one before it has ended.
+
+    The longest path: the host up to some stretch, the device from there on.
+    """
+    stretches = list(stretches)
+    longest = device = sum(seconds for _, seconds in stretches)
+    issued, left = 0.0, device
+    for host, seconds in stretches:
+        issued, left = issued + host, left - seconds
+        longest = max(longest, issued + left)
+    return longest - device
+
+
+def issuing(whole: Profile, profile: Profile, plan: Plan, load: Load) -> tuple[float, float]:
+    """Seconds of the host for one micro-batch's forward and backward of a part of the `whole` model."""
+    forward, backward = (
+        sum(each.count for each in profile.operators if each.phase == phase) for phase in ("forward", "backward")
+    )
+    inner = sum(each.count for each in forward_in_blocks(whole, profile)) if plan.recompute != "none" else 0
+    suffix = f" {plan.recompute}" if inner else ""
+    return (
+        (forward - inner) * per_call(profile, plan, load, "forward")
+        + inner * per_call(profile, plan, load, "forward", suffix),
+        backward * per_call(profile, plan, load, "backward") + inner * per_call(profile, plan, load, "again", suffix),
+    )
+
+
+def adding_up(profile: Profile, plan: Plan, load: Load) -> float:
+    """Seconds of the host to add a micro-batch's gradients to those before it."""
+    return sum(each.trainable for each in profile.parameters) * per_call(profile, plan, load, "backward")
+
+
+def updating(profile: Profile, load: Load, *, fused: bool) -> float:
+    """Seconds of the host for the optimizer's step."""
+    curve = load.device.curve("host optimizer" + (":fused" if fused else ""), "float32")
+    seconds = 1 / curve.rate((1.0,)) if curve else load.device.overhead
+    return sum(each.trainable for each in profile.parameters) * seconds
+
+
+def per_call(profile: Profile, plan: Plan, load: Load, what: Phase | str, suffix: str = "") -> float:
+    """Seconds of the host for one operator: products and convolutions come with operators of their own around them."""
+    dtype = "bfloat16" if (plan.precision or profile.precision) in ("bf16", "fp16") else "float32"
+    counts = {
+        kind: sum(each.count for each in profile.operators if each.kind == kind) for kind in ("matmul", "convolution")
+    }
+    total = found = 0.0
+    for kind, count in counts.items():
+        curve = load.device.curve(f"host {what} {kind}{suffix}", dtype)
+        if curve is not None:
+            total += count
+            found += count / curve.rate((1.0,))
+    return found / total if total else load.device.overhead
