@@ -1,14 +1,15 @@
 """What the host of a GPU takes to issue an operator: in forward, in backward, and where blocks are computed again.
 
-Timed on two small networks of our own whose operators are over before the host has issued the next one. Views, modules and Python
-count with the operators that they lie between.
+Timed on two small networks of our own, in half precision, whose operators are over before the host has issued the next one. Views,
+modules and Python count with the operators that they lie between.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from echelon.plan.again import keeps
 from echelon.plan.plan import Recompute
 from echelon.profiler.trace import Recorder
 
-_BLOCKS, _TURNS = 8, 15
+#: Blocks of each network, and how often one look times it.
+_BLOCKS, _TURNS = 16, 5
 
 
 class _Attending(nn.Module):
@@ -73,54 +75,70 @@ class _Watching(TorchDispatchMode):
         return out
 
 
-def host_rates() -> Iterator[tuple[str, str, float]]:
-    """(what, type, operators per second) on the GPU that is current."""
-    for kind, make, shape in (("matmul", _Attending, (2, 8, 32)), ("convolution", _Convolving, (2, 16, 8, 8))):
-        for dtype in (torch.float32, torch.bfloat16):
-            blocks = nn.ModuleList(make() for _ in range(_BLOCKS)).cuda()
-            x = torch.ones(shape, device="cuda")
-            name = str(dtype).removeprefix("torch.")
-            calls = _calls(blocks, x, dtype)
-            plain = _seconds(blocks, x, dtype, "none")
-            yield f"host forward {kind}", name, calls[0] / plain[0]
-            yield f"host backward {kind}", name, calls[1] / plain[1]
-            for what in ("block", "selective"):
-                forward, backward = _seconds(blocks, x, dtype, what)
-                yield f"host forward {kind} {what}", name, calls[0] / forward
-                yield f"host again {kind} {what}", name, calls[0] / max(backward - plain[1], 1e-6)
+class Hosts:
+    """Times the host again and again: a processor that others use too has fast and slow minutes."""
 
+    def __init__(self) -> None:
+        half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        self._cast = partial(torch.autocast, "cuda", dtype=half)
+        self._found: dict[str, list[float]] = {}
+        self._nets = {
+            kind: (nn.ModuleList(make() for _ in range(_BLOCKS)).cuda(), torch.ones(shape, device="cuda"))
+            for kind, make, shape in (("matmul", _Attending, (2, 8, 32)), ("convolution", _Convolving, (2, 16, 8, 8)))
+        }
+        self._calls = {kind: self._count(*each) for kind, each in self._nets.items()}
 
-def _calls(blocks: nn.ModuleList, x: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Operators of forward and of backward."""
-    with torch.autograd.set_multithreading_enabled(False), Recorder(1) as recorder:
-        loss = _forward(blocks, x, dtype, "none")
-        forward = len(recorder.trace.calls)
-        loss.backward()
-    blocks.zero_grad()
-    return forward, len(recorder.trace.calls) - forward
-
-
-def _seconds(blocks: nn.ModuleList, x: Tensor, dtype: torch.dtype, what: Recompute) -> tuple[float, float]:
-    """Seconds of the host in forward and in backward: the medians, since a host is as often disturbed in training."""
-    found = []
-    for _ in range(_TURNS + 2):
+    def look(self) -> None:
+        """Time everything a few times."""
+        for kind, (blocks, x) in self._nets.items():
+            forward, backward = self._calls[kind]
+            tensors = sum(1 for _ in blocks.parameters())
+            for _ in range(_TURNS):
+                first, second = self._seconds(blocks, x, "none")
+                self._note(f"host forward {kind}", first / forward)
+                self._note(f"host backward {kind}", second / backward)
+                added = self._seconds(blocks, x, "none")[1] - second
+                self._note("host adding", max(added, 0.0) / tensors)
+                for what in ("block", "selective"):
+                    blocks.zero_grad()
+                    again = self._seconds(blocks, x, what)
+                    self._note(f"host forward {kind} {what}", again[0] / forward)
+                    self._note(f"host again {kind} {what}", max(again[1] - second, 0.0) / forward)
+                blocks.zero_grad()
         torch.cuda.synchronize()
+
+    def seconds(self) -> dict[str, float]:
+        """What the host takes: per operator, or per gradient that is added to one that is there. The median of all looks."""
+        return {what: max(sorted(each)[len(each) // 2], 1e-9) for what, each in self._found.items()}
+
+    def _note(self, what: str, seconds: float) -> None:
+        self._found.setdefault(what, []).append(seconds)
+
+    def _count(self, blocks: nn.ModuleList, x: Tensor) -> tuple[int, int]:
+        """Operators of forward and of backward; afterwards everything has run once."""
+        for what in ("none", "block", "selective"):
+            self._seconds(blocks, x, what)
+            blocks.zero_grad()
+        with torch.autograd.set_multithreading_enabled(False), Recorder(1) as recorder:
+            loss = self._forward(blocks, x, "none")
+            forward = len(recorder.trace.calls)
+            loss.backward()
+        blocks.zero_grad()
+        return forward, len(recorder.trace.calls) - forward
+
+    def _seconds(self, blocks: nn.ModuleList, x: Tensor, what: Recompute) -> tuple[float, float]:
+        """Of forward and of backward. The device is not waited for: it has long been done."""
         start = time.perf_counter()
-        loss = _forward(blocks, x, dtype, what)
+        loss = self._forward(blocks, x, what)
         middle = time.perf_counter()
         loss.backward()
-        found.append((middle - start, time.perf_counter() - middle))
-        blocks.zero_grad()
-    torch.cuda.synchronize()
-    forward, backward = (sorted(each)[_TURNS // 2] for each in zip(*found[2:], strict=True))
-    return forward, backward
+        return middle - start, time.perf_counter() - middle
 
-
-def _forward(blocks: nn.ModuleList, x: Tensor, dtype: torch.dtype, what: Recompute) -> Tensor:
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
-        for block in blocks:
-            x = block(x) if what == "none" else _again(block, x, what)
-        return x.float().mean()
+    def _forward(self, blocks: nn.ModuleList, x: Tensor, what: Recompute) -> Tensor:
+        with self._cast():
+            for block in blocks:
+                x = block(x) if what == "none" else _again(block, x, what)
+            return x.float().mean()
 
 
 def _again(block: nn.Module, x: Tensor, what: Recompute) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from echelon.plan.cluster import rounded
 from echelon.plan.profile import rate_dims
-from echelon.profiler.hosts import host_rates
+from echelon.profiler.hosts import Hosts
 from echelon.profiler.trace import Call, Recorder, counting, recording
 from echelon.profiler.trials import Trial, heavy, trials
 
@@ -61,12 +61,15 @@ class Probe:
         if self.device == "cpu":
             self.say(kind="fault", seconds_per_byte=_fault(self.threads))
         self.say(kind="overhead", seconds=self._overhead())
+        if self.device == "cuda":
+            self._hosts.look()
         end, last = time.process_time() + self._seconds * self.threads, time.monotonic() + 2.5 * self._seconds
         for trial in trials(self.device):
             # On a machine that is busy with other things the time runs out; rates are then read off neighbouring points.
             if self._least(min(end - time.process_time(), last - time.monotonic())) > 0:
                 self._rate(trial)
         if self.device == "cuda":
+            self._hosts.look()
             torch.set_float32_matmul_precision("high")
             for trial in heavy(self.device):
                 self._rate(trial, dtype="tf32")
@@ -124,6 +127,10 @@ class Probe:
             if device * times > 2 * _PATIENCE["cuda"] and found:
                 break
         return max(sorted(found)[len(found) // 4], 1e-7)
+
+    @cached_property
+    def _hosts(self) -> Hosts:
+        return Hosts()
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -221,9 +228,10 @@ class Probe:
         return self.time(step, waits=self.device == "cuda") / len(recorder.trace.calls)
 
     def _host(self) -> None:
-        """Operators per second that the host issues, and tensors per second that it hands to an optimizer."""
-        for what, dtype, rate in host_rates():
-            self.say(kind="rate", operation=what, dtype=dtype, dims=[1.0], rate=rate)
+        """How many operators the host issues per second, and how many tensors it hands to an optimizer."""
+        self._hosts.look()
+        for what, seconds in self._hosts.seconds().items():
+            self.say(kind="rate", operation=what, dtype="float32", dims=[1.0], rate=1 / seconds)
         held = [nn.Parameter(torch.ones(8, 8, device=self.device)) for _ in range(200)]
         for value in held:
             value.grad = torch.ones_like(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Phase, Profile
+from echelon.plan.profile import Profile
 from echelon.simulator.again import forward_in_blocks
 from echelon.simulator.load import Load
 
@@ -33,36 +33,38 @@ def issuing(whole: Profile, profile: Profile, plan: Plan, load: Load) -> tuple[f
         sum(each.count for each in profile.operators if each.phase == phase) for phase in ("forward", "backward")
     )
     inner = sum(each.count for each in forward_in_blocks(whole, profile)) if plan.recompute != "none" else 0
-    suffix = f" {plan.recompute}" if inner else ""
+    within, again = (
+        _per_call(profile, load, f"host {what} {{}} {plan.recompute}") if inner else 0.0
+        for what in ("forward", "again")
+    )
     return (
-        (forward - inner) * per_call(profile, plan, load, "forward")
-        + inner * per_call(profile, plan, load, "forward", suffix),
-        backward * per_call(profile, plan, load, "backward") + inner * per_call(profile, plan, load, "again", suffix),
+        (forward - inner) * _per_call(profile, load, "host forward {}") + inner * within,
+        backward * _per_call(profile, load, "host backward {}") + inner * again,
     )
 
 
-def adding_up(profile: Profile, plan: Plan, load: Load) -> float:
+def adding_up(profile: Profile, load: Load) -> float:
     """Seconds of the host to add a micro-batch's gradients to those before it."""
-    return sum(each.trainable for each in profile.parameters) * per_call(profile, plan, load, "backward")
+    return sum(each.trainable for each in profile.parameters) * _seconds(load, "host adding")
 
 
 def updating(profile: Profile, load: Load, *, fused: bool) -> float:
     """Seconds of the host for the optimizer's step."""
-    curve = load.device.curve("host optimizer" + (":fused" if fused else ""), "float32")
-    seconds = 1 / curve.rate((1.0,)) if curve else load.device.overhead
-    return sum(each.trainable for each in profile.parameters) * seconds
+    name = "host optimizer" + (":fused" if fused else "")
+    return sum(each.trainable for each in profile.parameters) * _seconds(load, name)
 
 
-def per_call(profile: Profile, plan: Plan, load: Load, what: Phase | str, suffix: str = "") -> float:
+def _per_call(profile: Profile, load: Load, what: str) -> float:
     """Seconds of the host for one operator: products and convolutions come with operators of their own around them."""
-    dtype = "bfloat16" if (plan.precision or profile.precision) in ("bf16", "fp16") else "float32"
     counts = {
         kind: sum(each.count for each in profile.operators if each.kind == kind) for kind in ("matmul", "convolution")
     }
-    total = found = 0.0
-    for kind, count in counts.items():
-        curve = load.device.curve(f"host {what} {kind}{suffix}", dtype)
-        if curve is not None:
-            total += count
-            found += count / curve.rate((1.0,))
-    return found / total if total else load.device.overhead
+    total = sum(counts.values())
+    if not total:
+        return load.device.overhead
+    return sum(count * _seconds(load, what.format(kind)) for kind, count in counts.items()) / total
+
+
+def _seconds(load: Load, what: str) -> float:
+    curve = load.device.curve(what, "float32", ranks=load.ranks)
+    return 1 / curve.rate((1.0,)) if curve else load.device.overhead

@@ -266,7 +266,7 @@ def _stretches(
     for number, samples in enumerate(load.micros):
         forward, backward = passes[samples]
         yield before + samples * _SAMPLE * load.device.overhead, forward
-        more = adding_up(profile, plan, load) if number else 0.0
+        more = adding_up(profile, load) if number else 0.0
         yield after + more, backward + (adding if number else 0.0)
     fused = plan.fused and all(rule.fuses(sharded=plan.sharded) for rule in profile.optimizers)
     yield updating(profile, load, fused=fused), optimizer
