@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         name = func._overloadpacket.__name__
         kind, dims, flops = _shape(name, func, args, kwargs, out)
-        if kind == "matmul":
+        if name in _MATMULS:
             name += _layout(*_factors(name, args))
         forward = self.phase == "forward"
         moved = _moved(name, inputs, outputs)
@@ -263,6 +263,9 @@ def _shape(name: str, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str,
         lots = a.shape[0] if a.dim() == 3 else 1
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         return "matmul", (float(lots), float(m), float(n), float(k)), 2.0 * lots * m * n * k
+    if name in _RECURRENT:
+        dims = _recurrence(name, args)
+        return "matmul", dims, (4.0 if "backward" in name else 2.0) * math.prod(dims)
     if name == "convolution":
         return "convolution", _convolution(args[0], args[1], out, args[8]), _counted(func, args, kwargs, out)
     if name == "convolution_backward":
@@ -310,6 +313,24 @@ def _looking_back(queries: float, keys: float) -> float:
 
 
 _MATMULS = {"mm": 0, "bmm": 0, "_int_mm": 0, "addmm": 1, "baddbmm": 1}  # name -> place of the first factor
+
+
+#: Whole recurrent layers in one call -> places of the matrices and of the first state.
+_RECURRENT = {
+    "mkldnn_rnn_layer": (slice(1, 3), 5),
+    "mkldnn_rnn_layer_backward": (slice(1, 3), 5),
+    "_cudnn_rnn": (slice(1, 2), 4),
+    "_cudnn_rnn_backward": (slice(1, 2), 4),
+}
+
+
+def _recurrence(name: str, args: Any) -> tuple[float, ...]:
+    """A recurrent layer as one product of every step: (steps, samples, gates, what each of them adds up)."""
+    matrices, state = _RECURRENT[name]
+    weights = [tensor for tensor in _tensors(args[matrices]) if tensor.dim() == 2]
+    samples, gates = args[state].shape[-2], weights[0].shape[0]
+    steps = args[0].numel() / (samples * args[0].shape[-1])
+    return steps, float(samples), float(gates), sum(tensor.numel() for tensor in weights) / gates
 
 
 def _factors(name: str, args: Any) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,8 @@ def trials(device: str) -> Iterator[Trial]:
             matmuls(device, torch.float32, (64, 512, 2048), largest=2**29),
             convolutions(device, torch.float32, 4),
             attentions(device, torch.float32, 1),
+            thin(device, torch.float32),
+            recurrences(device, torch.float32),
             *(streams(device, torch.float32, size) for size in (2**24, 2**20, 2**16)),
             _halves(),
         )
@@ -43,6 +45,7 @@ def trials(device: str) -> Iterator[Trial]:
             convolutions(device, dtype, 1024, 32),
             bottlenecks(device, dtype, 256, 64),
             attentions(device, dtype, 32),
+            recurrences(device, dtype),
         )
     )
     types = (torch.float32, torch.bfloat16, torch.float16)
@@ -100,6 +103,27 @@ def matmuls(device: str, dtype: torch.dtype, sizes: tuple[int, ...], *, largest:
         yield partial(torch.bmm, a, b.transpose(1, 2))
         yield partial(torch.bmm, c, b)
         yield partial(torch.bmm, c.transpose(1, 2), b)
+
+
+def thin(device: str, dtype: torch.dtype) -> Iterator[Trial]:
+    """Products of few samples with a whole layer: their rate is that at which weights are read, and gradients written."""
+    made = _maker(device, dtype)
+    for few, n, k in product((8, 1), (2048, 512), (2048, 512)):
+        bias, x, w, g, y = made(n), made(few, k), made(n, k), made(few, k), made(few, n)
+        yield partial(torch.addmm, bias, x, w.t())
+        yield partial(torch.mm, x, w.t())
+        yield partial(torch.mm, y, w)
+        yield partial(torch.mm, g.t(), y)
+
+
+def recurrences(device: str, dtype: torch.dtype) -> Iterator[Trial]:
+    """A recurrent layer's sixteen steps, forward and backward."""
+    for samples, width in product((32, 8, 1), (256, 512)):
+        layer = torch.nn.LSTM(width, width, device=device, dtype=dtype)
+        x = torch.ones(16, samples, width, device=device, dtype=dtype, requires_grad=True)
+        out = layer(x)[0]
+        yield partial(layer, x)
+        yield partial(torch.autograd.grad, out, (x, *layer.parameters()), out, retain_graph=True)
 
 
 def convolutions(device: str, dtype: torch.dtype, *batches: int) -> Iterator[Trial]:

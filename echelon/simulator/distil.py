@@ -21,7 +21,15 @@ from echelon.simulator.shares import Shares, inside
 from echelon.simulator.work import Kept, Op, Place, Work
 
 #: Products of weights; other products (written-out attention) are of activations alone.
-_WEIGHTS = ("mm", "addmm", "_int_mm")
+_WEIGHTS = (
+    "mm",
+    "addmm",
+    "_int_mm",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+    "_cudnn_rnn",
+    "_cudnn_rnn_backward",
+)
 #: Sums of tp per block and pass by the ideal rule: one behind attention, one behind the feed-forward part.
 _SUMS = 2
 _PARTS = ("before", "block", "after")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
 
 from echelon.plan.plan import Plan
 from echelon.plan.stages import stage_count
@@ -15,15 +15,16 @@ def runs_as(plan: Plan, count: int) -> str:
     return "gpipe" if count < stages else order.executed(plan.schedule, pp, stages // pp, count)
 
 
-def bubble(plan: Plan, count: int) -> float:
-    """Time in which a rank waits for others, as a share of the time in which it computes: stages alike, backward twice as long."""
-    return _bubble(runs_as(plan, count), plan.mesh.pp, stage_count(plan), count)
-
-
-@lru_cache(maxsize=1024)
-def _bubble(schedule: str, ranks: int, stages: int, count: int) -> float:
-    took = order.length(schedule, [1.0] * stages, [2.0] * stages, ranks=ranks, count=count)
-    return took / (3.0 * count * (stages // ranks)) - 1.0
+def waiting(plan: Plan, count: int, busy: Sequence[float]) -> list[float]:
+    """Seconds that each rank of pp waits for others where it is `busy` so long over `count` micro-batches, a third of it forward."""
+    pp = plan.mesh.pp
+    if pp == 1:
+        return [0.0]
+    each = count * (stage_count(plan) // pp)
+    stages = [busy[stage % pp] / each for stage in range(stage_count(plan))]
+    forward, backward = [seconds / 3 for seconds in stages], [seconds * 2 / 3 for seconds in stages]
+    took = order.length(runs_as(plan, count), forward, backward, ranks=pp, count=count)
+    return [took - own for own in busy]
 
 
 def in_flight(plan: Plan, count: int, rank: int) -> float:

@@ -27,7 +27,7 @@ class Shares:
 
     def work(self, path: str, rank: int) -> float:
         """Of what a module computes, by its folded path."""
-        cut = path in self._between or self._cut.get(path, "vocabulary") != "vocabulary"
+        cut = path in self._between or self._cut.get(path, "stored") not in ("vocabulary", "stored")
         return self.staged(path, rank) / (self._tp if cut else 1)
 
     def kept(self, path: str, rank: int) -> float:

@@ -21,7 +21,7 @@ from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
-from echelon.simulator.schedule import bubble
+from echelon.simulator.schedule import waiting
 from echelon.simulator.served import lean, of_ranks, with_servers, with_tables
 from echelon.simulator.shares import Shares
 from echelon.simulator.sheet_memory import fullest
@@ -200,11 +200,18 @@ def rank_times(profile: Profile, cluster: Cluster, plan: Plan) -> list[Time]:
     """The step as each rank of pp spends it, by measured curves."""
     load = load_of(profile, cluster, plan)
     ranks = parts(profile, plan, load.micros)
-    return [_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)]
+    found = [_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)]
+    waits = waiting(plan, len(load.micros), [busy for _, busy in found])
+    return [_bounded(replace(time, bubble=wait)) for (time, _), wait in zip(found, waits, strict=True)]
 
 
-def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -> Time:
-    """The step as the rank `rank` of pp spends it; `profile` is its part of the `whole`."""
+def _bounded(time: Time) -> Time:
+    return replace(time, low=time.step * (1 - _SPREAD), high=time.step * (1 + _SPREAD))
+
+
+def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -> tuple[Time, float]:
+    """The step as the rank `rank` of pp spends it, waiting for others aside, and how much of it is in the pipeline; `profile` is its part
+    of the `whole`."""
     shares = Shares(whole, plan)
     forward, backward, calls, within = 0.0, 0.0, 0, 0.0
     passes: dict[int, tuple[float, float]] = {}
@@ -242,14 +249,13 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
     causes = {
         "forward": forward,
         "backward": backward,
-        "bubble": (forward + backward + within + host) * bubble(plan, len(load.micros)),
+        "bubble": 0.0,
         "exchange": words.total - hidden + within,
         "optimizer": optimizer,
         "input": reading,
         "overhead": host,
     }
-    step = sum(causes.values())
-    return Time(**causes, hidden=hidden, low=step * (1 - _SPREAD), high=step * (1 + _SPREAD))
+    return Time(**causes, hidden=hidden, low=0.0, high=0.0), forward + backward + within + host
 
 
 def _stretches(

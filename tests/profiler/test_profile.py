@@ -20,7 +20,7 @@ from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
 from echelon.profiler import profile
-from echelon.profiler.trace import Recorder
+from echelon.profiler.trace import Recorder, recording
 from echelon.profiler.tree import module_tree
 from echelon.simulator.exchange import buckets
 from echelon.testing.models import GPT, MLP, ResNet
@@ -434,3 +434,13 @@ def test_a_rule_says_where_its_kernels_are_fused() -> None:
     assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, False)
     (rule,) = profile(vector_job(lambda: MLP(width=16))).optimizers
     assert (rule.fuses(sharded=False), rule.fuses(sharded=True)) == (True, True)
+
+
+def test_a_recurrent_layer_counts_its_products() -> None:
+    layer = nn.LSTM(24, 16, num_layers=2, batch_first=True)
+    with recording(layer, 4) as recorder:
+        layer(torch.randn(4, 10, 24))[0].sum().backward()
+    calls = [call for call in recorder.trace.calls if "rnn" in call.name]
+    first, second = 2.0 * 4 * 10 * 64 * (24 + 16), 2.0 * 4 * 10 * 64 * (16 + 16)
+    assert [call.flops for call in calls] == [first, second, 2 * second, 2 * first]
+    assert calls[0].dims == (10.0, 4.0, 64.0, 40.0)

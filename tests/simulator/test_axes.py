@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import PlanError
+from echelon.plan.placement import Placement, Slice
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Amount, Module, Parameter, Profile, Rule
+from echelon.plan.profile import Amount, Module, Parameter, Profile, Rule, fold_path
 from echelon.plan.stages import stage_count
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
 from echelon.simulator.part import parts
-from echelon.simulator.schedule import bubble, in_flight
+from echelon.simulator.schedule import in_flight, waiting
+from echelon.simulator.shares import Shares
 from tests.simulator.cases import cut, make_cluster, make_profile, make_stack, profiles
 
 CLUSTER = make_cluster(cores=8)
@@ -97,12 +99,34 @@ def test_gpipe_holds_all_micro_batches_and_1f1b_as_many_as_there_are_stages() ->
 @given(st.integers(2, 8), st.integers(1, 64), st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]))
 def test_bubbles_and_what_is_in_flight(pp: int, count: int, schedule: str) -> None:
     plan = from_text(f"pp={pp} schedule={schedule}")
+
+    def bubble(plan: Plan, count: int) -> float:
+        return waiting(plan, count, [1.0] * pp)[0]
+
     assert 0 < bubble(plan, count) <= (pp - 1) / count * (1 + 1e-9)
     assert bubble(plan, 2 * count * pp) < bubble(plan, count * pp)
     for rank in range(pp):
         assert 1 / stage_count(plan) <= in_flight(plan, count, rank) <= count
     if schedule in ("gpipe", "1f1b"):
         assert bubble(plan, count) == pytest.approx((pp - 1) / count)
+
+
+def test_a_rank_waits_for_its_neighbours_work_and_not_for_its_own() -> None:
+    plan = from_text("pp=2")
+    assert waiting(plan, 1, [3.0, 0.3]) == pytest.approx([0.3, 3.0])
+    assert waiting(plan, 4, [3.0, 3.0]) == pytest.approx([0.75, 0.75])
+
+
+def test_weights_that_are_cut_at_rest_are_computed_whole() -> None:
+    profile = make_stack(blocks=1, width=256)
+    path = next(each.name for each in profile.parameters).rpartition(".")[0]
+    stored = Placement(path=path, cut="stored", slices=(Slice("weight", 0),))
+    row = Placement(path=path, cut="gather", slices=(Slice("weight", 0),))
+    share = {
+        each.cut: Shares(profile, replace(from_text("tp=2"), placements=(each,))).work(fold_path(path), 0)
+        for each in (stored, row)
+    }
+    assert share == {"stored": 1.0, "gather": 0.5}
 
 
 def test_messages_are_priced_and_faster_links_help() -> None:
