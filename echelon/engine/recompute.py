@@ -147,6 +147,8 @@ class _Kept:
     def forget(self, changed: Sequence[Any]) -> None:
         """Drop what shares memory with one of `changed`."""
         memory = {_memory(each) for each in changed if isinstance(each, Tensor)}
+        if not memory:  # most calls change nothing, and this is asked after each of them
+            return
         for place, output in enumerate(self.outputs):
             if any(_memory(each) in memory for each in tree_leaves(output) if isinstance(each, Tensor)):
                 self.outputs[place] = None
