@@ -16,7 +16,7 @@ from echelon.plan.cluster import Cluster
 from echelon.simulator.fitted import Fitted
 from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.sheet_memory import fullest, reserved
-from echelon.simulator.sheet_step import step_time
+from echelon.simulator.sheet_step import Placed, step_time
 from echelon.simulator.work import Work
 
 #: (model, core, half, fused norm, layers) -> what the simulator needs of the model.
@@ -52,7 +52,7 @@ class Case:
 
     def seconds(self, constants: Fitted) -> float:
         """Of one step."""
-        return step_time(self.usual or self.layout, self.cluster, constants).step
+        return step_time([Placed(self.usual or self.layout, self.cluster)], constants).step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,28 +59,37 @@ def bound(plan: Plan, visits: Sequence[Visit]) -> set[int]:
     return found
 
 
-def find_stages(plan: Plan, visits: Sequence[Visit]) -> tuple[int, ...] | None:
-    """Where the stages of `plan` begin, but the first; None: there are too few places."""
-    return divide([visit.work for visit in visits], stage_count(plan), bound(plan, visits))
+def find_stages(plan: Plan, visits: Sequence[Visit], pace: Sequence[float] = ()) -> tuple[int, ...] | None:
+    """Where the stages of `plan` begin, but the first; None: there are too few places. `pace`: see `divide`."""
+    return divide([visit.work for visit in visits], stage_count(plan), bound(plan, visits), pace)
 
 
-def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) -> tuple[int, ...] | None:
-    """Where `count` stages of consecutive visits begin, but the first, such that the heaviest is as light as can be; none begins at a
-    place in `bound`. None: that cannot be."""
+def divide(
+    weights: Sequence[float], count: int, bound: Set[int] = frozenset(), pace: Sequence[float] = ()
+) -> tuple[int, ...] | None:
+    """Where `count` stages of consecutive visits begin, but the first, such that the slowest is as fast as can be; none begins at a
+    place in `bound`. None: that cannot be. `pace`: how long a weight of 1 takes on each stage, where devices differ."""
+    paces = pace or [1.0] * count
     sums = [0.0, *accumulate(weights)]
     size = len(weights)
     allowed = [place for place in range(1, size) if place not in bound]
-    #: For each number of stages: (heaviest stage, where the last one begins) over the first n visits.
-    best: list[list[tuple[float, int]]] = [[(sums[n], 0) for n in range(size + 1)]]
+    #: For each number of stages: (slowest stage, where the last one begins) over the first n visits.
+    best: list[list[tuple[float, int]]] = [[(sums[n] * paces[0], 0) for n in range(size + 1)]]
     for stage in range(1, count):
         before = best[-1]
         row = [(inf, 0)] * (size + 1)
         places = allowed[bisect_left(allowed, stage) :]
         for end in range(stage + 1, size + 1):
-            # Where the last stage begins later it is lighter and those before it are heavier: the best place is where that turns.
-            turn = bisect_left(places, True, key=partial(_turned, before, sums, end))
-            near = [b for b in places[max(turn - 1, 0) : turn + 1] if b < end]
-            row[end] = min(((max(before[b][0], sums[end] - sums[b]), b) for b in near), default=(inf, 0))
+            if pace:
+                # A stage of its own for one visit more may be a slow one: that others get slower is not certain.
+                near = [b for b in places if b < end]
+            else:
+                # Where the last stage begins later it is faster and those before it are slower: the best place is where that turns.
+                turn = bisect_left(places, True, key=partial(_turned, before, sums, end))
+                near = [b for b in places[max(turn - 1, 0) : turn + 1] if b < end]
+            row[end] = min(
+                ((max(before[b][0], (sums[end] - sums[b]) * paces[stage]), b) for b in near), default=(inf, 0)
+            )
         best.append(row)
     if best[-1][size][0] == inf:
         return None
@@ -92,7 +101,7 @@ def divide(weights: Sequence[float], count: int, bound: Set[int] = frozenset()) 
 
 
 def _turned(before: list[tuple[float, int]], sums: list[float], end: int, begin: int) -> bool:
-    """Whether a last stage from `begin` to `end` is no heavier than the heaviest before it."""
-    heaviest = before[begin][0]
+    """Whether a last stage from `begin` to `end` is no slower than the slowest before it."""
+    slowest = before[begin][0]
     # Where those before cannot be made yet a later place may do.
-    return begin >= end or (heaviest < inf and heaviest >= sums[end] - sums[begin])
+    return begin >= end or (slowest < inf and slowest >= sums[end] - sums[begin])

@@ -150,7 +150,7 @@ def _cut(space: Space, plan: Plan, complete: Complete, known: dict[tuple[object,
         raise like
     plan = replace(plan, placements=like.placements, uncut=like.uncut, segments=like.segments)
     if set(plan.stages) & bound(plan, visits):
-        stages = find_stages(plan, visits)
+        stages = find_stages(plan, visits, space.pace(plan))
         if stages is None:
             raise PlanError(f'"{plan}": too few places where a stage may begin; use a smaller pp')
         plan = replace(plan, stages=stages)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice, product
@@ -58,7 +59,7 @@ class Space:
         self.precisions = precisions
         self.quotes = Quotes(profile, cluster)
         self.devices = sum(len(node.devices) for node in self.quotes.cluster.nodes)
-        self._efficiency: float | None = None
+        self._efficiency: list[float] | None = None
         self._splits: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         node = self.quotes.cluster.nodes[0]
         self._near = max(node.wire.domain if node.wire else 1, len(node.devices))
@@ -105,19 +106,32 @@ class Space:
             ]
             for (tp, cp), micro, precision in product(wide, micros(share), self.precisions):
                 family = Family(mesh=Mesh(tp=tp, cp=cp), micro=micro, recompute="none", precision=precision)
-                found.append(self._block(family) * tp * cp / -(-share // rounds(share, 1, micro)))
-            self._efficiency = min(found)
-        return self.profile.batch * self.quotes.work.layers * self._efficiency / size
+                samples = -(-share // rounds(share, 1, micro))
+                found.append([seconds * tp * cp / samples for seconds in self._blocks(family)])
+            self._efficiency = [min(kind) for kind in zip(*found, strict=True)]
+        on = Counter(self.quotes.on[:size])
+        speed = sum(number / self._efficiency[kind] for kind, number in on.items())
+        return self.profile.batch * self.quotes.work.layers / speed
 
-    def _block(self, family: Family) -> float:
-        """Seconds of one block, there and back; norms and residuals take least where the sequence is cut."""
+    def _blocks(self, family: Family) -> list[float]:
+        """For each kind of device, seconds of one block, there and back; norms and residuals take least where the sequence is cut."""
         plan = replace(self.plan(family), sequence=family.mesh.tp > 1)
-        return max(block for _, block, _ in self.quotes.seconds_of_parts(plan))
+        return [block for _, block, _ in self.quotes.seconds_of_parts(plan)]
 
     def least(self, family: Family) -> float:
         """Seconds that no plan of the family is faster than: the blocks of the fullest rank, one micro-batch after another."""
         turns = rounds(self.profile.batch, family.mesh.dp, family.micro)
-        return turns * self._fullest(family.mesh.pp) * self._block(family)
+        blocks = self._blocks(family)
+        if len(blocks) == 1 or family.mesh.pp == 1:
+            return turns * self._fullest(family.mesh.pp) * max(blocks)
+        # Slow ranks may have few blocks: all are done soonest where every rank takes equally long.
+        paces = [max(blocks[kind] for kind in kinds) for kinds in self._on_stages(family.mesh)]
+        return turns * self.quotes.work.layers / sum(1 / pace for pace in paces)
+
+    def _on_stages(self, mesh: Mesh) -> list[set[int]]:
+        """For each rank of pp the kinds of device that it is on."""
+        each = mesh.ranks // mesh.pp
+        return [set(self.quotes.on[rank * each : (rank + 1) * each]) for rank in range(mesh.pp)]
 
     def _fullest(self, pp: int) -> float:
         """Blocks that the fullest rank has at least: blocks alike are not cut in two."""
@@ -152,22 +166,34 @@ class Space:
                 continue
             whole = zero > 0 and self.profile.traced == "real"
             plan = replace(base, zero=zero, schedule=schedule, sequence=sequence, whole=whole)
-            if mesh.pp > 1:
-                stages = self._split(plan)
-                if stages is None:
-                    continue
-                plan = replace(plan, stages=stages)
-            yield plan
+            if mesh.pp == 1:
+                yield plan
+                continue
+            pace = self.pace(plan)
+            # Stages that match unequal devices may not fit where stages that are alike do.
+            for stages in {self._split(plan, each) for each in (pace, ())}:
+                if stages is not None:
+                    yield replace(plan, stages=stages)
 
-    def _split(self, plan: Plan) -> tuple[int, ...] | None:
-        """Where the stages begin such that the slowest is as fast as can be."""
+    def pace(self, plan: Plan) -> tuple[float, ...]:
+        """How long each stage takes for a block beside the fastest; () where all devices are alike."""
+        blocks = [block for _, block, _ in self.quotes.seconds_of_parts(plan)]
+        if len(blocks) == 1:
+            return ()
+        slowest = [max(blocks[kind] for kind in kinds) for kinds in self._on_stages(plan.mesh)]
+        chunks = VIRTUAL if plan.schedule in INTERLEAVING else 1
+        return tuple(round(each / min(slowest), 2) for each in slowest) * chunks
+
+    def _split(self, plan: Plan, pace: tuple[float, ...]) -> tuple[int, ...] | None:
+        """Where the stages begin such that the slowest is as fast as can be, on devices of this pace."""
         before, block, after = max(self.quotes.seconds_of_parts(plan), key=sum)
         stages = plan.mesh.pp * (VIRTUAL if plan.schedule in INTERLEAVING else 1)
         # To a tenth of a block: finer differences would only make the same cuts be looked for again.
         early, late = round(10 * before / block) / 10, round(10 * after / block) / 10
-        key = (stages, early, late)
+        key = (stages, early, late, pace)
         if key not in self._splits:
-            self._splits[key] = divide(self._weights(early, late), stages, bound(plan, self.profile.visits))
+            weights = self._weights(early, late)
+            self._splits[key] = divide(weights, stages, bound(plan, self.profile.visits), pace)
         return self._splits[key]
 
     def _weights(self, early: float, late: float) -> list[float]:
@@ -189,7 +215,7 @@ class Space:
         return (
             simulate(self.profile, self.cluster, plan)
             if plan.served
-            else self.quotes.forecast(self.quotes.layouts(plan))
+            else self.quotes.forecast(self.quotes.placed(plan))
         )
 
     def refused(self, plan: Plan) -> bool:
@@ -229,7 +255,7 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
             continue
         if space.refused(item):
             continue
-        forecast = space.quotes.forecast(space.quotes.layouts(item))
+        forecast = space.quotes.forecast(space.quotes.placed(item))
         if forecast.fits and forecast.time.step <= goal.limit:
             insort(found, (_cost(goal, forecast), forecast.time.step, str(item), forecast), key=lambda each: each[:3])
             enough = max(
@@ -253,7 +279,7 @@ def with_shares(space: Space, goal: Goal) -> list[Forecast]:
         plan = replace(plan, shares=_whole([1 / took[kinds.index(device)] for device in devices]))
         if micro > max(sizes(profile.batch, space.devices, plan.shares)) or space.refused(plan):
             continue
-        forecast = space.quotes.forecast(space.quotes.layouts(plan))
+        forecast = space.quotes.forecast(space.quotes.placed(plan))
         if forecast.fits and forecast.time.step <= goal.limit:
             found.append(forecast)
     return found
@@ -286,14 +312,14 @@ def _whole(speeds: list[float]) -> tuple[int, ...]:
 
 def _bound(space: Space, goal: Goal, plan: Plan, *, exhaustive: bool) -> float | None:
     """What the plan costs at least; None: it cannot be what is looked for."""
-    layouts = space.quotes.layouts(plan)
+    placed = space.quotes.placed(plan)
     if exhaustive:
         return 0.0
-    if not space.quotes.may_fit(layouts):
+    if not space.quotes.may_fit(placed):
         return None
     if goal.kind == "memory":
-        return space.quotes.peak(layouts)
-    seconds = space.quotes.least_seconds(layouts)
+        return space.quotes.peak(placed)
+    seconds = space.quotes.least_seconds(placed)
     return goal.cost(seconds, plan.ranks, 0.0) if seconds <= goal.limit else None
 
 
@@ -310,7 +336,7 @@ def devices_needed(profile: Profile, cluster: Cluster, *, above: int, most: int 
         for family in space.families(size):
             if family.micro == 1 and family.recompute in ("block", "none"):
                 plans = (plan for plan in space.plans(family) if plan.zero in (0, 3))
-                if any(space.quotes.fits(layouts) for layouts in map(space.quotes.layouts, plans)):
+                if any(space.quotes.fits(placed) for placed in map(space.quotes.placed, plans)):
                     return size
     return None
 

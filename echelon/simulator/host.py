@@ -13,7 +13,7 @@ from echelon.simulator.load import Load
 Stretch = tuple[float, float]
 
 
-def waiting(stretches: Iterable[Stretch]) -> float:
+def held_up(stretches: Iterable[Stretch]) -> float:
     """How much longer a step takes than the device works: no operator starts before it was issued, nor before the one before it has ended.
 
     The longest path: the host up to some stretch, the device from there on.

@@ -32,6 +32,7 @@ class Layout:
     crossing: tuple[float, ...]  #: bytes per sample that each stage gets from the one before
     capacity: float
     nodes: int
+    here: tuple[int, ...]  #: ranks of pp that are on devices of this kind
 
     @property
     def chunks(self) -> int:
@@ -108,10 +109,17 @@ class Layout:
 
 
 def lay_out(
-    work: Work, batch: int, cluster: Cluster, plan: Plan, stack: Stack, *, largest: int | None = None
+    work: Work,
+    batch: int,
+    cluster: Cluster,
+    plan: Plan,
+    stack: Stack,
+    *,
+    largest: int | None = None,
+    here: tuple[int, ...] | None = None,
 ) -> Layout:
     """`plan` on `cluster`, whose devices are alike; refuses what cannot be. `largest`: samples of the rank that has most, where it is
-    not the one of all that counts."""
+    not the one of all that counts; `here`: the ranks of pp that are on such devices, where it is not all."""
     device = cluster.nodes[0].devices[0]
     mesh = plan.mesh
     if device.sheet is None:
@@ -145,6 +153,7 @@ def lay_out(
         crossing=crossing,
         capacity=float(device.memory),
         nodes=-(-plan.ranks // len(cluster.nodes[0].devices)),
+        here=tuple(range(mesh.pp)) if here is None else here,
     )
 
 

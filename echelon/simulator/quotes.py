@@ -13,9 +13,9 @@ from echelon.simulator.distil import distil
 from echelon.simulator.fitted import fitted
 from echelon.simulator.layout import Layout, lay_out
 from echelon.simulator.sheet_memory import held_by_ranks, put_together
-from echelon.simulator.sheet_step import Known, passes, step_time
+from echelon.simulator.sheet_step import Known, Placed, passes, step_time
 from echelon.simulator.stack import Stack
-from echelon.simulator.step import forecast_of, kinds, most_samples, worst
+from echelon.simulator.step import forecast_of, kinds, kinds_of_ranks, shares_of_kinds
 from echelon.simulator.work import Work, recast
 
 
@@ -27,7 +27,8 @@ class Quotes:
         self.stack, self.fitted = stack or Stack(), fitted()
         #: The cluster as it would be with devices of each kind alone.
         self.clusters = kinds(cluster)
-        self._whole = cluster
+        #: For each rank that there may be, the kind of its device.
+        self.on = kinds_of_ranks(cluster)
         self._known: list[Known] = [{} for _ in self.clusters]
         self._works: dict[object, Work] = {}
         self._parts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
@@ -37,12 +38,13 @@ class Quotes:
         """One whose devices are all of the first kind."""
         return self.clusters[0]
 
-    def layouts(self, plan: Plan) -> list[Layout]:
-        """The plan on devices of each kind; refuses what cannot be."""
-        work, most = self._work(plan), most_samples(self.batch, self._whole, plan, self.clusters)
+    def placed(self, plan: Plan) -> list[Placed]:
+        """The plan on devices of each kind that ranks are on; refuses what cannot be."""
+        work, shares = self._work(plan), shares_of_kinds(self.batch, plan, self.on)
         return [
-            lay_out(work, self.batch, cluster, plan, self.stack, largest=largest)
-            for cluster, largest in zip(self.clusters, most, strict=True)
+            Placed(lay_out(work, self.batch, cluster, plan, self.stack, largest=largest, here=here), cluster, known)
+            for cluster, known, (largest, here) in zip(self.clusters, self._known, shares, strict=True)
+            if here
         ]
 
     def _work(self, plan: Plan) -> Work:
@@ -62,40 +64,37 @@ class Quotes:
         if key not in self._parts:
             alone = replace(plan, mesh=replace(mesh, pp=1), stages=(), schedule="1f1b")
             self._parts[key] = [
-                passes(layout, self.fitted, known)
-                for layout, known in zip(self.layouts(alone), self._known, strict=True)
+                passes(lay_out(self._work(plan), self.batch, cluster, alone, self.stack), self.fitted, known)
+                for cluster, known in zip(self.clusters, self._known, strict=True)
             ]
         return self._parts[key]
 
-    def least_seconds(self, layouts: list[Layout]) -> float:
+    def least_seconds(self, placed: list[Placed]) -> float:
         """A step takes at least so long."""
-        return max(
-            step_time(layout, cluster, self.fitted, walked=False, known=known).step
-            for layout, cluster, known in zip(layouts, self.clusters, self._known, strict=True)
-        )
+        if placed[0].layout.plan.mesh.pp > 1:
+            return step_time(placed, self.fitted, walked=False).step
+        return max(step_time([each], self.fitted, walked=False).step for each in placed)
 
-    def may_fit(self, layouts: list[Layout]) -> bool:
+    def may_fit(self, placed: list[Placed]) -> bool:
         """Whether the ends of the pipeline fit: where they do not, the plan does not."""
-        return all(self._fits(layout, rank) for layout in layouts for rank in {0, layout.plan.mesh.pp - 1})
+        layouts = [each.layout for each in placed]
+        return all(self._fits(layout, rank) for layout in layouts for rank in {layout.here[0], layout.here[-1]})
 
-    def fits(self, layouts: list[Layout]) -> bool:
+    def fits(self, placed: list[Placed]) -> bool:
         """Whether all ranks of the pipeline fit."""
-        return all(self._fits(layout, rank) for layout in layouts for rank in range(layout.plan.mesh.pp))
+        return all(self._fits(each.layout, rank) for each in placed for rank in each.layout.here)
 
-    def peak(self, layouts: list[Layout]) -> float:
+    def peak(self, placed: list[Placed]) -> float:
         """Bytes of the fullest rank, what is unsure and the framework included, on the device that it fills most."""
-        tightest = min(layouts, key=lambda each: each.capacity)
-        held = [put_together(each, self.fitted) for each in held_by_ranks(tightest)]
-        return max(each.high + each.framework for each in held)
+        found = []
+        for layout in (each.layout for each in placed):
+            held = [put_together(each, self.fitted) for each in held_by_ranks(layout)]
+            found.append((max(each.high + each.framework for each in held), layout.capacity))
+        return max(found, key=lambda each: each[0] / each[1])[0]
 
-    def forecast(self, layouts: list[Layout]) -> Forecast:
+    def forecast(self, placed: list[Placed]) -> Forecast:
         """What `simulate` says."""
-        return worst(
-            [
-                forecast_of(layout, cluster, self.fitted, known)
-                for layout, cluster, known in zip(layouts, self.clusters, self._known, strict=True)
-            ]
-        )
+        return forecast_of(placed, self.fitted)
 
     def _fits(self, layout: Layout, rank: int) -> bool:
         held = put_together(held_by_ranks(layout, rank)[0], self.fitted)

@@ -38,8 +38,8 @@ def fullest(layout: Layout, fitted: Fitted) -> tuple[Memory, str]:
 
 
 def held_by_ranks(layout: Layout, rank: int | None = None) -> list[Parts]:
-    """What each rank of pp holds, or one of them."""
-    return [_rank(layout, each) for each in (range(layout.plan.mesh.pp) if rank is None else (rank,))]
+    """What each rank of pp on such devices holds, or one of them."""
+    return [_rank(layout, each) for each in (layout.here if rank is None else (rank,))]
 
 
 def put_together(held: Parts, fitted: Fitted) -> Memory:

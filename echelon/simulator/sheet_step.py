@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from echelon.plan.cluster import Cluster
@@ -48,29 +48,43 @@ class _Stages:
     talk: tuple[list[float], list[float]]
     hidden: float
 
+    def stage(self, stage: int) -> list[float]:
+        """What one stage takes: compute forward and backward, talk forward and backward."""
+        return [side[stage] for side in (*self.compute, *self.talk)]
+
     def rank(self, rank: int, ranks: int) -> list[float]:
         """What the stages of one rank of pp take: compute forward and backward, talk forward and backward."""
         return [sum(side[rank::ranks]) for side in (*self.compute, *self.talk)]
 
 
-def step_time(
-    layout: Layout, cluster: Cluster, fitted: Fitted, *, walked: bool = True, known: Known | None = None
-) -> Time:
-    """Seconds of a step, by cause. `walked`: the pipeline event by event; otherwise what no schedule can be faster than."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A plan on devices of one kind, which some of its ranks are on."""
+
+    layout: Layout
+    cluster: Cluster  #: as it would be with that kind alone
+    known: Known | None = None
+
+
+def step_time(placed: Sequence[Placed], fitted: Fitted, *, walked: bool = True) -> Time:
+    """Seconds of a step, by cause: each stage as it is on the slowest devices that it is on.
+
+    `walked`: the pipeline event by event; otherwise what no schedule can be faster than.
+    """
+    layout = placed[0].layout
     mesh, count = layout.plan.mesh, layout.count
-    wires = wires_of(cluster, layout.plan.ranks, fitted)
-    stages = _stages(layout, wires, fitted, known)
+    stages = _slowest([_stages(each, fitted) for each in placed], placed)
     sides = _sides(layout, stages, fitted)
     pace = length if walked else least
     path = pace(layout.schedule, sides[0], sides[1], ranks=mesh.pp, count=count)
     mine = [count * each for each in max((stages.rank(rank, mesh.pp) for rank in range(mesh.pp)), key=sum)]
-    exchange, behind = _exchange(layout, wires, fitted, sides[1][-1])
+    exchange, behind = max(_exchange(each.layout, _wires(each, fitted), fitted, sides[1][-1]) for each in placed)
     causes = {
         "forward": mine[0],
         "backward": mine[1],
         "bubble": max(path - sum(mine) - count * fitted.micro, 0.0),
         "exchange": mine[2] + mine[3] + exchange,
-        "optimizer": _optimizer(layout, fitted),
+        "optimizer": max(_optimizer(each.layout, fitted) for each in placed),
         "input": max(layout.micro * count * layout.work.inputs / _HOST - mine[0] - mine[1], 0.0),
         "overhead": fitted.step + count * fitted.micro,
     }
@@ -81,11 +95,31 @@ def step_time(
     return Time(**causes, hidden=hidden, low=step * (1 - SPREAD), high=step * (1 + SPREAD))
 
 
-def stage_seconds(layout: Layout, cluster: Cluster, fitted: Fitted) -> tuple[list[float], list[float], float]:
+def stage_seconds(placed: Sequence[Placed], fitted: Fitted) -> tuple[list[float], list[float], float]:
     """Seconds of each stage for one micro-batch, forward and backward with all that it says; and of what is exchanged once a step."""
-    wires = wires_of(cluster, layout.plan.ranks, fitted)
-    forward, backward = _sides(layout, _stages(layout, wires, fitted, None), fitted)
-    return forward, backward, _exchange(layout, wires, fitted, backward[-1])[0]
+    stages = _slowest([_stages(each, fitted) for each in placed], placed)
+    forward, backward = _sides(placed[0].layout, stages, fitted)
+    exchange = max(_exchange(each.layout, _wires(each, fitted), fitted, backward[-1])[0] for each in placed)
+    return forward, backward, exchange
+
+
+def _wires(placed: Placed, fitted: Fitted) -> Wires:
+    return wires_of(placed.cluster, placed.layout.plan.ranks, fitted)
+
+
+def _slowest(found: Sequence[_Stages], placed: Sequence[Placed]) -> _Stages:
+    """Of each stage what it takes on the devices that it is on and that take longest."""
+    if len(found) == 1:
+        return found[0]
+    ranks = placed[0].layout.plan.mesh.pp
+    sides: list[list[float]] = [[], [], [], []]
+    for stage in range(len(placed[0].layout.stages)):
+        on = (
+            stages.stage(stage) for stages, each in zip(found, placed, strict=True) if stage % ranks in each.layout.here
+        )
+        for side, seconds in zip(sides, max(on, key=sum), strict=True):
+            side.append(seconds)
+    return _Stages((sides[0], sides[1]), (sides[2], sides[3]), max(each.hidden for each in found))
 
 
 def _sides(layout: Layout, stages: _Stages, fitted: Fitted) -> list[list[float]]:
@@ -106,7 +140,8 @@ def passes(layout: Layout, fitted: Fitted, known: Known | None = None) -> tuple[
     return found[0], found[1], found[2]
 
 
-def _stages(layout: Layout, wires: Wires, fitted: Fitted, known: Known | None) -> _Stages:
+def _stages(placed: Placed, fitted: Fitted) -> _Stages:
+    layout, known, wires = placed.layout, placed.known, _wires(placed, fitted)
     plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
     forward, backward = (_pass(layout, "block", phase, fitted, known) for phase in ("forward", "backward"))
     again = _again(plan, stack, forward)
@@ -325,7 +360,7 @@ def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tupl
     (unless gradients are kept), and then everybody fetches the new parameters.
     """
     plan, mesh, work, stack = layout.plan, layout.plan.mesh, layout.work, layout.stack
-    fullest = max(range(mesh.pp), key=layout.elements)
+    fullest = max(layout.here, key=layout.elements)
     given = fetched = 0.0
     for held in _alike(layout, layout.elements(fullest, divided=False), layout.experts(fullest)):
         width = layout.message * work.trained
@@ -356,7 +391,7 @@ def _optimizer(layout: Layout, fitted: Fitted) -> float:
     """Seconds of the update: gradients, states both ways, parameters (of which a wide copy is the state); clipping reads and writes
     gradients besides."""
     plan, work = layout.plan, layout.work
-    whole = max(layout.elements(rank, divided=not plan.zero) for rank in range(plan.mesh.pp)) * work.trained
+    whole = max(layout.elements(rank, divided=not plan.zero) for rank in layout.here) * work.trained
     moved = layout.gradient + 2 * layout.state + work.width * (1 if layout.master else 2)
     if work.clip:
         moved += 3 * layout.gradient

@@ -16,8 +16,8 @@ from echelon.simulator.cost import message_seconds, operator_seconds, optimizer_
 from echelon.simulator.distil import distil
 from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
 from echelon.simulator.fitted import Fitted, digest, fitted
-from echelon.simulator.host import Stretch, adding_up, issuing, updating, waiting
-from echelon.simulator.layout import Layout, lay_out
+from echelon.simulator.host import Stretch, adding_up, held_up, issuing, updating
+from echelon.simulator.layout import lay_out
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
 from echelon.simulator.part import parts
@@ -25,7 +25,7 @@ from echelon.simulator.schedule import waiting
 from echelon.simulator.served import lean, of_ranks, with_servers, with_tables
 from echelon.simulator.shares import Shares
 from echelon.simulator.sheet_memory import fullest
-from echelon.simulator.sheet_step import Known, step_time
+from echelon.simulator.sheet_step import Placed, step_time
 from echelon.simulator.stack import Stack
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
@@ -48,27 +48,42 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
         base = simulate(lean(profile, full), cluster, of_ranks(full), stack=stack)
         return with_servers(base, profile, cluster, full)
     constants = fitted()
-    return worst([forecast_of(*each, constants) for each in laid_out(profile, cluster, plan, stack)])
+    return forecast_of(laid_out(profile, cluster, plan, stack), constants)
 
 
-def laid_out(
-    profile: Profile, cluster: Cluster, plan: Plan, stack: Stack | None = None
-) -> list[tuple[Layout, Cluster]]:
-    """The plan on each kind of device of the cluster, with the most samples that a rank on such a device has."""
-    work, alike = distil(profile, plan), kinds(cluster)
+def laid_out(profile: Profile, cluster: Cluster, plan: Plan, stack: Stack | None = None) -> list[Placed]:
+    """The plan on each kind of device of the cluster that ranks are on."""
+    work, on = distil(profile, plan), kinds_of_ranks(cluster)
     return [
-        (lay_out(work, profile.batch, each, plan, stack or Stack(), largest=largest), each)
-        for each, largest in zip(alike, most_samples(profile.batch, cluster, plan, alike), strict=True)
-        if largest != 0  # no rank is on such a device
+        Placed(lay_out(work, profile.batch, each, plan, stack or Stack(), largest=largest, here=here), each)
+        for each, (largest, here) in zip(kinds(cluster), shares_of_kinds(profile.batch, plan, on), strict=True)
+        if here
     ]
 
 
-def most_samples(batch: int, cluster: Cluster, plan: Plan, alike: Sequence[Cluster]) -> list[int | None]:
-    """For each kind of device the most samples that a rank on one has; None: as many as any."""
-    if not plan.shares or plan.ranks != plan.mesh.dp or batch < plan.mesh.dp:
-        return [None] * len(alike)
-    placed = list(zip(on_ranks(cluster), sizes(batch, plan.mesh.dp, plan.shares), strict=False))
-    return [max((size for on, size in placed if on == each.nodes[0].devices[0]), default=0) for each in alike]
+def kinds_of_ranks(cluster: Cluster) -> list[int]:
+    """For each rank that the cluster can have, in order, which of its kinds of device it is on."""
+    ranks = on_ranks(cluster)
+    each = distinct(device for node in cluster.nodes for device in node.devices)
+    known = {id(device): each.index(device) for device in {id(one): one for one in ranks}.values()}
+    return [known[id(device)] for device in ranks]
+
+
+def shares_of_kinds(batch: int, plan: Plan, on: Sequence[int]) -> list[tuple[int | None, tuple[int, ...]]]:
+    """For each kind of device the most samples that a rank on one has (None: as many as any), and the ranks of pp that are on such.
+
+    Without a pipeline all ranks do the same, wherever they come to be: what is unequal then are shares of the batch.
+    """
+    mesh, number = plan.mesh, max(on) + 1
+    if mesh.pp > 1:
+        each = plan.ranks // mesh.pp
+        stages = [set(on[rank * each : (rank + 1) * each]) for rank in range(mesh.pp)]
+        return [(None, tuple(rank for rank in range(mesh.pp) if kind in stages[rank])) for kind in range(number)]
+    if not plan.shares or plan.ranks != mesh.dp or batch < mesh.dp:
+        return [(None, (0,))] * number
+    placed = list(zip(on, sizes(batch, mesh.dp, plan.shares), strict=False))
+    most = [max((size for at, size in placed if at == kind), default=0) for kind in range(number)]
+    return [(size, (0,) if size else ()) for size in most]
 
 
 def by_sheet(cluster: Cluster) -> bool:
@@ -92,7 +107,7 @@ def kinds(cluster: Cluster) -> list[Cluster]:
     wires = [node.wire for node in cluster.nodes if node.wire is not None]
     wire = min(wires, key=lambda each: each.rate) if wires else None
     names = " and ".join(sorted({device.name for device in devices}))
-    notes = [f"{names}: all wait for the slowest, and a plan must fit on each"]
+    notes = [f"{names}: what has the same work waits for the slowest, and a plan must fit wherever it is"]
     left = sum(len(node.devices) for node in cluster.nodes) - fewest * len(cluster.nodes)
     notes += [f"{left} devices of larger nodes are not used"] if left else []
     return [
@@ -133,13 +148,24 @@ def worst(made: Sequence[Forecast]) -> Forecast:
     )
 
 
-def forecast_of(layout: Layout, cluster: Cluster, constants: Fitted, known: Known | None = None) -> Forecast:
-    """The forecast of a plan that was laid out on a cluster by its data sheets."""
+def forecast_of(placed: Sequence[Placed], constants: Fitted) -> Forecast:
+    """The forecast of a plan that was laid out on a cluster by its data sheets.
+
+    Without a pipeline every rank has all of the model: the kind of device that takes longest decides. With one each stage is on its own.
+    """
+    if placed[0].layout.plan.mesh.pp == 1:
+        return worst([_forecast(each, step_time([each], constants), constants) for each in placed])
+    time = step_time(placed, constants)
+    return worst([_forecast(each, time, constants) for each in placed])
+
+
+def _forecast(placed: Placed, time: Time, constants: Fitted) -> Forecast:
+    layout, cluster = placed.layout, placed.cluster
     held, where = fullest(layout, constants)
     return Forecast(
         plan=layout.plan,
         batch=layout.batch,
-        time=step_time(layout, cluster, constants, known=known),
+        time=time,
         memory=held,
         capacity=layout.capacity,
         peak_at=where,
@@ -243,7 +269,7 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
     )
     if load.device.kind == "cuda":
         # The host runs ahead of the device: its work shows only where the device waits for it.
-        host, reading = waiting(_stretches(whole, profile, plan, load, passes, adding, optimizer)), 0.0
+        host, reading = held_up(_stretches(whole, profile, plan, load, passes, adding, optimizer)), 0.0
     if profile.clip:
         optimizer += stream_seconds(load, "mul", 3 * share * profile.gradient_bytes)
     causes = {

@@ -56,12 +56,16 @@ def timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
     pp = plan.mesh.pp
     if by_sheet(cluster):
         constants = fitted()
-        found = [(forecast_of(*each, constants), *each) for each in laid_out(profile, cluster, plan, stack)]
-        forecast, layout, alike = max(found, key=lambda each: each[0].time.step)
-        forward, backward, exchange = stage_seconds(layout, alike, constants)
+        placed = laid_out(profile, cluster, plan, stack)
+        forecast = forecast_of(placed, constants)
+        if pp == 1:
+            placed = [max(placed, key=lambda each: forecast_of([each], constants).time.step)]
+        layout = placed[0].layout
+        forward, backward, exchange = stage_seconds(placed, constants)
         count, schedule = layout.count, layout.schedule
-        held = tuple(put_together(each, constants) for each in held_by_ranks(layout))
-        capacity, per_node = forecast.capacity, len(alike.nodes[0].devices)
+        # What a rank holds does not depend on the device that it is on.
+        held = tuple(put_together(held_by_ranks(layout, rank)[0], constants) for rank in range(pp))
+        capacity, per_node = forecast.capacity, len(placed[0].cluster.nodes[0].devices)
         tail = (exchange, forecast.time.optimizer)
     else:
         require_one_kind(cluster)

@@ -65,12 +65,12 @@ def test_bounds_are_never_above_what_they_bound(profile: Profile, name: str, bey
     for family in (family for size in space.sizes(fine=True) for family in space.families(size)):
         assert space.least_at(family.mesh.ranks) <= space.least(family) * (1 + 1e-9), family
         for plan in space.plans(family):
-            layouts = space.quotes.layouts(plan)
-            bound, forecast = space.quotes.least_seconds(layouts), space.quotes.forecast(layouts)
+            placed = space.quotes.placed(plan)
+            bound, forecast = space.quotes.least_seconds(placed), space.quotes.forecast(placed)
             assert space.least(family) <= bound * (1 + 1e-9), plan
             assert bound <= forecast.time.step * (1 + 1e-9), plan
-            assert space.quotes.peak(layouts) == forecast.memory.high + forecast.memory.framework, plan
-            assert space.quotes.may_fit(layouts) or not forecast.fits, plan
+            assert space.quotes.peak(placed) == forecast.memory.high + forecast.memory.framework, plan
+            assert space.quotes.may_fit(placed) or not forecast.fits, plan
 
 
 @given(models, clusters)
@@ -300,7 +300,7 @@ def test_the_schedule_that_is_not_searched_is_never_the_best(profile: Profile, n
     assert {*get_args(Schedule)} - {plan.schedule for plan in plans} == {"gpipe"}
     for plan in (plan for plan in plans if plan.schedule == "1f1b"):
         kept, other = (
-            space.quotes.forecast(space.quotes.layouts(each)) for each in (plan, replace(plan, schedule="gpipe"))
+            space.quotes.forecast(space.quotes.placed(each)) for each in (plan, replace(plan, schedule="gpipe"))
         )
         assert kept.time.step <= other.time.step * (1 + 1e-9), plan
         assert kept.memory.high <= other.memory.high, plan

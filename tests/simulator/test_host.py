@@ -13,7 +13,7 @@ from echelon.plan.profile import Amount, Operator
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
 from echelon.simulator.cost import operator_seconds
-from echelon.simulator.host import waiting
+from echelon.simulator.host import held_up
 from echelon.simulator.load import load_of
 from tests.simulator.cases import make_cluster, make_profile
 
@@ -26,7 +26,7 @@ def test_a_device_waits_for_what_was_not_issued(stretches: list[tuple[float, flo
     for host, device in stretches:
         issued += host
         done = max(done + device, issued)
-    assert waiting(stretches) == done - sum(device for _, device in stretches)
+    assert held_up(stretches) == done - sum(device for _, device in stretches)
 
 
 def _gpu(**seconds: float) -> Cluster:

@@ -30,8 +30,8 @@ A100 = catalogue.cluster("2x8xA100-80GB")
 
 def layout(profile: Profile, text: str | Plan, cluster: Cluster = A100) -> Layout:
     plan = from_text(text) if isinstance(text, str) else text
-    ((found, _),) = laid_out(profile, cluster, plan)
-    return found
+    (found,) = laid_out(profile, cluster, plan)
+    return found.layout
 
 
 def without_blocks() -> Profile:
@@ -139,8 +139,8 @@ def test_what_fits_goes_by_the_rank_that_may_need_most() -> None:
     else:
         pytest.fail("no model in which they differ")
     quotes = Quotes(profile, A100)
-    forecast = quotes.forecast(quotes.layouts(found.plan))
-    assert forecast.memory.high + forecast.memory.framework == quotes.peak(quotes.layouts(found.plan))
+    forecast = quotes.forecast(quotes.placed(found.plan))
+    assert forecast.memory.high + forecast.memory.framework == quotes.peak(quotes.placed(found.plan))
 
 
 def exchange(profile: Profile, text: str) -> Time:

@@ -227,7 +227,7 @@ def test_ranks_with_the_same_work_wait_for_the_slowest_device() -> None:
     found = simulate(big(), mixed, plan)
     assert found.time.step == pytest.approx(simulate(big(), slow, plan).time.step)
     assert found.capacity == slow.nodes[0].devices[0].memory
-    assert any("wait for the slowest" in note for note in found.notes)
+    assert any("waits for the slowest" in note for note in found.notes)
 
 
 def test_nodes_of_unequal_size_use_what_all_of_them_have() -> None:
