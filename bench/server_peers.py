@@ -133,6 +133,32 @@ def _shards(variable: Any) -> list[Any]:
     return list(getattr(variable, "variables", [variable]))
 
 
+# ------------------------------------------------------------------------------------------------------- raw loopback TCP
+
+
+def loopback(settings: argparse.Namespace) -> None:
+    """`rows` floats over one TCP connection of this machine, received in place: a batch is one transfer of all of it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    if os.fork() == 0:
+        values = np.ones(settings.rows, np.float32)
+        connection = listener.accept()[0]
+        while connection.recv(1):
+            connection.sendall(values.data)
+        os._exit(0)
+    listener.close()
+    connection = socket.create_connection(("127.0.0.1", port))
+    target = np.zeros(settings.rows, np.float32)
+
+    def advance() -> None:
+        connection.sendall(b"!")
+        view = target.data.cast("B")
+        while view:
+            view = view[connection.recv_into(view) :]
+
+    serve_turns(advance, workers=1, steps=1)
+
+
 # ----------------------------------------------------------------------------------------------------------------- torch.rpc
 
 
@@ -265,11 +291,15 @@ def arguments(peers: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--staleness", type=int, default=None)
     return parser.parse_args()
 
 
+PEERS = {"tensorflow": tensorflow, "torch.rpc": torch_rpc, "loopback": loopback}
+
 if __name__ == "__main__":
+    chosen = arguments(list(PEERS))
+    PEERS[chosen.peer](chosen)
     # A process whose children hold channels of their own does not always end by itself; there is nothing left to save.
-    {"tensorflow": tensorflow, "torch.rpc": torch_rpc}[(chosen := arguments(["tensorflow", "torch.rpc"])).peer](chosen)
     sys.stdout.flush()
     os._exit(0)
