@@ -30,6 +30,9 @@ Ids = np.ndarray
 #: name -> (ids, gradients or rows)
 Pushes = Mapping[str, tuple[Ids, np.ndarray]]
 
+#: Batches of ids whose order is remembered: this step's, and the next one's that was prefetched.
+_KEPT = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Since:
@@ -68,7 +71,7 @@ class Client:
         self.worker, self.window, self.step = worker, window, 0
         self._lock = threading.RLock()
         self._prefetched: list[tuple[dict[str, np.ndarray], Pull]] = []
-        self._sorted: dict[str, tuple[np.ndarray, Roads, Grouped]] = {}
+        self._sorted: dict[str, list[tuple[np.ndarray, Roads, Grouped]]] = {}
         self._session = Session(address, secret=secret, worker=worker, patience=patience, host=host)
         try:
             self.step = self.clock()[0]
@@ -257,6 +260,8 @@ class Client:
 
     def _send(self, parcel: Parcel, *, tick: bool) -> int:
         parcel.meta |= {"step": self.step, "tick": tick}
+        if self.settings.get("aggregate"):
+            parcel.meta["aggregate"] = True
         number = self._session.send(parcel, window=self.window)
         self.step += tick
         return number
@@ -327,13 +332,16 @@ class Client:
         return None
 
     def _sort(self, name: str, ids: Ids) -> Grouped:
-        """Sort ids by route; those of the last call again (a push follows the pull of the same ids)."""
-        known = self._sorted.get(name)
-        if known is not None and known[1] is self._session.roads and np.array_equal(known[0], ids):
-            return known[2]
-        found = self._session.roads.sort(ids)
-        self._sorted[name] = (ids.copy(), self._session.roads, found)
-        return found
+        """Sort ids by route; those of the last calls are kept (a push follows the pull of the same ids)."""
+        roads = self._session.roads
+        kept = self._sorted.setdefault(name, [])
+        for given, those, order in kept:
+            if those is roads and np.array_equal(given, ids):
+                return order
+        order = roads.sort(ids)
+        kept.append((ids.copy(), roads, order))
+        del kept[:-_KEPT]
+        return order
 
     def _table(self, name: str) -> Table:
         spec = self._session.specs.get(name)

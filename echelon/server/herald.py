@@ -40,6 +40,7 @@ class Herald:
 
     def __init__(self, address: str, secret: bytes, join: Mapping[str, Any]) -> None:
         self.address, self._secret, self._join = address, secret, dict(join)
+        self.incarnation = 0
         self.settings: dict[str, Any] = {}
         self.specs: list[dict[str, Any]] = []
         self.why = "not tried yet"
@@ -123,6 +124,8 @@ class Herald:
                 self._closing = True
                 return
             self.connected = True
+            # The controller gives each life of a worker a number; after a cut it goes on under the same one.
+            self._join["incarnation"] = self.incarnation = int(answer.meta["incarnation"])
             self._take(answer)
             for question in self._questions:
                 question.number = 0

@@ -23,7 +23,7 @@ class Session:
     """Connections, the newest map, unacknowledged pushes and unanswered pulls of one worker."""
 
     def __init__(self, address: str, *, secret: bytes, worker: str, patience: float, host: str | None) -> None:
-        self.worker, self.incarnation = worker, time.time_ns()
+        self.worker = worker
         self.patience = patience
         self.specs: dict[str, Table | Dense] = {}
         #: Per dense parameter the shard of each block.
@@ -37,7 +37,7 @@ class Session:
         join = {
             "role": "worker",
             "id": worker,
-            "incarnation": self.incarnation,
+            "incarnation": None,
             "address": "",
             "host": host or socket.gethostname(),
         }
@@ -49,6 +49,11 @@ class Session:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of this worker's name it is."""
+        return self.herald.incarnation
 
     def close(self) -> None:
         """Leave the job."""

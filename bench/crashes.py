@@ -1,0 +1,397 @@
+"""Seeded faults on the parameter server under load: nothing acknowledged is lost, nothing is applied twice, every run ends.
+
+    python -m bench.crashes --schedules 300 --seed 0 [--json OUT] [--keep FOLDER]
+
+A schedule draws up to four faults (kill -9, SIGSTOP then SIGCONT, connections cut) and whom they hit: servers, workers, the controller;
+never more servers down at once than a chain can lose. Real processes, real signals; a cut shuts a socket down inside the process that
+holds it (pidfd_getfd). Workers write down what they do and see (histories.py); afterwards the history is checked, all replicas of each shard
+must be equal byte for byte, and the time from a server's death until pushes are acknowledged again is noted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import Row, median, publish
+from bench.histories import KEYS, LIVES, Life, check, failover, work
+from echelon.server import Client, Init, Rule, Servers, Table, connect
+from echelon.server.hashing import shard_of
+
+TABLE = "sums"
+#: A stop longer than this is taken for a death (0.6 s without a sign of life), with a margin.
+NOTICED = 0.75
+#: Issue 6.
+FAILOVER_LIMIT = 1.0
+#: Seconds after which a schedule that has not ended is taken not to end.
+ENDLESS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that happens to someone `after` so many seconds; a stop or a dead controller lasts `lasting`."""
+
+    after: float
+    what: str  # kill, stop, cut
+    whom: str  # server, worker, controller
+    which: int = 0
+    lasting: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.after:.2f}s {self.what} {self.whom} {self.which}" + (
+            f" for {self.lasting:.2f}s" if self.lasting else ""
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The faults of one run, and how long the load goes on."""
+
+    number: int
+    faults: tuple[Fault, ...]
+    seconds: float
+
+
+def draw(seed: int, number: int, *, replicas: int, servers: int, workers: int) -> Schedule:
+    """A schedule: the same for the same seed and number."""
+    dice = random.Random(f"{seed} {number} {replicas}")
+    spare, faults = replicas - 1, []
+    targets = dice.sample(range(servers), servers)
+    for _ in range(dice.choice((1, 1, 2, 2, 3, 4))):
+        after = round(dice.uniform(0.05, 0.9), 3)
+        whom = dice.choices(("server", "worker", "controller"), (6, 3, 2))[0]
+        what = dice.choice(("kill", "stop", "cut"))
+        lasting = round(dice.choice((dice.uniform(0.05, 0.4), dice.uniform(0.4, 1.5))), 3)
+        if whom == "server" and what != "cut":
+            # Only so many may be away at once that every chain keeps a living replica; each is hit once.
+            if not spare:
+                what = "cut"
+            else:
+                spare -= 1
+        which = {"server": targets[spare], "worker": dice.randrange(workers), "controller": 0}[whom]
+        if what == "cut":
+            which = dice.randrange(servers if whom == "server" else workers)
+        keep = what == "stop" or (what == "kill" and whom == "controller")
+        faults.append(Fault(after=after, what=what, whom=whom, which=which, lasting=lasting if keep else 0.0))
+    ends = [each.after + each.lasting for each in faults]
+    return Schedule(
+        number=number, faults=tuple(sorted(faults, key=lambda each: each.after)), seconds=round(max(ends) + 0.5, 3)
+    )
+
+
+def cut(pid: int, dice: random.Random) -> int:
+    """Shut down connections inside a process: all of them, or one. How many."""
+    with contextlib.ExitStack() as stack:
+        handle = os.pidfd_open(pid)
+        stack.callback(os.close, handle)
+        found = []
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if not os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
+                    continue
+                copy = ctypes.CDLL(None, use_errno=True).syscall(438, handle, int(entry), 0)  # pidfd_getfd
+                if copy < 0:
+                    continue
+                connection = stack.enter_context(socket.socket(fileno=copy))
+                connection.getpeername()
+                found.append(connection)
+        chosen = found if dice.random() < 0.5 else dice.sample(found, min(1, len(found)))
+        for connection in chosen:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        return len(chosen)
+
+
+def _worker(address: str, secret: bytes, name: str, base: int, column: int, seed: int, path: str, pipe: Any) -> None:
+    """A worker's process, of one life."""
+    client = connect(address, secret=secret, worker=name)
+    with open(path, "w") as record:
+        work(client, TABLE, base, column, seed, record, lambda: pipe.poll())
+    client.close()
+
+
+@dataclass(slots=True)
+class Result:
+    """What one schedule showed."""
+
+    schedule: Schedule
+    wrong: list[str] = field(default_factory=list)
+    failovers: list[tuple[str, float]] = field(default_factory=list)
+    pushes: int = 0
+    reads: int = 0
+    seconds: float = 0.0
+
+
+class Yard:
+    """Servers, a controller and a table that all schedules use; workers anew for each."""
+
+    def __init__(self, folder: Path, *, servers: int, replicas: int, workers: int, staleness: int | None) -> None:
+        self.folder, self.workers, self.replicas, self.count = folder, workers, replicas, servers
+        self.servers = Servers(servers, replicas=replicas, staleness=staleness)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["bench.crashes"])
+        try:
+            self.client: Client = connect(self.servers.address, secret=self.servers.secret, worker="judge")
+            zero = Init(kind="zeros")
+            self.client.declare(Table(name=TABLE, dim=LIVES, rule=Rule(kind="sgd", lr=1.0), init=zero))
+            self.client.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all processes."""
+        self.servers.close()
+
+    def names(self) -> list[str]:
+        """The servers that run, in a fixed order."""
+        return sorted(name for name, process in self.servers.processes.items() if process.poll() is None)
+
+    def whole(self) -> bool:
+        """Bring back what is dead, and say whether every chain is complete again."""
+        while len(self.names()) < self.count:
+            self.servers.add()
+        with contextlib.suppress(KeyError):
+            state = self.client.map
+            seats = set(self.names()) <= set(state.servers)
+            return seats and not any(state.learners) and all(len(chain) == self.replicas for chain in state.chains)
+        return False
+
+    def run(self, schedule: Schedule) -> Result:
+        """One schedule: load, faults, peace, judgement."""
+        began = time.monotonic()
+        result = Result(schedule)
+        with connect(self.servers.address, secret=self.servers.secret, worker="judge", patience=ENDLESS) as client:
+            self.client = client
+            self._until(self.whole, "the chains to be complete before the schedule", result)
+            # The judge does not train: it must not hold back the clocks of those who do.
+            lives: list[tuple[Any, Any, Path, int]] = []
+            current: dict[int, int] = {}
+
+        def begin(slot: int) -> None:
+            column = len(lives)
+            path = self.folder / f"{schedule.number}-{column}.jsonl"
+            here, there = self._context.Pipe()
+            base = schedule.number * 10 * KEYS
+            seed = schedule.number * LIVES + column
+            who = (self.servers.address, self.servers.secret, f"worker{slot}")
+            process = self._context.Process(
+                target=_worker, args=(*who, base, column, seed, str(path), there), daemon=True
+            )
+            process.start()
+            current[slot] = column
+            lives.append((process, here, path, column))
+
+        for slot in range(self.workers):
+            begin(slot)
+        self._until(
+            lambda: all(path.exists() and path.stat().st_size for *_, path, _ in lives), "workers to begin", result
+        )
+        deaths = self._faults(schedule, lives, current, begin)
+        self._stop(lives, result)
+        histories = [Life.read(path, column) for _, _, path, column in lives]
+        result.pushes = sum(len(life.pushes) for life in histories)
+        result.reads = sum(len(life.reads) for life in histories)
+        for what, when in deaths:
+            wait = failover(histories, when)
+            if wait is not None:
+                result.failovers.append((what, wait))
+        self._judge(schedule, histories, result)
+        result.seconds = time.monotonic() - began
+        return result
+
+    def _faults(
+        self,
+        schedule: Schedule,
+        lives: list[tuple[Any, Any, Path, int]],
+        current: dict[int, int],
+        begin: Callable[[int], None],
+    ) -> list[tuple[str, float]]:
+        """Let the faults happen at their times. When servers died or seemed to."""
+        began, deaths = time.monotonic(), []
+        dice = random.Random(schedule.number)
+        names = self.names()
+        later: list[tuple[float, Callable[[], None]]] = []
+        todo: list[tuple[float, Callable[[], None]]] = []
+
+        def strike(fault: Fault) -> None:
+            process = self._target(fault, names, lives, current)
+            if process is None:
+                return
+            if fault.what == "cut":
+                with contextlib.suppress(OSError):
+                    cut(process.pid, dice)
+                return
+            number = signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+            if fault.whom == "server" and (fault.what == "kill" or fault.lasting > NOTICED):
+                deaths.append((fault.what, time.monotonic()))
+            if fault.what == "stop":
+                later.append((began + fault.after + fault.lasting, lambda: _continue(process)))
+            elif fault.whom == "worker":
+                later.append((began + fault.after + 0.05, lambda: begin(fault.which)))
+            elif fault.whom == "controller":
+                later.append((began + fault.after + fault.lasting, self.servers.restart_controller))
+
+        todo = [(began + fault.after, lambda fault=fault: strike(fault)) for fault in schedule.faults]
+        while todo or later or time.monotonic() < began + schedule.seconds:
+            now = time.monotonic()
+            for queue in (todo, later):
+                for each in [each for each in queue if each[0] <= now]:
+                    queue.remove(each)
+                    each[1]()
+            time.sleep(0.005)
+        return deaths
+
+    def _target(self, fault: Fault, names: list[str], lives: list[Any], current: dict[int, int]) -> Any:
+        if fault.whom == "controller":
+            return self.servers.controller
+        if fault.whom == "worker":
+            return lives[current[fault.which]][0] if len(lives) < LIVES else None
+        return self.servers.processes[names[fault.which % len(names)]]
+
+    def _stop(self, lives: list[tuple[Any, Any, Path, int]], result: Result) -> None:
+        """Peace: the load ends when its last push is acknowledged."""
+        for process, pipe, _, _ in lives:
+            if process.is_alive():
+                with contextlib.suppress(OSError):
+                    pipe.send("stop")
+        deadline = time.monotonic() + ENDLESS
+        for process, _, path, _ in lives:
+            process.join(max(0.1, deadline - time.monotonic()))
+            if process.is_alive():
+                result.wrong.append(f"{path.name}: the worker did not end within {ENDLESS:g} s")
+                process.kill()
+                process.join()
+            elif process.exitcode not in (0, -signal.SIGKILL):
+                result.wrong.append(f"{path.name}: the worker failed with {process.exitcode}")
+
+    def _judge(self, schedule: Schedule, histories: Sequence[Life], result: Result) -> None:
+        with connect(self.servers.address, secret=self.servers.secret, worker="judge", patience=ENDLESS) as client:
+            self.client = client
+            ids = schedule.number * 10 * KEYS + np.arange(KEYS)
+            final = client.pull({TABLE: ids})[TABLE]
+            result.wrong += check(histories, final, shard_of(ids, client.map.shards))
+            self._until(self.whole, "the chains to be complete again", result)
+            digests = client.digests()
+            unequal = {shard: those for shard, those in digests.items() if len(set(those.values())) != 1}
+            if unequal:
+                result.wrong.append(f"replicas of shards {sorted(unequal)[:8]} differ: {next(iter(unequal.values()))}")
+            if any(len(those) != self.replicas for those in digests.values()):
+                result.wrong.append("some replicas gave no digest")
+
+    def _until(self, ready: Callable[[], bool], what: str, result: Result) -> None:
+        deadline = time.monotonic() + ENDLESS
+        while not ready():
+            if time.monotonic() > deadline:
+                result.wrong.append(f"waited {ENDLESS:g} s for {what}")
+                return
+            with contextlib.suppress(AttributeError):
+                self.client.acknowledged()  # takes in news
+            time.sleep(0.01)
+
+
+def _continue(process: Any) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGCONT)
+
+
+#: Yards: replicas, staleness. Schedules are dealt out to them in turn, a block at a time.
+YARDS = ((2, None), (3, None), (2, 8), (3, 8))
+
+
+def run(
+    schedules: Sequence[int],
+    *,
+    seed: int,
+    folder: Path,
+    replicas: int,
+    staleness: int | None,
+    servers: int = 4,
+    workers: int = 2,
+) -> Iterator[Result]:
+    """These schedules on one yard."""
+    yard = Yard(folder, servers=servers, replicas=replicas, workers=workers, staleness=staleness)
+    try:
+        for number in schedules:
+            yield yard.run(draw(seed, number, replicas=replicas, servers=servers, workers=workers))
+    finally:
+        yard.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="number of the first one, to run some again")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path, help="a folder for the histories")
+    settings = parser.parse_args(argv)
+    results: list[Result] = []
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = settings.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = range(settings.first, settings.first + settings.schedules)
+        block = -(-settings.schedules // len(YARDS))
+        for place, (replicas, staleness) in enumerate(YARDS):
+            part = numbers[place * block : (place + 1) * block]
+            for result in (
+                run(part, seed=settings.seed, folder=folder, replicas=replicas, staleness=staleness) if part else ()
+            ):
+                results.append(result)
+                _tell(result, replicas, staleness)
+    return _publish(results, settings, time.monotonic() - began)
+
+
+def _tell(result: Result, replicas: int, staleness: int | None) -> None:
+    waits = ", ".join(f"{what} {wait:.2f} s" for what, wait in result.failovers)
+    print(
+        f"{result.schedule.number}: replicas {replicas}, staleness {staleness}, {'; '.join(map(str, result.schedule.faults))}: "
+        f"{result.pushes} pushes, {result.reads} reads, {result.seconds:.1f} s{', failover ' + waits if waits else ''}",
+        file=sys.stderr,
+        flush=True,
+    )
+    for each in result.wrong[:10]:
+        print(f"  WRONG: {each}", file=sys.stderr, flush=True)
+
+
+def _publish(results: Sequence[Result], settings: argparse.Namespace, seconds: float) -> int:
+    def row(what: str, value: float, text: str, **bounds: float) -> Row:
+        return Row(what={"what": what}, value=value, text=text, **bounds)
+
+    wrong = [each for result in results for each in result.wrong]
+    rows = [
+        row("schedules with anything lost, twice, unequal or without end", sum(bool(result.wrong) for result in results),
+            f"{sum(bool(result.wrong) for result in results)} of {len(results)}", limit=0),
+        row("acknowledged pushes checked", sum(result.pushes for result in results), f"{sum(result.pushes for result in results)}"),
+        row("reads checked", sum(result.reads for result in results), f"{sum(result.reads for result in results)}"),
+    ]  # fmt: skip
+    for kind in ("kill", "stop"):
+        waits = [wait for result in results for what, wait in result.failovers if what == kind]
+        if waits:
+            middle = median(waits)
+            text = f"median {middle.median:.3f} s, 95 % below {np.percentile(waits, 95):.3f} s, most {max(waits):.3f} s ({len(waits)})"
+            rows.append(row(f"failover after a server's {kind}", middle.median, text, limit=FAILOVER_LIMIT))
+    notes = [f"seed {settings.seed}, {seconds:.0f} s in all", *wrong[:20]]
+    return publish("Faults on the parameter server", rows, json_path=settings.json, notes=notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
