@@ -4,7 +4,7 @@
     python -m bench.server --growth rows         how ours grows: servers, workers, rows (to 10^8 of 16 dims), staleness
 
 Contenders take turns A B C C B A; each turn starts its processes, fills its table, warms up, is timed, and ends, because two tables
-of this size do not always fit into memory. Processor time is that of all processes of a contender (its session, by /proc).
+of this size do not always fit into memory. Processor time is that of all processes of a contender (by /proc).
 TensorFlow may live elsewhere: --tensorflow PYTHON (or .venv-peers). What is not installed is a row that says so.
 """
 
@@ -70,19 +70,25 @@ class Turn:
         return self.cpu / self.batches
 
 
-def spent(session: int) -> tuple[float, int]:
-    """Processor seconds and resident bytes of all processes of a session."""
-    ticks, pages = 0, 0
+def family(root: int) -> dict[int, list[str]]:
+    """A process and all that descend from it: the fields of its line in /proc, from the third on."""
+    lines: dict[int, list[str]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
-            try:
+            with contextlib.suppress(OSError):
                 text = Path(entry.path, "stat").read_text()
-            except OSError:
-                continue
-            fields = text[text.rindex(")") + 2 :].split()
-            if int(fields[3]) == session:
-                ticks += int(fields[11]) + int(fields[12])
-                pages += int(fields[21])
+                lines[int(entry.name)] = text[text.rindex(")") + 2 :].split()
+    found = {root}
+    while grown := {pid for pid, fields in lines.items() if int(fields[1]) in found} - found:
+        found |= grown
+    return {pid: lines[pid] for pid in found if pid in lines}
+
+
+def spent(root: int) -> tuple[float, int]:
+    """Processor seconds and resident bytes of a process and all that descend from it."""
+    members = family(root).values()
+    ticks = sum(int(fields[11]) + int(fields[12]) for fields in members)
+    pages = sum(int(fields[21]) for fields in members)
     return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -120,16 +126,15 @@ def run(contender: Contender, *, seconds: float, warmup: float) -> Turn:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Let it end by itself, then end what is left of its session."""
+    """Let it end by itself, then end what is left of it."""
+    rest = family(process.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(15)
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                if os.getsid(int(entry.name)) == process.pid:
-                    os.kill(int(entry.name), signal.SIGKILL)
-            except OSError:
-                continue
+    started = {pid: fields[19] for pid, fields in rest.items()}
+    for pid, fields in {pid: fields for root in started for pid, fields in family(root).items()}.items():
+        if started.get(pid, fields[19]) == fields[19]:  # not a later process of the same number
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
     process.wait()
 
 

@@ -2,7 +2,7 @@
 
 A script of its own, so that each peer may live in its own environment: `PYTHON server_peers.py tensorflow --servers 2 --workers 2`.
 It prints `ready`, then answers each line `SECONDS` on its input with one line of JSON, {"batches": ..., "seconds": ...}, and ends with
-its input. All of its processes are in its session, by which the bench adds up their processor time.
+its input. All of its processes descend from it, by which the bench adds up their processor time.
 
 Each peer does what ours does, in the kindest way that its makers document: ids made unique before they are looked up, gradients of
 equal ids added up before they are sent, several steps in one call of TensorFlow's so that its scheduling hardly counts.

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon.server.client import Client, connect
+    from echelon.server.embedded import Servers
     from echelon.server.kinds import Dense, Init, Rule, Table
 
 _HOMES = {
+    "Servers": "embedded",
     "connect": "client",
     "Client": "client",
     "Table": "kinds",
@@ -26,7 +28,7 @@ _HOMES = {
     "Init": "kinds",
 }
 
-__all__ = ["connect", "Client", "Table", "Dense", "Rule", "Init"]
+__all__ = ["Servers", "connect", "Client", "Table", "Dense", "Rule", "Init"]
 
 
 def __getattr__(name: str) -> Any:

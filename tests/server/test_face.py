@@ -9,7 +9,7 @@ import echelon.server
 
 
 def test_public_names_are_these():
-    assert echelon.server.__all__ == ["connect", "Client", "Table", "Dense", "Rule", "Init"]
+    assert echelon.server.__all__ == ["Servers", "connect", "Client", "Table", "Dense", "Rule", "Init"]
     assert all(getattr(echelon.server, name) is not None for name in echelon.server.__all__)
 
 

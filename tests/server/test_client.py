@@ -1,0 +1,197 @@
+"""The client against real server processes: what it gives back, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from echelon.errors import EchelonError, ServerError
+from echelon.server import Client, Dense, Init, Rule, Servers, Table, connect
+
+SGD = Rule(kind="sgd", lr=1.0)
+ZERO = Init(kind="zeros")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with Servers(2, replicas=2) as running:
+        yield running
+
+
+@pytest.fixture
+def client(servers: Servers) -> Iterator[Client]:
+    with connect(servers.address, secret=servers.secret, patience=20.0) as connected:
+        yield connected
+
+
+@pytest.fixture
+def table(client: Client, request: pytest.FixtureRequest) -> str:
+    """A table of this test's own, of four columns that begin at zero."""
+    client.declare(Table(name=request.node.name, dim=4, rule=SGD, init=ZERO))
+    return request.node.name
+
+
+def test_rows_come_in_the_order_of_the_ids_and_equal_ids_are_added_up(client, table):
+    ids = np.array([7, -3, 7, 2**62, 7])
+    client.push({table: (ids, -np.arange(20, dtype=np.float32).reshape(5, 4))})
+    rows = client.pull({table: ids})[table]
+    assert np.array_equal(rows[0], [0 + 8 + 16, 1 + 9 + 17, 2 + 10 + 18, 3 + 11 + 19])
+    assert np.array_equal(rows[0], rows[2])
+    assert np.array_equal(rows[1], [4, 5, 6, 7])
+    assert np.array_equal(rows[3], [12, 13, 14, 15])
+    assert client.pull({table: ids.reshape(5, 1)})[table].shape == (5, 1, 4)
+    assert client.pull({table: np.empty(0, np.int64)})[table].shape == (0, 4)
+
+
+def test_many_rows_over_all_routes_and_several_tables_at_once(client, table):
+    wide = Table(name=f"{table} wide", dim=96, rule=SGD, init=ZERO)
+    client.declare(wide)
+    ids = np.random.default_rng(0).permutation(30_000)
+    values = ids[:, None] + np.arange(96)
+    client.push({wide.name: (ids, -values), table: (ids[:100], -values[:100, :4])})
+    found = client.pull({table: ids[:100], wide.name: ids})
+    assert np.array_equal(found[wide.name], values)
+    assert np.array_equal(found[table], values[:100, :4])
+
+
+def test_absent_rows_read_as_their_first_value_which_all_workers_agree_on(servers, client, request):
+    spec = Table(name=request.node.name, dim=8, rule=SGD, init=Init(kind="normal", scale=0.5, seed=3))
+    client.declare(spec)
+    ids = np.arange(1000)
+    before = client.pull({spec.name: ids})[spec.name]
+    assert 0.4 < before.std() < 0.6
+    client.push({spec.name: (ids, np.ones((1000, 8)))})
+    with connect(servers.address, secret=servers.secret, worker="1") as other:
+        assert np.array_equal(other.pull({spec.name: ids})[spec.name], before - 1)
+
+
+def test_what_was_prefetched_is_taken_by_the_pull_of_the_same_ids(client, table):
+    ids = np.arange(50)
+    client.prefetch({table: ids})
+    client.flush()
+    client.status()  # the rows are read before the push: a prefetch is as of when it was asked
+    client.pull({table: ids + 1})
+    client.push({table: (ids, -np.ones((50, 4)))})
+    assert not client.pull({table: ids})[table].any()
+    assert client.pull({table: ids})[table].all()
+
+
+def test_dense_parameters_begin_with_the_first_workers_values(servers, client, request):
+    spec = Dense(name=request.node.name, size=200_000, rule=SGD)
+    client.declare(spec, initial=np.arange(spec.size))
+    with connect(servers.address, secret=servers.secret, worker="1") as other:
+        other.declare(spec, initial=np.zeros(spec.size))
+        other.push(dense={spec.name: np.ones((400, 500))}, lr=2.0)
+        out = {spec.name: np.empty(spec.size, np.float32)}
+        other.flush()
+        found = client.pull_dense([spec.name], out=out)[spec.name]
+    assert found is out[spec.name]
+    assert np.array_equal(found, np.arange(spec.size) - 2.0)
+
+
+def test_changed_gives_what_others_pushed_since(servers, client, table):
+    with connect(servers.address, secret=servers.secret, worker="1") as other:
+        other.push({table: (np.arange(100), -np.ones((100, 4)))})
+        other.flush()
+        ids, rows, since = client.changed(table)
+        assert sorted(ids) == list(range(100))
+        assert rows.shape == (100, 4)
+        assert rows.all()
+        other.push({table: (np.array([5, 500]), -np.ones((2, 4)))})
+        other.flush()
+        ids, rows, since = client.changed(table, since)
+        assert {int(each): row[0] for each, row in zip(ids, rows, strict=True)} == {5: 2.0, 500: 1.0}
+        assert len(client.changed(table, since)[0]) == 0
+
+
+@pytest.mark.parametrize(("form", "near"), [("f2", 1e-3), ("i2", 1e-4), ("i1", 1e-2), ("f8", 1e-7)])
+def test_rows_can_be_sent_narrower(client, table, form, near):
+    values = np.random.default_rng(1).uniform(-1, 1, (300, 4))
+    client.push({table: (np.arange(300), -values)})
+    assert np.abs(client.pull({table: np.arange(300)}, wire=form)[table] - values).max() < near
+
+
+def test_assigned_rows_are_as_given(client, table):
+    values = np.random.default_rng(2).random((64, 4), np.float32)
+    client.assign({table: (np.arange(64), values)})
+    assert np.array_equal(client.pull({table: np.arange(64)})[table], values)
+
+
+def test_pushes_are_numbered_and_flush_acknowledges_them(client, table):
+    before = client.step
+    numbers = [client.push({table: ([1], np.ones((1, 4)))}) for _ in range(5)]
+    assert numbers == list(range(1, 6))
+    assert 3 <= client.acknowledged() <= 5
+    client.flush()
+    assert client.acknowledged() == 5
+    assert client.step == before + 5
+
+
+def test_a_step_may_have_several_pushes(client, table):
+    before = client.step
+    client.push({table: ([1], np.ones((1, 4)))}, tick=False)
+    client.push({table: ([1], np.ones((1, 4)))})
+    assert client.step == before + 1
+    assert client.clock() == (before + 1, before + 1)
+
+
+def test_replicas_hold_the_same_bytes(client, table):
+    client.push({table: (np.arange(1000), np.ones((1000, 4)))})
+    digests = client.digests()
+    assert all(len(those) == 2 and len(set(those.values())) == 1 for those in digests.values())
+
+
+def test_status_knows_servers_and_tables(client, table):
+    assert table in str(client.status())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda client, name: client.pull({"nothing": [1]}), "nothing: no such table .* declare it first"),
+        (lambda client, name: client.pull_dense([name]), "is declared as Table"),
+        (lambda client, name: client.pull({name: [1.5]}), "ids of dtype float64.*use int64"),
+        (lambda client, name: client.pull({name: [1]}, wire="f3"), "wire='f3'.*use one of"),
+        (
+            lambda client, name: client.push({name: ([1, 2], np.ones((2, 3)))}),
+            r"shape \(2, 3\) for 2 ids.*give \(2, 4\)",
+        ),
+        (lambda client, name: client.push(dense={name: np.ones(3)}), "is declared as Table"),
+        (lambda client, name: client.assign({name: ([1, 1], np.ones((2, 4)))}), "more than once"),
+        (lambda client, name: client.declare(Table(name=name, dim=5)), "5"),
+        (lambda client, name: client.declare(Table(name="t", dim=5), initial=np.ones(5)), "use assign"),
+    ],
+)
+def test_wrong_use_says_what_and_what_instead(client, table, call, said):
+    with pytest.raises(EchelonError, match=said):
+        call(client, table)
+    client.push({table: ([1], np.ones((1, 4)))})  # and the connection is as good as before
+    client.flush()
+
+
+def test_out_must_fit(client, request):
+    client.declare(Dense(name=request.node.name, size=10))
+    with pytest.raises(ServerError, match=r"float64 of shape \(10,\); give a contiguous f4"):
+        client.pull_dense([request.node.name], out={request.node.name: np.empty(10)})
+    with pytest.raises(ServerError, match=r"11 values.*declared with 10"):
+        client.push(dense={request.node.name: np.ones(11)})
+
+
+def test_a_stranger_is_turned_away(servers):
+    with pytest.raises(EchelonError, match="does not hold this job's secret"):
+        connect(servers.address, secret=b"another secret of a good length", patience=20.0)
+
+
+def test_a_controller_that_is_not_there_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(ServerError, match=rf"controller 127.0.0.1:{port}: no answer for [01] s.*is it running there"):
+        connect(f"127.0.0.1:{port}", secret=b"x" * 32, patience=0.4)
+
+
+def test_a_window_of_none_is_refused():
+    with pytest.raises(ServerError, match="window: 0"):
+        connect("127.0.0.1:1", secret=b"x" * 32, window=0)
