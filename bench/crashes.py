@@ -160,12 +160,12 @@ class Yard:
 
     def names(self) -> list[str]:
         """The servers that run, in a fixed order."""
-        return sorted(name for name, process in self.servers.processes.items() if process.poll() is None)
+        return sorted(name for name, process in self.servers.servers.items() if process.process.poll() is None)
 
     def whole(self) -> bool:
         """Bring back what is dead, and say whether every chain is complete again."""
         while len(self.names()) < self.count:
-            self.servers.add()
+            self.servers.start()
         with contextlib.suppress(KeyError):
             state = self.client.map
             seats = set(self.names()) <= set(state.servers)
@@ -264,7 +264,7 @@ class Yard:
             return self.servers.controller
         if fault.whom == "worker":
             return lives[current[fault.which]][0] if len(lives) < LIVES else None
-        return self.servers.processes[names[fault.which % len(names)]]
+        return self.servers.servers[names[fault.which % len(names)]]
 
     def _stop(self, lives: list[tuple[Any, Any, Path, int]], result: Result) -> None:
         """Peace: the load ends when its last push is acknowledged."""
