@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 
 from bench.common import Row, median, publish
-from bench.histories import KEYS, LIVES, Life, check, failover, work
+from bench.crash_worker import TABLE, live
+from bench.histories import KEYS, LIVES, Life, check, failover
 from echelon.server import Client, Init, Rule, Servers, Table, connect
 from echelon.server.hashing import shard_of
 
-TABLE = "sums"
 #: A stop longer than this is taken for a death (0.6 s without a sign of life), with a margin.
 NOTICED = 0.75
 #: Issue 6.
@@ -117,14 +117,6 @@ def cut(pid: int, dice: random.Random) -> int:
         return len(chosen)
 
 
-def _worker(address: str, secret: bytes, name: str, base: int, column: int, seed: int, path: str, pipe: Any) -> None:
-    """A worker's process, of one life."""
-    client = connect(address, secret=secret, worker=name)
-    with open(path, "w") as record:
-        work(client, TABLE, base, column, seed, record, lambda: pipe.poll())
-    client.close()
-
-
 @dataclass(slots=True)
 class Result:
     """What one schedule showed."""
@@ -144,7 +136,7 @@ class Yard:
         self.folder, self.workers, self.replicas, self.count = folder, workers, replicas, servers
         self.servers = Servers(servers, replicas=replicas, staleness=staleness)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["bench.crashes"])
+        self._context.set_forkserver_preload(["bench.crash_worker"])
         try:
             self.client: Client = connect(self.servers.address, secret=self.servers.secret, worker="judge")
             zero = Init(kind="zeros")
@@ -190,9 +182,7 @@ class Yard:
             base = schedule.number * 10 * KEYS
             seed = schedule.number * LIVES + column
             who = (self.servers.address, self.servers.secret, f"worker{slot}")
-            process = self._context.Process(
-                target=_worker, args=(*who, base, column, seed, str(path), there), daemon=True
-            )
+            process = self._context.Process(target=live, args=(*who, base, column, seed, str(path), there), daemon=True)
             process.start()
             current[slot] = column
             lives.append((process, here, path, column))
@@ -246,6 +236,8 @@ class Yard:
                 later.append((began + fault.after + fault.lasting, lambda: _continue(process)))
             elif fault.whom == "worker":
                 later.append((began + fault.after + 0.05, lambda: begin(fault.which)))
+            elif fault.whom == "server":
+                later.append((began + fault.after + 0.1, lambda: self.servers.start()))
             elif fault.whom == "controller":
                 later.append((began + fault.after + fault.lasting, self.servers.restart_controller))
 
