@@ -30,6 +30,8 @@ WORKER_RECONNECT = 1.0
 GRACE = 2.0
 #: Membership is left to settle before shards are moved for it.
 CALM = 0.3
+#: A controller that did not get round to its ticks for so long judges nobody by what it did not hear.
+AWAY = 0.3
 DRAIN_LIMIT = 1.5
 FORMAT = 1
 
@@ -92,7 +94,7 @@ class Controller:
         self._caught: set[tuple[int, str, int]] = set()
         self._handing: dict[str, tuple[float, list[int]]] = {}
         self._drained: set[int] = set()
-        self._calm = now
+        self._calm = self._ticked = now
         self._lost_since = now
         self._leavers: list[tuple[str, Hashable, int]] = []
         self._writing: dict[str, Any] | None = None
@@ -160,6 +162,12 @@ class Controller:
 
     def on_tick(self, now: float) -> list[Action]:
         """Time passes: call it every 50 ms or so."""
+        if now - self._ticked > AWAY:
+            # We were away ourselves (stopped, or starved of time): what the others said meanwhile is still to be read.
+            for session in self.sessions.values():
+                session.heard = now
+            self.absent = {key: max(until, now + RECONNECT) for key, until in self.absent.items()}
+        self._ticked = now
         for peer, session in list(self.sessions.items()):
             limit = SERVER_LEASE if session.role == "server" else WORKER_LEASE
             if now - session.heard > limit and session.role != "admin":
