@@ -106,11 +106,11 @@ class Client:
             found = {name: _expanded(pull.tables[name], np.shape(given)) for name, given in ids.items()}
             return found | {name: pull.dense[name].values for name in dense}
 
-    def prefetch(self, ids: Mapping[str, Ids]) -> None:
-        """Ask for the rows of the step after this one; the `pull` of the same ids takes them."""
+    def prefetch(self, ids: Mapping[str, Ids], *, ahead: int = 1) -> None:
+        """Ask for rows already; the `pull` of the same ids takes them. `ahead`: of how many steps after this one (0: once it is pushed)."""
         with self._lock:
             kept = {name: np.array(given, np.int64) for name, given in ids.items()}
-            self._prefetched.append((kept, self._ask(kept, (), step=self.step + 1)))
+            self._prefetched.append((kept, self._ask(kept, (), step=self.step + ahead)))
             del self._prefetched[:-8]
 
     def pull_dense(self, names: Sequence[str], *, out: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
