@@ -13,6 +13,8 @@ from echelon.plan.plan import Plan
 
 #: Under which the servers' files lie in a checkpoint.
 FOLDER = "server"
+#: As many servers as a machine could have, and no more files in a checkpoint than need be.
+SHARDS = 64
 
 
 class Keeper:
@@ -38,16 +40,23 @@ class Keeper:
         told: tuple[str, bytes] = "", b""
         with ranks.together():
             if ranks.world.main:
-                self._servers = servers(plan.servers, replicas=plan.replicas, restore=restore)
+                self._servers = servers(
+                    plan.servers,
+                    replicas=plan.replicas,
+                    shards=SHARDS,
+                    staleness=plan.staleness,
+                    aggregate=plan.staleness == 0,
+                    restore=restore,
+                )
                 told = self._servers.address, self._servers.secret
         # The process group is as private as the ranks' own gradients; nothing of it is on a command line or in an environment.
         address, secret = ranks.gather(told)[0]
         with ranks.together():
-            self._client = connect(address, secret=secret, worker=str(ranks.rank), staleness=plan.staleness)
+            self._client = connect(address, secret=secret, worker=str(ranks.rank))
 
     def save(self, folder: Path) -> None:
         """Have the servers write what they hold."""
-        self.client.checkpoint(folder)
+        self.client.checkpoint(str(folder.absolute()))
 
     def close(self) -> None:
         """Leave, and end the servers once all have left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,14 +22,20 @@ _EMPTY = "empty parameter list"
 
 
 def make_optimizers(
-    job: Job, model: nn.Module, ranks: Group, *, shapes: Mapping[str, Sequence[int]], fused: bool
+    job: Job,
+    model: nn.Module,
+    ranks: Group,
+    *,
+    shapes: Mapping[str, Sequence[int]],
+    fused: bool,
+    served: Set[str] = frozenset(),
 ) -> list[Optimizer]:
     """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on.
 
-    `shapes`: of the whole model's parameters.
+    `shapes`: of the whole model's parameters. `served`: parameters that are tables of a parameter server.
     """
     with ranks.together():
-        optimizers = _make(job, model)
+        optimizers = _make(job, model, served)
     kinds = ranks.gather([type(each).__name__ for each in optimizers])
     other = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
     if other is not None:
@@ -50,7 +56,7 @@ _INSTEAD = (
 )
 
 
-def _make(job: Job, model: nn.Module) -> list[Optimizer]:
+def _make(job: Job, model: nn.Module, served: Set[str]) -> list[Optimizer]:
     trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad and not value.is_meta]
     if not trainable and any(value.requires_grad for value in model.parameters()):
         # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
@@ -62,10 +68,13 @@ def _make(job: Job, model: nn.Module) -> list[Optimizer]:
     for optimizer in made if isinstance(made, list | tuple) else [made]:
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
-        if isinstance(optimizer, torch.optim.SparseAdam):
+        tables = {id(value) for name, value in trainable if name in served}
+        if isinstance(optimizer, torch.optim.SparseAdam) and any(
+            id(value) not in tables for group in optimizer.param_groups for value in group["params"]
+        ):
             raise JobError(
                 "optimizer= is SparseAdam, which takes sparse gradients alone; here gradients are dense, so that they can be added up over "
-                "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use"
+                "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use; or a plan with exchange=server, which trains tables as SparseAdam does"
             )
         if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
             raise JobError(

@@ -39,6 +39,10 @@ def rule_of(name: str, optimizer: Optimizer, group: Mapping[str, Any], *, table:
     if kind is torch.optim.Adagrad:
         first = float(group["initial_accumulator_value"])
         return Rule(kind="adagrad", eps=float(group["eps"]), initial=first, weight_decay=decay)
+    if kind is torch.optim.SparseAdam:
+        beta1, beta2 = map(float, group["betas"])
+        # It counts the steps of the table, not those of a row.
+        return Rule(kind="adam", beta1=beta1, beta2=beta2, eps=float(group["eps"]), steps="given")
     beta1, beta2 = map(float, group["betas"])
     return Rule(
         kind="adam",

@@ -115,7 +115,14 @@ class Run:
         self.model, self.pieces = self.assembly.model, self.assembly.pieces
         #: Of the whole model, whatever this rank keeps of it.
         self.fingerprint, self.shapes = self.assembly.fingerprint, self.assembly.shapes
-        self.optimizers = make_optimizers(job, self.model, self.ranks, shapes=self.shapes, fused=plan.fused)
+        self.optimizers = make_optimizers(
+            job,
+            self.model,
+            self.ranks,
+            shapes=self.shapes,
+            fused=plan.fused,
+            served={table.name for table in plan.tables},
+        )
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         #: What this rank has to do with a parameter server, under plans that have one.
         self.hub = Hub(self, self.assembly.first) if plan.served else None

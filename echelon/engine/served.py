@@ -297,10 +297,11 @@ class Hub:
             found[table.name] = torch.from_numpy(np.concatenate([part[table.name] for part in parts]))
         return found
 
-    def clocks(self) -> tuple[int, int]:
-        """Steps that the slowest and the fastest rank have finished, as the servers count them."""
-        low, high = self._keeper.client.clock()
-        return int(low), int(high)
+    def ahead_of_slowest(self) -> int:
+        """Steps that this rank has finished more than the slowest, as the servers count them. Asked after rows were read it is no more than
+        it was then: clocks only go on."""
+        client = self._keeper.client
+        return int(client.step - client.clock()[0])
 
     def flush(self) -> None:
         """Wait until every push of this rank is acknowledged."""

@@ -21,8 +21,8 @@ from echelon.profiler.trace import Figures, Trace
 KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 _INSTEAD = (
-    "train tables with Adagrad or with SGD without momentum and weight decay, which leave rows alone that no sample uses: "
-    "optimizer=lambda named: [Adagrad(tables), AdamW(others)], chosen by name"
+    "train tables with SparseAdam (nn.Embedding(sparse=True)), Adagrad or SGD without momentum and weight decay, which leave rows alone "
+    "that no sample uses: optimizer=lambda named: [SparseAdam(tables), AdamW(others)], chosen by name"
 )
 
 
@@ -84,7 +84,7 @@ def _module_unfit(module: nn.Module, uses: Mapping[int, int]) -> str:
         return "its weight is another module's too, which would need all of it; untie them"
     if not weight.requires_grad:
         return "it is not trained: nothing of it is exchanged as it is"
-    if not weight.is_floating_point():
+    if weight.dtype not in (torch.float32, torch.float64):
         return f"its rows are {str(weight.dtype).removeprefix('torch.')}, which a server does not train"
     if getattr(module, "max_norm", None) is not None:
         return "max_norm= shortens rows while they are read, which a server does not; leave it out"
@@ -126,7 +126,7 @@ def table_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     would have to be done for every row at every step.
     """
     kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adagrad):
+    if kind not in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam):
         if kind in (torch.optim.Adam, torch.optim.AdamW):
             return f"{kind.__name__} moves every row at every step, also those that no sample uses; {_INSTEAD}"
         return f"no server computes {kind.__name__}; {_INSTEAD}"

@@ -39,8 +39,7 @@ def most_ahead(job: Job, plan: Plan, ranks: Ranks) -> tuple[int, int]:
             if run.data.rank == run.data.size - 1 and run.data.size > 1:
                 time.sleep(_BEHIND)
             loss = run.backward(batch)
-            slowest, _ = hub.clocks()  # it only grows: what it is after the read it was at most when rows were given
-            most = max(most, run.step_number - slowest)
+            most = max(most, hub.ahead_of_slowest())
             run.update(loss, batch.samples)
             watched += 1
         run.settle()
