@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from echelon.plan.plan import Plan
 from echelon.plan.problem import Problem
-from echelon.plan.profile import Profile
-from echelon.plan.served import candidates
+from echelon.plan.profile import Profile, Rule
+from echelon.plan.served import candidates, choose
 
 #: What servers compute for parameters that are no tables.
 DENSE = ("SGD", "Adagrad", "Adam", "AdamW")
@@ -88,7 +88,7 @@ def check_served(plan: Plan, profile: Profile) -> Iterator[Problem]:
     if not plan.tables:
         yield from _none(plan, profile)
     if plan.dense == "server":
-        strange = next((rule.name for rule in profile.optimizers if rule.name not in DENSE), None)
+        strange = next((rule.name for rule in profile.optimizers if not _computed(rule, plan, profile)), None)
         if strange is not None:
             yield Problem(
                 path="dense", value="server", rule=f"servers do not compute {strange}, but {', '.join(DENSE)}",
@@ -105,6 +105,13 @@ def check_served(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="dense", value="server", rule=f"{profile.norms[0]} keeps running statistics, which ranks that do not wait for each other have each of its own",
             remedy="the checkpoint has those of rank 0; use staleness=0 or dense=allreduce for common ones", severity="warning",
         )  # fmt: skip
+
+
+def _computed(rule: Rule, plan: Plan, profile: Profile) -> bool:
+    """Whether servers do all that an optimizer does; what trains tables alone was looked at with them."""
+    served = {each.path for each in plan.tables or choose(plan, profile)}
+    mine = sum(each.rows * each.dim for each in profile.tables if each.path in served and each.rule == rule.name)
+    return rule.name in DENSE or mine == rule.elements
 
 
 def _none(plan: Plan, profile: Profile) -> Iterator[Problem]:

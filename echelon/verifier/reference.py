@@ -117,9 +117,7 @@ class Reference:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
         else:
             gradients = {name: None if grad is None else grad.clone() for name, grad in gradients.items()}
-            for value in self.model.parameters():
-                value.grad = _dense(value.grad)  # torch clips no sparse ones
-            norm = clip_grad_norm_(self.model.parameters(), self.job.clip)
+            norm = _clipped(list(self.model.parameters()), self.job.clip)
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         groups = recipe.groups(self.model, self.optimizers)
         for optimizer in self.optimizers:
@@ -203,6 +201,17 @@ def _shake(model: nn.Module, size: float) -> None:
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=draw).mul_(2).sub_(1).to(parameter.device)
             parameter.add_(parameter * signs, alpha=size)
+
+
+def _clipped(parameters: list[nn.Parameter], largest: float) -> Tensor:
+    """The norm, to which gradients are brought down. torch clips no sparse ones, and some optimizers take no others."""
+    if not any(value.grad is not None and value.grad.is_sparse for value in parameters):
+        return clip_grad_norm_(parameters, largest)
+    given = [value.grad for value in parameters if value.grad is not None]
+    norm = get_total_norm([grad.to_dense() if grad.is_sparse else grad for grad in given])
+    for grad in given:
+        grad.mul_(torch.clamp(largest / (norm + 1e-6), max=1.0))
+    return norm
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
