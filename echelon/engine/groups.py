@@ -164,7 +164,13 @@ def set_optimizers(run: Run, saved: Mapping[str, Tensor], manifest: Mapping[str,
         for group, old in zip(state["param_groups"], _own(known, optimizer, groups), strict=True):
             theirs = {key: value for key, value in old.items() if key not in (*_OURS, *_IMPLEMENTATION)}
             group.update({key: _thawed(value, group.get(key)) for key, value in theirs.items()})
-        state["state"] = {order[name]: entry for name, entry in kept.items() if name in order}  # not other stages'
+        # What a parameter server trains has its state there, and what stands for it here keeps its own.
+        served = run.hub.trained if run.hub is not None else frozenset()
+        own = {
+            place: state["state"][place] for name, place in order.items() if name in served and place in state["state"]
+        }
+        mine = {order[name]: entry for name, entry in kept.items() if name in order and name not in served}
+        state["state"] = mine | own  # not other stages'
         optimizer.load_state_dict(state)
 
 

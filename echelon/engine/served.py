@@ -116,7 +116,8 @@ class Hub:
             raise JobError(
                 f"optimizer=: no optimizer has {name}, which a server is to train; give it to one, or freeze it"
             )
-        return self._owners[name]
+        optimizer, place = self._owners[name]
+        return optimizer, optimizer.param_groups[place]  # a checkpoint that is loaded puts other groups in their place
 
     def _declare(self, first: Mapping[str, Tensor]) -> None:
         """The first values are rank 0's."""
@@ -175,7 +176,7 @@ class Hub:
         self._foresight.look(batch)
 
     def _fetch(self, path: str, ids: Tensor) -> tuple[Rows, Tensor]:
-        flat = ids.reshape(-1).long()
+        flat = ids.reshape(-1).long().contiguous()
         training = torch.is_grad_enabled()
         if training:
             self._foresight.note(path, ids)
@@ -224,12 +225,13 @@ class Hub:
             self.updates += 1
         self._made = {}
         client = self._keeper.client
-        client.push(tables, dense=dense, lr=rates, tick=True)
         coming, self._coming = self._coming, None
         if coming is not None:
             wanted = self._foresight.ids([micro.batch for micro in coming.micros])
             if wanted:
+                # Of the step after this: under staleness=0 the answer waits for the pushes of all.
                 client.prefetch({self._tables[path].name: ids for path, ids in wanted.items()})
+        client.push(tables, dense=dense, lr=rates, tick=True)
         self.take_over()
 
     @torch.no_grad()
@@ -331,8 +333,14 @@ class Hub:
         self._keeper.close()
 
 
-def _owners(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Optimizer, dict[str, Any]]]:
-    of = {id(value): (each, group) for each in optimizers for group in each.param_groups for value in group["params"]}
+def _owners(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Optimizer, int]]:
+    """By parameter its optimizer, and the number of its group there."""
+    of = {
+        id(value): (each, place)
+        for each in optimizers
+        for place, group in enumerate(each.param_groups)
+        for value in group["params"]
+    }
     return {name: of[id(value)] for name, value in model.named_parameters() if id(value) in of}
 
 
