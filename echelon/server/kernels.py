@@ -50,6 +50,7 @@ _M2 = np.uint64(0x94D049BB133111EB)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(0xFFFF)
 _compiled: Any = njit(cache=True, nogil=True, error_model="numpy")
+_inlined: Any = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 _intrinsic: Any = intrinsic
 
 
@@ -68,6 +69,116 @@ def _fetch(typing, array, index):
         return context.get_dummy_value()
 
     return types.void(array, types.int64), build
+
+
+@_intrinsic
+def _bare(typing, array):
+    """The array without its owner: slices of it are not counted, which for a row would cost more than its arithmetic."""
+
+    def build(context, builder, signature, args):
+        view = context.make_array(signature.args[0])(context, builder, args[0])
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        view.parent = cgutils.get_null_value(view.parent.type)
+        return view._getvalue()
+
+    return array(array), build
+
+
+@_intrinsic
+def _copy(typing, to, at, source, start, count):
+    """`count` elements from source[start] to to[at], by the machine's best loop."""
+
+    def build(context, builder, signature, args):
+        a = context.make_array(signature.args[0])(context, builder, args[0])
+        b = context.make_array(signature.args[2])(context, builder, args[2])
+        size = signature.args[0].dtype.bitwidth // 8
+        cgutils.raw_memcpy(builder, builder.gep(a.data, [args[1]]), builder.gep(b.data, [args[3]]), args[4], size)
+        return context.get_dummy_value()
+
+    return types.void(to, types.int64, source, types.int64, types.int64), build
+
+
+@_intrinsic
+def _eights(typing, array, count):
+    """The sum of squares of the first 8 * count elements: lane j adds each eighth element from j on, then lanes pair up."""
+
+    def build(context, builder, signature, args):
+        view = context.make_array(signature.args[0])(context, builder, args[0])
+        lanes = ir.VectorType(context.get_data_type(signature.args[0].dtype), 8)
+        total = cgutils.alloca_once_value(builder, ir.Constant(lanes, None))
+        with cgutils.for_range(builder, args[1]) as loop:
+            place = builder.gep(view.data, [builder.mul(loop.index, ir.IntType(64)(8))])
+            x = builder.load(builder.bitcast(place, lanes.as_pointer()), align=4)
+            builder.store(builder.fadd(builder.load(total), builder.fmul(x, x)), total)
+        x = builder.load(total)
+        a = [builder.extract_element(x, ir.IntType(32)(j)) for j in range(8)]
+        while len(a) > 1:
+            a = [builder.fadd(a[j], a[j + len(a) // 2]) for j in range(len(a) // 2)]
+        return a[0]
+
+    return array.dtype(array, types.int64), build
+
+
+def _floats(context, builder, kind, view, index):
+    """Elements 8 * index .. of an array as eight float32."""
+    lanes = ir.VectorType(context.get_data_type(kind.dtype), 8)
+    place = builder.gep(view.data, [builder.mul(index, ir.IntType(64)(8))])
+    x = builder.load(builder.bitcast(place, lanes.as_pointer()), align=kind.dtype.bitwidth // 8)
+    return x if kind.dtype == types.float32 else builder.fptrunc(x, ir.VectorType(ir.FloatType(), 8))
+
+
+@_intrinsic
+def _peak(typing, array, count):
+    """The largest magnitude of the first 8 * count elements, as float32's bits: what is not finite is the largest."""
+
+    def build(context, builder, signature, args):
+        view = context.make_array(signature.args[0])(context, builder, args[0])
+        lanes = ir.VectorType(ir.IntType(32), 8)
+        most = cgutils.alloca_once_value(builder, ir.Constant(lanes, None))
+        mask = ir.Constant(lanes, [0x7FFFFFFF] * 8)
+        with cgutils.for_range(builder, args[1]) as loop:
+            x = builder.bitcast(_floats(context, builder, signature.args[0], view, loop.index), lanes)
+            x, old = builder.and_(x, mask), builder.load(most)
+            builder.store(builder.select(builder.icmp_unsigned(">", x, old), x, old), most)
+        x = builder.load(most)
+        a = [builder.extract_element(x, ir.IntType(32)(j)) for j in range(8)]
+        while len(a) > 1:
+            pairs = [(a[j], a[j + len(a) // 2]) for j in range(len(a) // 2)]
+            a = [builder.select(builder.icmp_unsigned(">", b, c), b, c) for b, c in pairs]
+        return a[0]
+
+    return types.uint32(array, types.int64), build
+
+
+@_intrinsic
+def _steps(typing, values, rate, draws, out, count):
+    """floor(values * rate + draw) of the first 8 * count elements; a draw of 16 bits stands for the middle of its interval."""
+
+    def build(context, builder, signature, args):
+        kind, _, noise, to, _ = signature.args
+        view = context.make_array(kind)(context, builder, args[0])
+        random = context.make_array(noise)(context, builder, args[2])
+        target = context.make_array(to)(context, builder, args[3])
+        lanes, eight = ir.VectorType(ir.FloatType(), 8), ir.IntType(64)(8)
+        step = ir.Constant(lanes, ir.Undefined)
+        for j in range(8):
+            step = builder.insert_element(step, args[1], ir.IntType(32)(j))
+        down = ir.FunctionType(lanes, [lanes])
+        floor = cgutils.get_or_insert_function(builder.module, down, "llvm.floor.v8f32")
+        small = ir.VectorType(context.get_data_type(to.dtype), 8)
+        shorts = ir.VectorType(ir.IntType(16), 8)
+        with cgutils.for_range(builder, args[4]) as loop:
+            x = builder.fmul(_floats(context, builder, kind, view, loop.index), step)
+            at = builder.mul(loop.index, eight)
+            u = builder.load(builder.bitcast(builder.gep(random.data, [at]), shorts.as_pointer()), align=2)
+            u = builder.fadd(builder.uitofp(u, lanes), ir.Constant(lanes, [0.5] * 8))
+            u = builder.fmul(u, ir.Constant(lanes, [1.52587890625e-05] * 8))
+            whole = builder.fptosi(builder.call(floor, [builder.fadd(x, u)]), ir.VectorType(ir.IntType(32), 8))
+            place = builder.bitcast(builder.gep(target.data, [at]), small.as_pointer())
+            builder.store(builder.trunc(whole, small), place, align=to.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(values, types.float32, draws, out, types.int64), build
 
 
 @_intrinsic
@@ -90,7 +201,7 @@ def _float(typing, bits):
     return types.float32(types.uint32), build
 
 
-@_compiled
+@_inlined
 def mix64(x):
     x = (x ^ (x >> np.uint64(30))) * _M1
     x = (x ^ (x >> np.uint64(27))) * _M2
@@ -150,6 +261,13 @@ def quantile(p):
     return -top / low if q < 0 else top / low
 
 
+@_inlined
+def _chance(key, j):
+    """The j-th number of a key, in the middle of one of 2**53 equal parts of 0..1."""
+    x = mix64(key + np.uint64(j + 1) * _GOLDEN)
+    return (np.float64(np.int64(x >> np.uint64(11))) + 0.5) * 1.1102230246251565e-16
+
+
 @_compiled
 def initial(kind, value, scale, seed, name, out):
     """A row's first values into `out`."""
@@ -158,101 +276,95 @@ def initial(kind, value, scale, seed, name, out):
             out[j] = value
         return
     key = mix64(seed + np.uint64(name))
-    for j in range(out.shape[0]):
-        x = mix64(key + np.uint64(j + 1) * _GOLDEN)
-        u = (np.float64(np.int64(x >> np.uint64(11))) + 0.5) * 1.1102230246251565e-16
-        if kind == UNIFORM:
-            out[j] = value + scale * (2.0 * u - 1.0)
-        else:
-            out[j] = value + scale * quantile(u)
-
-
-# Narrow numbers. `key` 0: to the nearest; else up or down by chance, drawn from the key, so that small updates count in the mean.
-
-
-@_compiled
-def _half(x, draw):
-    """A float32 as the bits of a float16; finite values beyond its range become its largest. draw: -1, or 0..65535."""
-    b = _bits(x)
-    sign = (b >> np.uint32(16)) & np.uint32(0x8000)
-    a = b & np.uint32(0x7FFFFFFF)
-    if a >= np.uint32(0x7F800000):
-        h = np.uint32(0x7C00) if a == np.uint32(0x7F800000) else np.uint32(0x7E00)
-    elif a < np.uint32(0x38800000):
-        if draw < 0:
-            h = _bits(_float(a) + np.float32(0.5)) - np.uint32(0x3F000000)
-        else:
-            h = np.uint32(np.float64(_float(a)) * 16777216.0 + draw * 1.52587890625e-05)
+    if kind == UNIFORM:
+        for j in range(out.shape[0]):
+            out[j] = value + scale * (2.0 * _chance(key, j) - 1.0)
     else:
-        if draw < 0:
-            h = (a - np.uint32(0x38000000) + np.uint32(0xFFF) + ((a >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
-        else:
-            h = (a - np.uint32(0x38000000) + np.uint32(draw >> 3)) >> np.uint32(13)
-        if h > np.uint32(0x7BFF):
-            h = np.uint32(0x7BFF)
-    return np.int16(np.uint16(sign | h))
+        for j in range(out.shape[0]):
+            out[j] = value + scale * quantile(_chance(key, j))
 
 
-@_compiled
+# Narrow numbers: up or down by draws of 16 bits. With all draws in the middle that is to the nearest; random ones make updates that
+# are smaller than a step count in the mean.
+
+
+@_inlined
+def _half(x, draw):
+    """A float32 as the bits of a float16, up or down by the draw; finite values beyond its range become its largest."""
+    b = np.int64(_bits(x))
+    a = b & 0x7FFFFFFF
+    if a < 0x38800000:
+        h = np.int64(np.float64(_float(np.uint32(a))) * 16777216.0 + (draw + 0.5) * 1.52587890625e-05)
+    elif a < 0x7F800000:
+        h = min((a - 0x38000000 + (draw >> 3)) >> 13, np.int64(0x7BFF))
+    else:
+        h = np.int64(0x7C00 if a == 0x7F800000 else 0x7E00)
+    return np.int16(h | ((b >> 16) & 0x8000))
+
+
+@_inlined
 def _whole(h16):
     """The float32 of a float16's bits."""
     h = np.uint32(np.uint16(h16))
     em = h & np.uint32(0x7FFF)
-    if em >= np.uint32(0x7C00):
-        x = _float((em << np.uint32(13)) + np.uint32(0x70000000))
-    elif em < np.uint32(0x400):
-        x = np.float32(em) * np.float32(5.9604644775390625e-08)
-    else:
-        x = _float((em << np.uint32(13)) + np.uint32(0x38000000))
-    return -x if h & np.uint32(0x8000) else x
+    small = np.float32(np.int32(em)) * np.float32(5.9604644775390625e-08)
+    bits = (em << np.uint32(13)) + (np.uint32(0x70000000) if em >= np.uint32(0x7C00) else np.uint32(0x38000000))
+    bits = _bits(small) if em < np.uint32(0x400) else bits
+    return _float(bits | ((h & np.uint32(0x8000)) << np.uint32(16)))
 
 
-@_compiled
+@_inlined
 def _scale(values, most):
-    """What one step of an integer row stands for; nan where a value is not finite."""
-    largest = abs(values[0])
-    sane = True
-    for j in range(values.shape[0]):
-        a = abs(values[j])
-        if not a < math.inf:
-            sane = False
-        largest = max(largest, a)
-    return np.float32(largest / most) if sane else np.float32(math.nan)
+    """What one step of an integer row stands for; nan where a value is not finite.
+
+    A little (2**-21) more than needed, so that the largest value is within the integers' range however it is rounded. A row
+    so small that the scale has no inverse is zeros.
+    """
+    n = values.shape[0]
+    bits = np.int64(_peak(values, n >> 3))
+    for j in range(n & ~7, n):
+        bits = max(bits, np.int64(_bits(np.float32(values[j]))) & 0x7FFFFFFF)
+    peak = _float(np.uint32(bits))
+    scale = peak / most * np.float32(1.000000476837158)
+    scale = scale if scale > np.float32(1e-37) or not scale == scale else np.float32(0)
+    return scale if scale < math.inf else np.float32(math.nan)
 
 
-@_compiled
-def _integers(values, most, scale, key, out):
-    if not scale > 0.0:
-        for j in range(values.shape[0]):
+@_inlined
+def _noise(key, draws):
+    """Sixteen random bits per column into `draws`, four columns from one hash."""
+    n = draws.shape[0]
+    for q in range((n + 3) >> 2):
+        x = mix64(key + np.uint64(q + 1) * _GOLDEN)
+        for j in range(4 * q, min(4 * q + 4, n)):
+            draws[j] = np.uint16(x)
+            x >>= np.uint64(16)
+
+
+@_inlined
+def _integers(values, scale, draws, out):
+    """Integer steps of `scale`, by the draws; a draw of 32768 gives the nearest."""
+    n = values.shape[0]
+    if not scale > np.float32(0):
+        for j in range(n):
             out[j] = 0
         return
-    draws = np.uint64(0)
+    rate = np.float32(1) / scale
+    _steps(values, rate, draws, out, n >> 3)
+    for j in range(n & ~7, n):
+        u = (np.float32(draws[j]) + np.float32(0.5)) * np.float32(1.52587890625e-05)
+        out[j] = np.int32(np.floor(np.float32(values[j]) * rate + u))
+
+
+@_inlined
+def _halves(values, draws, out):
+    """Float16's bits, by the draws: the 13 bits that are cut off carry where they and the draw's are together more than one."""
     for j in range(values.shape[0]):
-        x = np.float64(values[j]) / np.float64(scale)
-        u = 0.5
-        if key != 0:
-            if j & 3 == 0:
-                draws = mix64(key + np.uint64(j + 1) * _GOLDEN)
-            u = (np.float64(np.int64(draws & _HALF)) + 0.5) * 1.52587890625e-05
-            draws >>= np.uint64(16)
-        out[j] = np.int16(min(max(math.floor(x + u), -most), most))
+        out[j] = _half(np.float32(values[j]), np.int64(draws[j]))
 
 
 @_compiled
-def _halves(values, key, out):
-    draws = np.uint64(0)
-    draw = np.int64(-1)
-    for j in range(values.shape[0]):
-        if key != 0:
-            if j & 3 == 0:
-                draws = mix64(key + np.uint64(j + 1) * _GOLDEN)
-            draw = np.int64(draws & _HALF)
-            draws >>= np.uint64(16)
-        out[j] = _half(np.float32(values[j]), draw)
-
-
-@_compiled
-def _encode(values, key, layout, row, r4, r2, r1):
+def _encode(values, draws, layout, row, r4, r2, r1):
     """Weights into a row that holds them narrower than `values`."""
     stored, dim, words = layout[STORED], layout[DIM], layout[WORDS]
     at = layout[W_AT]
@@ -261,15 +373,15 @@ def _encode(values, key, layout, row, r4, r2, r1):
         for j in range(dim):
             w4[j] = np.float32(values[j])
     elif stored == F2:
-        _halves(values, key, r2[row * words * 4 + at : row * words * 4 + at + dim])
+        _halves(values, draws, r2[row * words * 4 + at : row * words * 4 + at + dim])
     elif stored == I2:
-        scale = _scale(values, 32767.0)
+        scale = _scale(values, np.float32(32767))
         r4[row * words * 2 + layout[SCALE_AT]] = scale
-        _integers(values, 32767.0, scale, key, r2[row * words * 4 + at : row * words * 4 + at + dim])
+        _integers(values, scale, draws, r2[row * words * 4 + at : row * words * 4 + at + dim])
     else:
-        scale = _scale(values, 127.0)
+        scale = _scale(values, np.float32(127))
         r4[row * words * 2 + layout[SCALE_AT]] = scale
-        _integers(values, 127.0, scale, key, r1[row * words * 8 + at : row * words * 8 + at + dim])
+        _integers(values, scale, draws, r1[row * words * 8 + at : row * words * 8 + at + dim])
 
 
 @_compiled
@@ -303,58 +415,37 @@ def _decode(layout, row, rc, r4, r2, r1, out):
 
 
 @_compiled
-def narrow_halves(values, out):
-    for i in range(values.shape[0]):
-        _halves(values[i], np.uint64(0), out[i])
-
-
-@_compiled
-def narrow_integers(values, most, out, scales):
+def narrow_integers(values, most, draws, out, scales):
+    values, out, draws = _bare(values), _bare(out), _bare(draws)
     for i in range(values.shape[0]):
         scale = _scale(values[i], most)
         scales[i] = scale
-        _integers(values[i], most, scale, np.uint64(0), out[i])
-
-
-@_compiled
-def widen_halves(values, out):
-    for i in range(values.shape[0]):
-        for j in range(values.shape[1]):
-            out[i, j] = _whole(values[i, j])
+        _integers(values[i], scale, draws, out[i])
 
 
 @_compiled
 def widen_integers(values, scales, out):
+    values, out = _bare(values), _bare(out)
     for i in range(values.shape[0]):
-        scale = scales[i]
-        for j in range(values.shape[1]):
-            out[i, j] = np.float32(values[i, j]) * scale
+        scale, v, o = scales[i], values[i], out[i]
+        for j in range(v.shape[0]):
+            o[j] = np.float32(v[j]) * scale
 
 
 # Rules
 
 
-@_compiled
+@_inlined
 def _squares(x):
     """The sum of squares, in eight lanes."""
-    a = b = c = d = e = f = g = h = x[0] * 0
     n = x.shape[0]
-    for k in range(n >> 3):
-        y = x[8 * k : 8 * k + 8]
-        a += y[0] * y[0]
-        b += y[1] * y[1]
-        c += y[2] * y[2]
-        d += y[3] * y[3]
-        e += y[4] * y[4]
-        f += y[5] * y[5]
-        g += y[6] * y[6]
-        h += y[7] * y[7]
+    total = _eights(x, n >> 3)
     for j in range(n & ~7, n):
-        a += x[j] * x[j]
-    return ((a + e) + (b + f)) + ((c + g) + (d + h))
+        total += x[j] * x[j]
+    return total
 
 
-@_compiled
+@_inlined
 def _power(base, times):
     """base ** times, the same on every machine."""
     total = 1.0
@@ -366,7 +457,7 @@ def _power(base, times):
     return total
 
 
-@_compiled
+@_inlined
 def _count(switches, state):
     """Which update of this row or block this is, from 1; its own count goes on where it keeps one."""
     at = switches[COUNT_AT]
@@ -378,7 +469,7 @@ def _count(switches, state):
     return times
 
 
-@_compiled
+@_inlined
 def _lamb(c, p, switches, w, g, state, u, pair):
     """LAMB's direction before the trust ratio, into `u`."""
     n = w.shape[0]
@@ -394,7 +485,7 @@ def _lamb(c, p, switches, w, g, state, u, pair):
         u[j] = (m[j] * k1) / (math.sqrt(v[j]) * k2 + eps) + decay * w[j]
 
 
-@_compiled
+@_inlined
 def _step(c, p, switches, w, g, state, scratch):
     """One update of `w` by the gradient `g`. `c`: the rule's scalars in the arithmetic's float, `p`: in float64."""
     n = w.shape[0]
@@ -472,44 +563,73 @@ def dense_lamb(c, p, switches, w, g, state, u, pair):
 # The index
 
 
+@_inlined
+def _aim(index, starts, masks, shift, ids, first, shard, low):
+    """Hashes a batch of ids and asks for their slots; `shard` and `low` hold two batches, in turns."""
+    for i in range(first, min(first + BATCH, ids.shape[0])):
+        h = mix64(np.uint64(ids[i]))
+        s = np.int64(h >> shift) if shift < 64 else 0
+        tag = np.int64(h & _LOW)
+        shard[i & (2 * BATCH - 1)] = s
+        low[i & (2 * BATCH - 1)] = tag
+        _fetch(index, starts[s] + (tag & masks[s]))
+
+
+@_inlined
+def _seek(index, starts, masks, ri, words, lines, first, size, shard, low, where):
+    """Of a batch that was aimed at: a row that is likely each id's own (0: none), whose lines are asked for, and its slot."""
+    for i in range(first, first + size):
+        k = i & (2 * BATCH - 1)
+        start, mask = starts[shard[k]], masks[shard[k]]
+        tag = np.uint64(low[k])
+        at = low[k] & mask
+        row = np.int64(0)
+        while True:
+            slot = index[start + at]
+            if slot == 0:
+                break
+            if slot >> np.uint64(32) == tag:
+                row = np.int64(slot & _LOW)
+                for j in range(0, lines, 8):
+                    _fetch(ri, row * words + j)
+                break
+            at = (at + 1) & mask
+        where[i] = row
+        low[k] = at
+
+
+@_inlined
+def _sure(index, starts, masks, ri, words, wanted, shard, at, row):
+    """The row that is an id's own: the one found, or one behind it where another id has the same 32 bits, which is rare."""
+    if row != 0 and ri[row * words] != wanted:
+        row = _probe(index, starts[shard], masks[shard], at + 1, mix64(np.uint64(wanted)) & _LOW, ri, words, wanted)
+    return row
+
+
 @_compiled
 def find(index, starts, masks, shift, ri, words, ids, where, missing):
     """The row of each id, 0 where there is none; how many there are none of, and per shard in `missing`."""
+    index, starts, masks, ri, ids, where = (
+        _bare(index),
+        _bare(starts),
+        _bare(masks),
+        _bare(ri),
+        _bare(ids),
+        _bare(where),
+    )
     n = ids.shape[0]
-    low = np.empty(BATCH, np.int64)
-    shard = np.empty(BATCH, np.int64)
+    low = np.empty(2 * BATCH, np.int64)
+    shard = np.empty(2 * BATCH, np.int64)
     absent = 0
+    _aim(index, starts, masks, shift, ids, 0, shard, low)
     for first in range(0, n, BATCH):
         size = min(BATCH, n - first)
-        for k in range(size):
-            h = mix64(np.uint64(ids[first + k]))
-            s = np.int64(h >> shift) if shift < 64 else 0
-            shard[k] = s
-            low[k] = np.int64(h & _LOW)
-            _fetch(index, starts[s] + (low[k] & masks[s]))
-        for k in range(size):
-            s = shard[k]
-            start, mask, tag = starts[s], masks[s], np.uint64(low[k])
-            at = low[k] & mask
-            row = np.int64(0)
-            while True:
-                slot = index[start + at]
-                if slot == 0:
-                    break
-                if slot >> np.uint64(32) == tag:
-                    row = np.int64(slot & _LOW)
-                    _fetch(ri, row * words)
-                    break
-                at = (at + 1) & mask
-            where[first + k] = row
-            low[k] = at
-        for k in range(size):
-            row = where[first + k]
-            if row != 0 and ri[row * words] != ids[first + k]:
-                # Another id with the same 32 bits: look on behind it, which is rare.
-                h = mix64(np.uint64(ids[first + k]))
-                row = _probe(index, starts[shard[k]], masks[shard[k]], low[k] + 1, h & _LOW, ri, words, ids[first + k])
-                where[first + k] = row
+        _aim(index, starts, masks, shift, ids, first + BATCH, shard, low)
+        _seek(index, starts, masks, ri, words, words, first, size, shard, low, where)
+        for i in range(first, first + size):
+            k = i & (2 * BATCH - 1)
+            row = _sure(index, starts, masks, ri, words, ids[i], shard[k], low[k], where[i])
+            where[i] = row
             if row == 0:
                 absent += 1
                 missing[shard[k]] += 1
@@ -530,7 +650,7 @@ def _probe(index, start, mask, at, tag, ri, words, wanted):
         at += 1
 
 
-@_compiled
+@_inlined
 def _insert(index, start, mask, tag, row):
     at = np.int64(tag) & mask
     while index[start + at] != 0:
@@ -547,7 +667,7 @@ def move(index, start, mask, to, to_mask):
             _insert(index, to, to_mask, slot >> np.uint64(32), slot & _LOW)
 
 
-@_compiled
+@_inlined
 def _take(ri, words, free):
     """A row that is not in use. free: the first of the chain of rows given back, the first never used, the chain's length."""
     row = free[0]
@@ -635,9 +755,7 @@ def copy_out(ri, words, rows, out):
         if i + AHEAD < n:
             for k in range(0, words, 8):
                 _fetch(ri, rows[i + AHEAD] * words + k)
-        a, b = ri[rows[i] * words : (rows[i] + 1) * words], out[i * words : (i + 1) * words]
-        for k in range(words):
-            b[k] = a[k]
+        _copy(out, i * words, ri, rows[i] * words, words)
 
 
 @_compiled
@@ -647,9 +765,7 @@ def copy_in(index, starts, masks, used, shift, ri, words, free, source):
         h = mix64(np.uint64(source[i * words]))
         s = np.int64(h >> shift) if shift < 64 else 0
         row = _take(ri, words, free)
-        a, b = source[i * words : (i + 1) * words], ri[row * words : (row + 1) * words]
-        for k in range(words):
-            b[k] = a[k]
+        _copy(ri, row * words, source, i * words, words)
         _insert(index, starts[s], masks[s], h & _LOW, np.uint64(row))
         used[s] += 1
 
@@ -658,38 +774,48 @@ def copy_in(index, starts, masks, used, shift, ri, words, free, source):
 
 
 @_compiled
-def read(ids, where, layout, ri, rc, r4, r2, r1, init, scalars, seed, out):
+def read(index, starts, masks, shift, ids, layout, ri, rc, r4, r2, r1, init, scalars, seed, nearest, out):
     """The weights of each id into `out`; of a row that is not there, those it would be created with."""
+    index, starts, masks, ids, layout = _bare(index), _bare(starts), _bare(masks), _bare(ids), _bare(layout)
+    ri, rc, r4, r2, r1, out = _bare(ri), _bare(rc), _bare(r4), _bare(r2), _bare(r1), _bare(out)
+    nearest = _bare(nearest)
     n = ids.shape[0]
     dim, words, stored = layout[DIM], layout[WORDS], layout[STORED]
     per = 8 // rc.itemsize
-    lines = layout[S_AT] * rc.itemsize // 8
-    for i in range(n):
-        if i + AHEAD < n:
-            row = where[i + AHEAD]
-            for k in range(0, lines, 8):
-                _fetch(ri, row * words + k)
-        row = where[i]
-        o = out[i]
-        if row == 0:
-            initial(init, scalars[0], scalars[1], seed, ids[i], o)
-            if stored != NATIVE:
-                _encode(o, np.uint64(0), layout, 0, r4, r2, r1)
-                _decode(layout, 0, rc, r4, r2, r1, o)
-        elif stored == NATIVE:
-            w = rc[row * words * per + layout[W_AT] : row * words * per + layout[W_AT] + dim]
-            for j in range(dim):
-                o[j] = w[j]
-        else:
-            _decode(layout, row, rc, r4, r2, r1, o)
+    lines = layout[S_AT] // per
+    flat = out.reshape(-1)
+    low = np.empty(2 * BATCH, np.int64)
+    shard = np.empty(2 * BATCH, np.int64)
+    where = np.empty(n, np.int64)
+    _aim(index, starts, masks, shift, ids, 0, shard, low)
+    for first in range(0, n, BATCH):
+        size = min(BATCH, n - first)
+        _aim(index, starts, masks, shift, ids, first + BATCH, shard, low)
+        _seek(index, starts, masks, ri, words, lines, first, size, shard, low, where)
+        for i in range(first, first + size):
+            k = i & (2 * BATCH - 1)
+            row = _sure(index, starts, masks, ri, words, ids[i], shard[k], low[k], where[i])
+            if row == 0:
+                initial(init, scalars[0], scalars[1], seed, ids[i], out[i])
+                if stored != NATIVE:
+                    _encode(out[i], nearest, layout, 0, r4, r2, r1)
+                    _decode(layout, 0, rc, r4, r2, r1, out[i])
+            elif stored == NATIVE:
+                _copy(flat, i * dim, rc, row * words * per + layout[W_AT], dim)
+            else:
+                _decode(layout, row, rc, r4, r2, r1, out[i])
 
 
 @_compiled
 def apply(
     index, starts, masks, used, shift, free, ids, where, values, lsns, layout, ri, rc, r4, r2, r1, init, scalars, seed,
-    c, p, switches, scratch, setting,
+    c, p, switches, scratch, nearest, draws, setting,
 ):  # fmt: skip
     """Each row updated by its gradient, or set to its value (`setting`: 1); those that are not there are made. Ids are unique."""
+    rc, r4, r2, r1, values, scratch = _bare(rc), _bare(r4), _bare(r2), _bare(r1), _bare(values), _bare(scratch)
+    c, p, switches, layout = _bare(c), _bare(p), _bare(switches), _bare(layout)
+    index, starts, masks, ri, free = _bare(index), _bare(starts), _bare(masks), _bare(ri), _bare(free)
+    nearest, draws = _bare(nearest), _bare(draws)
     n = ids.shape[0]
     dim, words, stored = layout[DIM], layout[WORDS], layout[STORED]
     per = 8 // rc.itemsize
@@ -724,22 +850,19 @@ def apply(
             at = row * words * per + layout[W_AT]
             w = rc[at : at + dim]
         if setting:
-            v = values[i]
             for j in range(dim):
-                w[j] = v[j]
-            if stored != NATIVE:
-                _encode(w, np.uint64(0), layout, row, r4, r2, r1)
-            continue
-        if made:
+                w[j] = values[i, j]
+        elif made:
             initial(init, scalars[0], scalars[1], seed, own_id, w)
-            if stored != NATIVE:
-                _encode(w, np.uint64(0), layout, row, r4, r2, r1)
         if stored != NATIVE:
+            if made or setting:
+                _encode(w, nearest, layout, row, r4, r2, r1)
             _decode(layout, row, rc, r4, r2, r1, w)
-        _step(c, p, switches, w, values[i], state, more)
-        if stored != NATIVE:
-            key = mix64(mix64(np.uint64(own_id) ^ _GOLDEN) + np.uint64(lsns[s]))
-            _encode(w, key | np.uint64(1), layout, row, r4, r2, r1)
+        if not setting:
+            _step(c, p, switches, w, values[i], state, more)
+            if stored != NATIVE:
+                _noise(mix64(mix64(np.uint64(own_id) ^ _GOLDEN) + np.uint64(lsns[s])), draws)
+                _encode(w, draws, layout, row, r4, r2, r1)
 
 
 # Duplicates
@@ -810,14 +933,14 @@ def group(ids, table, shift, routes, distinct, bounds, place):
 @_compiled
 def add_up(values, place, out):
     """The sum of the values of each place, in the order in which they come."""
+    values, out = _bare(values), _bare(out)
     fresh = np.ones(out.shape[0], np.uint8)
     for i in range(values.shape[0]):
         at = place[i]
         v, o = values[i], out[at]
         if fresh[at]:
             fresh[at] = 0
-            for j in range(v.shape[0]):
-                o[j] = v[j]
+            _copy(o, 0, v, 0, v.shape[0])
         else:
             for j in range(v.shape[0]):
                 o[j] += v[j]

@@ -19,26 +19,23 @@ def narrow(rows: np.ndarray, wire: str) -> list[np.ndarray]:
     if wire in ("f4", "f8"):
         return [rows.astype(wire, copy=False)]
     if wire == "f2":
-        out = np.empty(rows.shape, np.int16)
-        k.narrow_halves(rows, out)
-        return [out.view(np.float16)]
+        with np.errstate(over="ignore"):
+            return [rows.astype(np.float16)]
     if wire not in SIZES:
         raise StoreError(f"wire: {wire!r} is no kind of number; use one of {', '.join(SIZES)}")
     out = np.empty(rows.shape, wire)
     scales = np.empty(len(rows), np.float32)
-    k.narrow_integers(rows, float(np.iinfo(wire).max), out, scales)
+    rows = np.ascontiguousarray(rows)
+    k.narrow_integers(rows, np.float32(np.iinfo(wire).max), np.full(rows.shape[1], 1 << 15, np.uint16), out, scales)
     return [out, scales]
 
 
 def widen(arrays: Sequence[np.ndarray], dtype: str = "f4") -> np.ndarray:
     """What `narrow` gave, as f4 or f8; not a copy where it is that already."""
     rows = arrays[0]
-    if rows.dtype in (np.float32, np.float64):
+    if rows.dtype.kind == "f":
         return rows.astype(dtype, copy=False)
     out = np.empty(rows.shape, dtype)
-    if rows.dtype == np.float16:
-        k.widen_halves(rows.view(np.int16), out)
-        return out
     if rows.dtype not in (np.int16, np.int8) or len(arrays) != 2 or arrays[1].shape != rows.shape[:1]:
         raise StoreError(
             f"rows of {rows.dtype} with {len(arrays) - 1} further arrays; i2 and i1 come with one scale per row"

@@ -170,6 +170,8 @@ class Rows:
         self._kind, self._scalars = init_of(spec.init)
         self._seed = seed_of(spec.name, spec.init)
         self._float = np.dtype(spec.dtype)
+        self._nearest = np.full(spec.dim, 1 << 15, np.uint16)
+        self._draws = np.zeros(spec.dim, np.uint16)
         self._scratch = np.zeros(2 * spec.dim + 2, self._float)
 
     def _view(self) -> None:
@@ -282,11 +284,10 @@ class Rows:
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Weights in the table's arithmetic."""
-        where, _, _ = self.find(ids)
         out = np.empty((len(ids), self.spec.dim), self._float)
         k.read(
-            ids, where, self._places, self.ri, self.rc, self.r4, self.r2, self.r1,
-            self._kind, self._scalars, self._seed, out,
+            self.index, self.starts, self.masks, self._shift, ids, self._places, self.ri, self.rc, self.r4, self.r2, self.r1,
+            self._kind, self._scalars, self._seed, self._nearest, out,
         )  # fmt: skip
         return out
 
@@ -309,7 +310,7 @@ class Rows:
         k.apply(
             self.index, self.starts, self.masks, self.used, self._shift, self.free, ids, where, values, lsn,
             self._places, self.ri, self.rc, self.r4, self.r2, self.r1, self._kind, self._scalars, self._seed,
-            p.astype(self._float), p, switches, self._scratch, setting,
+            p.astype(self._float), p, switches, self._scratch, self._nearest, self._draws, setting,
         )  # fmt: skip
 
     # Shards
