@@ -326,7 +326,7 @@ def _scale(values, most):
         bits = max(bits, np.int64(_bits(np.float32(values[j]))) & 0x7FFFFFFF)
     peak = _float(np.uint32(bits))
     scale = peak / most * np.float32(1.000000476837158)
-    scale = scale if scale > np.float32(1e-37) or not scale == scale else np.float32(0)
+    scale = scale if scale > np.float32(1e-37) or scale != scale else np.float32(0)
     return scale if scale < math.inf else np.float32(math.nan)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,7 +30,7 @@ def test_each_id_once_by_route_and_gradients_added(numbers, shards, routes, seed
     route = {i: min(int(route_of[shard_of(np.array([i]), shards)[0]]), routes) for i in first_seen}
     assert grouped.ids.tolist() == sorted(first_seen, key=route.__getitem__)
     edges = [*grouped.bounds.tolist(), len(first_seen)]
-    assert [[route[i] for i in grouped.ids[a:b].tolist()] for a, b in zip(edges, edges[1:], strict=False)] == [
+    assert [[route[i] for i in grouped.ids[a:b].tolist()] for a, b in itertools.pairwise(edges)] == [
         [r] * sum(route[i] == r for i in first_seen) for r in range(routes + 1)
     ]
     assert grouped.bounds[0] == 0

@@ -42,5 +42,5 @@ def test_names_and_blocks_have_fixed_places():
 
 @pytest.mark.parametrize("shards", [0, 3, 131072, True, 2.0])
 def test_shards_are_a_power_of_two(shards):
-    with pytest.raises(StoreError, match="shards: .*power of two"):
+    with pytest.raises(StoreError, match=r"shards: .*power of two"):
         shard_of(np.arange(3), shards)
