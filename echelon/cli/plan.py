@@ -50,12 +50,17 @@ def plan(
         bool, typer.Option("--exhaustive", help="Forecast every plan, also those that cannot be the best.")
     ] = False,
     beyond: Annotated[
-        bool, typer.Option("--beyond", help="Also axes that are forecast but not executed yet (cp, ep).")
+        bool,
+        typer.Option(
+            "--beyond", help="Also what is forecast but not executed yet: cp, ep, and fp8 where it is asked for."
+        ),
     ] = False,
     precisions: Annotated[
         list[str] | None,
         typer.Option(
-            "--precision", metavar="NAME", help="Also plans in this precision (tf32, bf16, fp16, fp32); again for more."
+            "--precision",
+            metavar="NAME",
+            help="Also plans in this precision (fp32, tf32, bf16, fp16, fp8); again for more.",
         ),
     ] = None,
     picture: Picture = None,

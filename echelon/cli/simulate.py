@@ -54,8 +54,8 @@ def simulate(
         raise PlanError("--plan auto: there is nothing to simulate yet; `echelon plan` searches and forecasts")
     (subject, profile), machines = read_subject(file), read_cluster(cluster)
     problems = check(wanted, profile, machines)
-    # A forecast by data sheets is for clusters elsewhere, and knows axes that the engine here does not.
-    ahead = [each for each in problems if by_sheet(machines) and each.path in ("cp", "ep")]
+    # A forecast by data sheets is for clusters elsewhere, and knows more than the engine here executes.
+    ahead = [each for each in problems if by_sheet(machines) and each.ahead]
     if ahead:
         warnings = (*refuse(wanted, [each for each in problems if each not in ahead]), *ahead)
     else:

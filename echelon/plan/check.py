@@ -55,8 +55,14 @@ def _alone(plan: Plan) -> Iterator[Problem]:
         size = getattr(plan.mesh, axis)
         if size > 1:
             yield Problem(
-                path=axis, value=size, rule=f"the {name} axis is not executed yet", remedy=f"use dp instead of {axis}"
-            )
+                path=axis, value=size, rule=f"the {name} axis is not executed yet", remedy=f"use dp instead of {axis}",
+                ahead=True,
+            )  # fmt: skip
+    if plan.precision == "fp8":
+        yield Problem(
+            path="precision", value="fp8", rule="it is forecast and not executed yet", remedy="use precision=bf16",
+            ahead=True,
+        )  # fmt: skip
     if plan.keep_gradients and plan.zero < 2:
         yield Problem(
             path="keep_gradients", value=True, rule=f"zero={plan.zero} keeps full gradients as it is",

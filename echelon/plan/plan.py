@@ -11,7 +11,8 @@ from echelon.plan.placement import Placement, Uncut
 from echelon.plan.segment import Segment
 from echelon.plan.served import ROWS, Served
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+#: fp8: products of repeated blocks in it, all else in bf16; it is forecast and not executed yet.
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 BatchNorm = Literal["local", "sync"]
 Recompute = Literal["none", "block", "selective"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]

@@ -17,6 +17,8 @@ class Problem:
     severity: Literal["error", "warning"] = "error"
     #: Whether nothing of the model can be cut in this way, so that zero=3 over as many data ranks would do.
     uncut: bool = False
+    #: Whether data sheets tell what it would take all the same: the engine does not execute it yet.
+    ahead: bool = False
 
     def __str__(self) -> str:
         return f"{self.path}={self.value}: {self.rule}; {self.remedy}"

@@ -19,8 +19,6 @@ _CAUSES = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "o
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buckets", "framework")
 #: So many causes of a difference are told.
 _TOLD = 4
-#: Axes that the engine does not execute yet, and that are forecast all the same.
-_FORECAST_ONLY = ("cp", "ep")
 
 
 def explain(candidates: Sequence[Candidate]) -> str:
@@ -55,7 +53,7 @@ def why_not(profile: Profile, cluster: Cluster, plan: Plan, best: Plan) -> str:
     """What `plan` would cost against `best`, and which rule forbids it."""
     problems = [problem for problem in check(plan, profile, cluster) if problem.severity == "error"]
     refused = f'"{plan}" cannot be executed: ' + "; ".join(map(str, problems)) if problems else ""
-    if any(problem.path not in _FORECAST_ONLY for problem in problems):
+    if any(not problem.ahead for problem in problems):
         return refused
     try:
         mine, other = simulate(profile, cluster, best), simulate(profile, cluster, plan)

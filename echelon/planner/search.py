@@ -71,6 +71,8 @@ def search(
     strange = next((each for each in precisions if each not in (None, *get_args(Precision))), None)
     if strange is not None:
         raise PlanError(f"precision={strange}: not one of {', '.join(get_args(Precision))}")
+    if "fp8" in precisions and not beyond:
+        raise PlanError("precision=fp8: it is forecast and not executed yet; with beyond (--beyond) it is searched too")
     if set(precisions) != {None} and not by_sheet(cluster):
         raise PlanError(
             "precisions are searched on clusters that are known by their data sheets; here give the job's precision"

@@ -221,8 +221,9 @@ class Space:
     def refused(self, plan: Plan) -> bool:
         """Whether the engine cannot execute it; with `beyond` axes that it lacks are no reason."""
         problems = check(plan, self.profile, self.quotes.cluster)
-        lacking = ("cp", "ep", "sequence") if self.beyond else ()
-        return any(each.severity == "error" and each.path not in lacking for each in problems)
+        if self.beyond:
+            problems = tuple(each for each in problems if not each.ahead and each.path != "sequence")
+        return any(each.severity == "error" for each in problems)
 
 
 def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -> list[Forecast]:

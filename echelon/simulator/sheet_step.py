@@ -208,6 +208,9 @@ def _pass(layout: Layout, part: str, phase: str, fitted: Fitted, known: Known | 
 def _priced(layout: Layout, part: str, phase: str, fitted: Fitted) -> Pass:
     sheet, stack, tp, samples = layout.sheet, layout.stack, layout.plan.mesh.tp, layout.samples
     tf32 = layout.work.precision == "tf32"
+    narrow, scanned = stack.narrow, stack.scanned
+    if layout.work.precision == "fp8" and "fp8" in sheet.peaks and not narrow:
+        narrow, scanned = "fp8", True  # by scales of each tensor as it is: what has no such units computes in 2 bytes
     fused = fitted.compiled if layout.plan.compile else 1.0
     products = core = rest = 0.0
     ops: tuple[Op, ...] = getattr(layout.work, part)
@@ -240,12 +243,12 @@ def _priced(layout: Layout, part: str, phase: str, fitted: Fitted) -> Pass:
             shape = (1.0, count * spatial, outer, inner / groups * kernel)
         else:
             shape = _cut(dims, op, share)
-            if stack.narrow and part == "block":
-                precision = stack.narrow
+            if narrow and part == "block":
+                precision = narrow
                 # Both factors are read as they are and written narrow before.
                 lots, rows, columns, depth = shape
-                wide = WIDTH.get(op.dtype, 4) * (2 if stack.scanned else 1)
-                narrowed = lots * depth * (rows + columns) * (wide + NARROW[stack.narrow])
+                wide = WIDTH.get(op.dtype, 4) * (2 if scanned else 1)
+                narrowed = lots * depth * (rows + columns) * (wide + NARROW[narrow])
                 rest += op.count * fused * stream_seconds(sheet, fitted, narrowed)
         seconds = op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
         if op.kind == "inner":

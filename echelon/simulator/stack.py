@@ -17,7 +17,7 @@ class Stack:
     scope: int | None = None
     #: plan: as the plan says. attention: scores and softmax only. ops: every second product is kept. alternate: every second block.
     recompute: Recompute = "plan"
-    #: Products of repeated blocks in a precision that plans do not know.
+    #: Products of repeated blocks in this precision, whatever the plan's is.
     narrow: Literal["fp8", "fp4"] | None = None
     #: Whether their factors are read once more before, for the largest number that decides their scale.
     scanned: bool = False

@@ -182,6 +182,8 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     """`simulate` on a cluster that passed `require_one_kind`: a search asks that once for hundreds of plans."""
     if plan.served:
         return _served(profile, cluster, with_tables(plan, profile))
+    if plan.precision == "fp8":
+        raise PlanError("precision=fp8: it is forecast by data sheets only; use bf16, or give a cluster by name")
     for axis in ("cp", "ep"):
         if getattr(plan.mesh, axis) > 1:
             raise PlanError(f"{axis}={getattr(plan.mesh, axis)}: this axis is not forecast; use {axis}=1")

@@ -8,6 +8,9 @@ from typing import Literal
 from echelon.plan.plan import Precision
 from echelon.plan.profile import WIDTH, Phase
 
+#: Precisions in which what passes from operator to operator has 2 bytes.
+_HALF = ("bf16", "fp16", "fp8")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
@@ -85,9 +88,12 @@ class Work:
 
 
 def recast(work: Work, precision: Precision | None) -> Work:
-    """The work in another precision than it was traced in: products, and about all that lies between them, are as wide as that says."""
-    half = precision in ("bf16", "fp16")
-    if precision is None or half == (work.precision in ("bf16", "fp16")):
+    """The work in another precision than it was traced in: products, and about all that lies between them, are as wide as that says.
+
+    Under fp8 what lies between products is as wide as under bf16; how products are then computed is priced where they are.
+    """
+    half = precision in _HALF
+    if precision is None or half == (work.precision in _HALF):
         return work if precision in (None, work.precision) else replace(work, precision=precision)
     traced, wanted = ("float32", "bfloat16") if half else ("bfloat16", "float32")
     products = [op for op in work.block if op.kind != "stream"]

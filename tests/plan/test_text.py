@@ -51,7 +51,7 @@ def test_as_people_write_it() -> None:
         ("dp = 2", "dp needs a number: dp=2, without spaces"),
         ("zero=3 dp", "dp needs a number: dp=2, without spaces"),
         ("micro=", "micro needs a number: micro=1, without spaces"),
-        ("precision", "precision needs one of fp32, tf32, bf16, fp16: precision=fp32, without spaces"),
+        ("precision", "precision needs one of fp32, tf32, bf16, fp16, fp8: precision=fp32, without spaces"),
         ("DP=2", "'DP=2' is not part of a plan; did you mean dp?"),
         ("=2", "'=2' is not part of a plan"),
         ("dp=²", "dp='²' is not a whole number"),

@@ -304,3 +304,26 @@ def test_the_schedule_that_is_not_searched_is_never_the_best(profile: Profile, n
         )
         assert kept.time.step <= other.time.step * (1 + 1e-9), plan
         assert kept.memory.high <= other.memory.high, plan
+
+
+def test_fp8_is_forecast_and_searched_beyond_what_is_executed() -> None:
+    profile = make_language(blocks=4, width=4096, batch=16, length=2048)
+    cluster = catalogue.cluster("8xH100-80GB")
+    wide, narrow = (simulate(profile, cluster, from_text(f"dp=8 precision={each}")) for each in ("bf16", "fp8"))
+    assert narrow.time.forward < wide.time.forward
+    assert narrow.memory == wide.memory
+    (problem,) = check(from_text("dp=8 precision=fp8"))
+    assert (problem.path, problem.value, problem.severity, problem.ahead) == ("precision", "fp8", "error", True)
+    told = why_not(profile, cluster, from_text("dp=8 precision=fp8"), from_text("dp=8 precision=bf16"))
+    assert "not executed yet" in told
+    assert "faster" in told
+    with pytest.raises(PlanError, match=r"precision=fp8.*--beyond"):
+        search(profile, cluster, precisions=("fp8",))
+    best = search(profile, cluster, precisions=(None, "fp8"), beyond=True)[0]
+    assert best.plan.precision == "fp8"
+    # Units that cannot compute in it compute as wide as they can, and nothing is narrowed for them.
+    old = catalogue.cluster("8xA100-80GB")
+    steps = [simulate(profile, old, from_text(f"dp=8 precision={each}")).time.step for each in ("bf16", "fp8")]
+    assert steps[0] == steps[1]
+    with pytest.raises(PlanError, match="data sheets only"):
+        simulate(make_stack(), make_cluster(), from_text("dp=1 precision=fp8"))
