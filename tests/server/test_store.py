@@ -1,38 +1,258 @@
-"""The store of one server: what is pushed is what is read, moved and digested."""
+"""The store of one server: against a model of plain dictionaries, and what it does when memory ends."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from echelon.server.kinds import Dense, Rule, StoreError, Table
+from echelon.server.hashing import shard_of
+from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, StoreFull, Table
 from echelon.server.store import Store
 
-SHARDS = 8
+SHARDS = 4
+MEMORY = 16 << 20
 
 
 def stamps(lsn: int) -> np.ndarray:
     return np.full(SHARDS, lsn, np.int64)
 
 
-def test_a_shard_moves_whole():
-    here, there = (Store(shards=SHARDS, memory=64 << 20) for _ in range(2))
-    for store in (here, there):
-        store.declare(Table(name="emb", dim=4, rule=Rule(kind="adagrad", lr=0.1)))
-        store.declare(Dense(name="w", size=70000, rule=Rule(kind="sgd", lr=0.5)))
-    ids = np.arange(-50, 50)
-    here.apply("emb", ids, np.ones((100, 4)), lsn=stamps(3))
-    here.apply("w", np.arange(2), [np.ones(65536), np.ones(70000 - 65536)], lsn=stamps(4))
+def digests(store: Store) -> list[bytes]:
+    return [store.digest(shard) for shard in range(SHARDS)]
+
+
+class Model:
+    """A table as dictionaries: Adagrad, admission, log numbers."""
+
+    def __init__(self, spec: Table) -> None:
+        self.spec, self.rows, self.waiting = spec, {}, {}
+
+    def apply(self, ids, grads, lsn):
+        sums = {}
+        for i, grad in zip(ids.tolist(), grads, strict=True):
+            sums[i] = sums[i] + grad if i in sums else grad
+        for i, grad in sums.items():
+            if i not in self.rows:
+                count = self.waiting.pop(i, (0, 0))[0] + 1
+                if count < self.spec.admit:
+                    self.waiting[i] = (count, lsn)
+                    continue
+                self.rows[i] = (np.full(self.spec.dim, self.spec.init.value), np.zeros(self.spec.dim), 0)
+            weights, sums_of_squares, _ = self.rows[i]
+            squares = sums_of_squares + grad * grad
+            self.rows[i] = (weights - self.spec.rule.lr * grad / (np.sqrt(squares) + 1e-10), squares, lsn)
+
+    def assign(self, ids, values, lsn):
+        for i, value in zip(ids.tolist(), values, strict=True):
+            self.waiting.pop(i, None)
+            self.rows[i] = (value, np.zeros(self.spec.dim), lsn)
+
+    def forget(self, gone):
+        self.rows = {i: row for i, row in self.rows.items() if not gone(i, row[2])}
+        self.waiting = {i: count for i, count in self.waiting.items() if not gone(i, count[1])}
+
+
+def where(i: int) -> int:
+    return int(shard_of(np.array([i]), SHARDS)[0])
+
+
+small = st.lists(st.integers(-20, 20), max_size=12)
+
+
+@given(st.integers(1, 3), st.data())
+@settings(max_examples=60)
+def test_a_table_is_a_dictionary_of_rows(admit, data):
+    rule = Rule(kind="adagrad", lr=0.5)
+    spec = Table(
+        name="t", dim=3, rule=rule, init=Init(kind="constant", value=0.25), dtype="f8", stored="f8", admit=admit
+    )
+    store, twin, model = Store(shards=SHARDS, memory=MEMORY), Store(shards=SHARDS, memory=MEMORY), Model(spec)
+    store.declare(spec)
+    store.declare(spec)
+    twin.declare(spec)
+    everything = np.arange(-20, 21)
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    for lsn in range(1, data.draw(st.integers(2, 14))):
+        what = data.draw(st.sampled_from(["apply"] * 5 + ["assign", "expire", "drop", "move"]))
+        ids = np.array(data.draw(small), np.int64)
+        values = random.standard_normal((len(ids), 3))
+        shard = data.draw(st.integers(0, SHARDS - 1))
+        if what == "apply":
+            store.prepare([("t", ids, values)])
+            store.apply("t", ids, values, lsn=stamps(lsn))
+            model.apply(ids, values, lsn)
+        elif what == "assign":
+            store.assign("t", ids, values, lsn=stamps(lsn))
+            model.assign(ids, values, lsn)
+        elif what == "expire":
+            before = data.draw(st.integers(0, lsn))
+            count = len(model.rows)
+            model.forget(lambda i, last, shard=shard, before=before: where(i) == shard and last < before)
+            assert store.expire("t", [shard], before) == count - len(model.rows)
+        elif what == "drop":
+            store.drop(shard)
+            model.forget(lambda i, last, shard=shard: where(i) == shard)
+        else:
+            twin.install(shard, store.snapshot(shard))
+            store.drop(shard)
+            store.install(shard, twin.snapshot(shard))
+        expected = [model.rows[i][0] if i in model.rows else np.full(3, 0.25) for i in everything.tolist()]
+        np.testing.assert_allclose(store.read("t", everything, "f8")[0], expected, rtol=1e-13, atol=1e-13)
+        assert store.stats()["tables"]["t"]["rows"] == len(model.rows)
+        assert store.stats()["tables"]["t"]["waiting"] == len(model.waiting)
+        for shard in range(SHARDS):
+            changed = store.changed("t", [shard], np.array([lsn - 2])).tolist()
+            assert sorted(changed) == sorted(
+                i for i, row in model.rows.items() if row[2] > lsn - 2 and where(i) == shard
+            )
     for shard in range(SHARDS):
-        there.install(shard, here.snapshot(shard))
-        assert there.digest(shard) == here.digest(shard)
-    np.testing.assert_array_equal(here.read("emb", ids)[0], there.read("emb", ids)[0])
-    assert (there.read_blocks("w", np.array([1]))[0] == -0.5).all()
-    assert sorted(there.changed("emb", range(SHARDS), stamps(2))) == ids.tolist()
+        twin.install(shard, store.snapshot(shard))
+    assert digests(twin) == digests(store)
 
 
-def test_another_spec_under_the_same_name_is_refused():
-    store = Store(shards=SHARDS, memory=64 << 20)
-    store.declare(Table(name="emb", dim=4))
-    with pytest.raises(StoreError, match=r"emb: declared as .*dim=4.*now as .*dim=8"):
-        store.declare(Table(name="emb", dim=8))
+@pytest.mark.parametrize("stored", ["f4", "f2", "i2", "i1"])
+@pytest.mark.parametrize("kind", ["momentum", "rowwise_adagrad", "adam"])
+def test_replicas_are_equal_to_the_byte_whatever_they_went_through(stored, kind):
+    spec = Table(name="t", dim=7, rule=Rule(kind=kind, lr=0.1, dampening=0.5), stored=stored, admit=2)
+    dense = Dense(name="w", size=BLOCK + 5, rule=Rule(kind="adam"))
+    one, other = Store(shards=SHARDS, memory=MEMORY), Store(shards=SHARDS, memory=MEMORY)
+    for store in (one, other):
+        store.declare(spec)
+        store.declare(dense)
+    random = np.random.default_rng(0)
+    other.apply("t", np.arange(1000, 1500), np.ones((500, 7)), lsn=stamps(1))
+    other.apply("t", np.arange(1000, 1500), np.ones((500, 7)), lsn=stamps(2))
+    for lsn in range(1, 9):
+        ids = random.integers(-50, 50, 80)
+        grads = random.standard_normal((80, 7))
+        blocks = [random.standard_normal(BLOCK), random.standard_normal(5)]
+        for store in (one, other):
+            store.apply("t", ids, grads, lsn=stamps(lsn))
+            store.apply("w", np.arange(2), blocks, lsn=stamps(lsn))
+        assert digests(one) != digests(other)
+        if lsn == 4:  # a replica joins: what it held is gone, rows come in another order and under other numbers
+            for shard in (3, 1, 2, 0):
+                other.install(shard, [*reversed(one.snapshot(shard))])
+            other.apply("t", np.arange(1000, 1500), np.ones((500, 7)), lsn=stamps(1))
+    other.expire("t", range(SHARDS), 2)
+    one.expire("t", range(SHARDS), np.full(SHARDS, 2))
+    assert digests(one) == digests(other)
+    shard = where(3)
+    before = digests(one)
+    one.apply("t", np.array([3]), np.zeros((1, 7)), lsn=stamps(9))
+    assert [a != b for a, b in zip(digests(one), before, strict=True)] == [s == shard for s in range(SHARDS)]
+
+
+def test_changes_come_oldest_first_and_go_on_where_they_ended():
+    store = Store(shards=SHARDS, memory=MEMORY)
+    store.declare(Table(name="t", dim=1))
+    for lsn in range(1, 21):
+        store.apply("t", np.arange(lsn * 10, lsn * 10 + 10), np.ones((10, 1)), lsn=stamps(lsn))
+    since, seen = stamps(5), []
+    while True:
+        ids, after = store.changed_until("t", range(SHARDS), since, 25)
+        assert len(ids) < 25 + 10
+        seen += ids.tolist()
+        if not len(ids):
+            break
+        assert (after >= since).all()
+        since = after
+    assert sorted(seen) == list(range(60, 210))
+    assert len(store.changed("t", range(SHARDS), stamps(20), 5)) == 0
+
+
+def test_memory_ends_with_an_error_and_nothing_applied(tmp_path):
+    store = Store(shards=SHARDS, memory=1 << 20)
+    store.declare(Table(name="t", dim=30, rule=Rule(kind="sgd", lr=1.0), admit=2))
+    store.declare(Dense(name="w", size=BLOCK))
+    store.declare(Dense(name="v", size=2 * BLOCK))
+    ids = np.arange(8000)
+    store.apply("t", ids[:5000], np.ones((5000, 30)), lsn=stamps(1))
+    store.apply("t", ids[:5000], np.ones((5000, 30)), lsn=stamps(2))
+    before, held = digests(store), store.bytes
+    for push in (ids, ids[::-1].repeat(2)):
+        full = pytest.raises(
+            StoreFull,
+            match=r"table t: \d+ new rows of \d+ bytes.* and this server holds \d+ of at most 1048576; nothing was applied; raise memory=",
+        )
+        store.apply("t", ids[:100], np.zeros((100, 30)), lsn=stamps(2), lr=0.0)
+        with full:
+            for lsn in range(3, 6):
+                store.apply(
+                    "t",
+                    np.concatenate([push, np.arange(10_000 * lsn, 10_000 * lsn + 20_000)]),
+                    np.ones((len(push) + 20_000, 30)),
+                    lsn=stamps(lsn),
+                )
+    with pytest.raises(StoreFull, match="dense blocks need"):
+        store.set_blocks("v", np.arange(2), [np.zeros(BLOCK)] * 2)
+    with pytest.raises(StoreFull):
+        store.apply("v", np.arange(2), [np.zeros(BLOCK)] * 2, lsn=stamps(5))
+    assert (digests(store), store.bytes) == (before, held)
+    store.expire("t", range(SHARDS), 3)
+    assert store.stats()["tables"]["t"]["rows"] == 0
+    store.apply("t", ids[5000:], np.ones((3000, 30)), lsn=stamps(5))
+    store.apply("t", ids[5000:], np.ones((3000, 30)), lsn=stamps(6))
+    assert store.bytes <= 1 << 20
+    assert store.stats()["tables"]["t"]["rows"] == 3000
+
+
+def test_an_entry_of_several_fits_whole_or_is_refused_whole():
+    store = Store(shards=SHARDS, memory=1 << 20)
+    store.declare(Table(name="a", dim=30, rule=Rule(kind="sgd")))
+    store.declare(Table(name="b", dim=30, rule=Rule(kind="sgd")))
+    ids, grads = np.arange(4500), np.ones((4500, 30))
+    store.prepare([("a", ids, grads)])
+    store.prepare([("b", ids, grads)])
+    with pytest.raises(StoreFull, match=r"table a: 4500 new rows.*table b: 4500 new rows"):
+        store.prepare([("a", ids, grads), ("b", ids, grads)])
+    with pytest.raises(StoreError, match=r"b: values of shape \(4500, 30\) for 4499 ids"):
+        store.prepare([("a", ids, grads), ("b", ids[1:], grads)])
+    with pytest.raises(StoreError, match="c: no table of that name here; declared: a, b"):
+        store.prepare([("c", ids, grads)])
+    assert store.stats()["tables"]["a"]["rows"] == 0
+
+
+def test_rows_beyond_memory_go_to_a_file(tmp_path):
+    store, plain = Store(shards=SHARDS, memory=1 << 20, spill=tmp_path / "deep"), Store(shards=SHARDS, memory=64 << 20)
+    for each in (store, plain):
+        each.declare(Table(name="t", dim=60, rule=Rule(kind="adagrad")))
+    random = np.random.default_rng(0)
+    for lsn in range(1, 4):
+        ids, grads = random.integers(0, 10_000, 8000), random.standard_normal((8000, 60))
+        for each in (store, plain):
+            each.apply("t", ids, grads, lsn=stamps(lsn))
+    assert digests(store) == digests(plain)
+    stats = store.stats()["tables"]["t"]
+    assert stats["bytes"] < 1 << 20 < plain.stats()["tables"]["t"]["bytes"] <= stats["spilled"] + stats["bytes"]
+    assert list((tmp_path / "deep").iterdir()) == []  # the file has no name: it is gone with the process
+    store.close()
+
+
+def test_what_does_not_belong_is_refused():
+    store, other = Store(shards=SHARDS, memory=MEMORY), Store(shards=SHARDS, memory=MEMORY)
+    store.declare(Table(name="t", dim=4))
+    with pytest.raises(StoreError, match=r"t: declared as .*dim=4.*now as .*dim=8"):
+        store.declare(Table(name="t", dim=8))
+    with pytest.raises(StoreError, match="w: rowwise_adagrad keeps one number per row"):
+        store.declare(Dense(name="w", size=4, rule=Rule(kind="rowwise_adagrad")))
+    store.apply("t", np.arange(50), np.ones((50, 4)), lsn=stamps(1))
+    parts = store.snapshot(1)
+    with pytest.raises(StoreError, match="t: rows of a table that is not declared here"):
+        other.install(1, parts)
+    other.declare(Table(name="t", dim=4))
+    with pytest.raises(StoreError, match="rows of other shards than 2"):
+        other.install(2, parts)
+    other.declare(Table(name="u", dim=400))
+    with pytest.raises(StoreError, match="u: rows of shape"):
+        other.install(1, [({**meta, "name": "u"}, arrays) for meta, arrays in parts])
+    assert other.stats()["rows"].sum() == 0
+    with pytest.raises(StoreError, match="ids: float64"):
+        store.read("t", np.array([0.5]))
+    frozen = np.ones((2, 4), np.float32)
+    frozen.flags.writeable = False
+    store.apply("t", np.arange(2), frozen, lsn=stamps(2))
+    assert store.read("t", np.empty(0, np.int64), "i1")[0].shape == (0, 4)
+    store.apply("t", np.empty(0, np.int64), np.empty((0, 4)), lsn=stamps(3))
