@@ -634,6 +634,11 @@ class Replica:
         old = self.map
         if new.version <= old.version:
             return
+        seat = new.servers.get(self.name)
+        if seat is None or seat.incarnation != self.incarnation:
+            # Taken for dead. Whether what we hold is worth anything the controller says, not whoever passes its map on: a later
+            # version may have us back, with shards that nobody else has.
+            return
         if new.shards != old.shards:
             raise wire.WireError(f"a map of {new.shards} shards where there are {old.shards}")
         for spec in specs[len(self.specs) :]:

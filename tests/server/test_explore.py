@@ -1,0 +1,139 @@
+"""The protocol under all interleavings of small cases; and that the exploration finds mistakes that are put there.
+
+Larger cases: `python -m bench.explore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echelon.server import wire
+from echelon.server.replica import Replica
+from echelon.server.state import State
+from tests.server.explore import Broken, Case, explore
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pushes=2, crash=1),
+        Case(pushes=2, cut=1),
+        Case(pushes=1, controller=1, crash=1),
+        Case(pushes=1, join=1),
+        Case(pushes=1, servers=1, replicas=1, judge=1),
+    ],
+    ids=str,
+)
+def test_every_interleaving(case: Case) -> None:
+    """Nothing acknowledged is lost, nothing is applied twice, every run ends, to the last state."""
+    found = explore(case)
+    assert found.whole
+    assert found.ends
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pushes=1, judge=1),
+        Case(pushes=1, servers=3, judge=1, crash=1),
+        Case(pushes=1, servers=3, replicas=3, workers=2, crash=1),
+        Case(pushes=1, servers=3, shards=2, drain=1),
+        Case(pushes=1, workers=2, aggregate=True, crash=1),
+    ],
+    ids=str,
+)
+def test_a_part_of_larger_cases(case: Case) -> None:
+    """The same for as many states as a second or so allows."""
+    assert explore(case, states=1500).states
+
+
+def without_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "_accepts", lambda self, head, version, shards: np.ones(len(shards), bool))
+
+
+def answered_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Replica,
+        "_wait",
+        lambda self, waiting: self._send(waiting.peer, waiting.answer[0], waiting.request, waiting.answer[1]),
+    )
+
+
+def without_windows(patch: pytest.MonkeyPatch) -> None:
+    whole = State.install
+
+    def install(self: State, shard: int, parts: Any) -> None:
+        front, frames = parts[0]
+        whole(self, shard, [(front | {"windows": []}, frames), *parts[1:]])
+
+    patch.setattr(State, "install", install)
+
+
+def learner_too_soon(patch: pytest.MonkeyPatch) -> None:
+    whole = Replica._equal
+
+    def equal(self: Replica, now: float, link: Any, shard: int) -> None:
+        if link.learner[shard]:
+            link.synced[shard] = True
+            self._caughtup(link, shard)
+        else:
+            whole(self, now, link, shard)
+
+    patch.setattr(Replica, "_equal", equal)
+
+
+def repeated_too_soon(patch: pytest.MonkeyPatch) -> None:
+    whole = Replica._push
+
+    def push(self: Replica, now: float, peer: Any, frame: wire.Frame) -> bool:
+        slot = self.state.windows.slots.get((frame.meta["worker"], frame.meta["incarnation"]))
+        cover = frame.arrays[0]
+        if (
+            slot is not None
+            and self.headed[cover].all()
+            and (self.state.windows.last[slot, cover] >= frame.meta["seq"]).all()
+        ):
+            self._send(peer, wire.ACK, frame.request, {"seq": frame.meta["seq"]})
+            return True
+        return whole(self, now, peer, frame)
+
+    patch.setattr(Replica, "_push", push)
+
+
+def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
+    whole = Replica.on_link_lost
+
+    def lost(self: Replica, now: float, server: str) -> list[Any]:
+        if server in self.links:
+            self.links[server].backup[:] = False
+            self._readiness()
+            self._rewait()
+        return whole(self, now, server) + self._actions()
+
+    patch.setattr(Replica, "on_link_lost", lost)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case"),
+    [
+        (without_fence, Case(pushes=1, judge=1)),
+        (answered_early, Case(pushes=1, crash=1)),
+        (without_windows, Case(pushes=1, crash=1, join=1)),
+        (learner_too_soon, Case(pushes=1, crash=1, join=1)),
+        (repeated_too_soon, Case(pushes=1, cut=1, crash=1)),
+        (alone_by_itself, Case(pushes=1, cut=1, crash=1)),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_mistakes_are_found(
+    mistake: Callable[[pytest.MonkeyPatch], None], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mistake that would lose or repeat a push breaks an invariant in some interleaving."""
+    mistake(monkeypatch)
+    with pytest.raises(Broken) as caught:
+        explore(case, seconds=60)
+    assert caught.value.trail
