@@ -63,6 +63,9 @@ class ControllerProcess:
         self._say = say
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "controller.json"
+        # One life at a time: what a dying one still writes is read by the next, or never written.
+        self._lock = open(folder / "controller.lock", "w")  # noqa: SIM115 (held until the process ends)
+        _lock(self._lock, folder)
         document = durable.read(self._file)
         restored = None
         if restore is not None and document is None:
@@ -140,6 +143,22 @@ class ControllerProcess:
                     self.loop.close(connection)
             elif isinstance(action, Note):
                 self._say(action.event, action.details)
+
+
+def _lock(file: Any, folder: Path, patience: float = 5.0) -> None:
+    import fcntl
+
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{folder}: another controller runs on this folder; end it, or give this one its own"
+                ) from None
+            time.sleep(0.02)
 
 
 #: What a worker may ask of the controller.

@@ -59,6 +59,8 @@ class Case:
     join: int = 0
     drain: int = 0
     aggregate: bool = False
+    #: What has happened already (labels of steps); the budget pays for it.
+    before: tuple[str, ...] = ()
 
 
 #: A connection: its two ends, the caller first. Of a message queue: (connection, direction).
@@ -237,6 +239,7 @@ def _controlled(server: Server, now: float, message: bytes) -> list[Any]:
 
 def _ticked(core: Controller, now: float, dead: str | None) -> list[Action]:
     """The controller's tick, when everyone who has a connection has just been heard."""
+    core._ticked = now
     for session in core.sessions.values():
         session.heard = now
     if dead is not None:
@@ -828,6 +831,8 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int 
     drawn = random.Random(seed)
     try:
         first = begin(case)
+        for label in case.before:
+            dict(first.steps())[label](first)
         seen = {first.key()}
         stack = deque([first])
         ends = 0

@@ -26,7 +26,7 @@ from tests.server.explore import Broken, Case, explore
         Case(pushes=1, join=1),
         Case(pushes=1, servers=1, replicas=1, judge=1),
     ],
-    ids=str,
+    ids=lambda case: " ".join(f"{name}={value}" for name, value in vars(case).items() if value),
 )
 def test_every_interleaving(case: Case) -> None:
     """Nothing acknowledged is lost, nothing is applied twice, every run ends, to the last state."""
@@ -44,7 +44,7 @@ def test_every_interleaving(case: Case) -> None:
         Case(pushes=1, servers=3, shards=2, drain=1),
         Case(pushes=1, workers=2, aggregate=True, crash=1),
     ],
-    ids=str,
+    ids=lambda case: " ".join(f"{name}={value}" for name, value in vars(case).items() if value),
 )
 def test_a_part_of_larger_cases(case: Case) -> None:
     """The same for as many states as a second or so allows."""
@@ -122,8 +122,8 @@ def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
     [
         (without_fence, Case(pushes=1, judge=1)),
         (answered_early, Case(pushes=1, crash=1)),
-        (without_windows, Case(pushes=1, crash=1, join=1)),
-        (learner_too_soon, Case(pushes=1, crash=1, join=1)),
+        (without_windows, Case(pushes=1, crash=1, join=1, before=("crash s1", "join"))),
+        (learner_too_soon, Case(pushes=1, crash=1, join=1, before=("crash s1", "join"))),
         (repeated_too_soon, Case(pushes=1, cut=1, crash=1)),
         (alone_by_itself, Case(pushes=1, cut=1, crash=1)),
     ],
