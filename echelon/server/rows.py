@@ -77,6 +77,17 @@ def layout_of(spec: Table) -> Layout:
     )
 
 
+def weights_of(spec: Table, rows: np.ndarray) -> list[np.ndarray]:
+    """The weights of whole rows (n, words) as they are stored: copies, and the scales of integers."""
+    layout = layout_of(spec)
+    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), layout.stride)
+    values = np.ascontiguousarray(raw[:, 16 : 16 + spec.dim * SIZES[spec.stored]]).view(spec.stored)
+    if layout.stored not in (k.I2, k.I1):
+        return [values]
+    scales = np.ascontiguousarray(raw[:, layout.scale * 4 : layout.scale * 4 + 4]).view(np.float32)
+    return [values, scales.reshape(-1)]
+
+
 def scalars_of(rule: Rule, lr: float | None, width: int) -> np.ndarray:
     """A rule's numbers, float64, as the kernels read them."""
     rate = rule.lr if lr is None else float(lr)

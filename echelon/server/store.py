@@ -21,7 +21,7 @@ from echelon.server.combine import group, table_for
 from echelon.server.hashing import bits_of, shard_of
 from echelon.server.kinds import SIZES, Dense, Init, Rule, StoreError, StoreFull, Table, spec_to_plain
 from echelon.server.narrow import narrow
-from echelon.server.rows import Rows, state_of
+from echelon.server.rows import Rows, state_of, weights_of
 
 #: About how many bytes one part of a snapshot has.
 PART = 1 << 20
@@ -86,12 +86,27 @@ class Store:
 
     def read(self, name: str, ids: np.ndarray, wire: str = "f4") -> list[np.ndarray]:
         """Rows in the order of ids as `wire` (for i2 and i1: and their scales)."""
-        return narrow(self._table(name).read(_ids(ids)), wire)
+        table = self._table(name)
+        ids = _ids(ids)
+        if wire != table.spec.stored or wire[0] == "f":
+            return narrow(table.read(ids), wire)
+        # Integers as they are stored: rounded again they would have other scales.
+        where, _, absent = table.find(ids)
+        out = weights_of(table.spec, table.whole(where))
+        if absent:
+            for mine, initial in zip(out, narrow(table.read(ids[where == 0]), wire), strict=True):
+                mine[where == 0] = initial
+        return out
 
     def read_blocks(self, name: str, blocks: np.ndarray) -> list[np.ndarray]:
         """Each block's values, read-only views that stay as they are while somebody holds them."""
         dense = self._dense(name)
         return [dense.read(block) for block in _ids(blocks).tolist()]
+
+    def ids(self, name: str, shard: int) -> np.ndarray:
+        """The ids that have rows in a shard, in no order."""
+        table = self._table(name)
+        return table.column(table.of(shard), 0)
 
     def changed(self, name: str, shards: Sequence[int], since: np.ndarray, limit: int | None = None) -> np.ndarray:
         """Ids (of a dense parameter: blocks) written after log number since[i] of shards[i]; see `changed_until`."""
@@ -249,7 +264,7 @@ class Store:
         return parts
 
     def install(self, shard: int, parts: Sequence[Part]) -> None:
-        """A shard as `snapshot` gave it; what was here of it is dropped. Raises before anything changes."""
+        """A shard as `snapshot` gave it; what was here of it is dropped, also if there is no room (StoreFull)."""
         tables: dict[tuple[str, str], list[np.ndarray]] = {}
         blocks: list[tuple[Blocks, int, Block]] = []
         for meta, arrays in parts:

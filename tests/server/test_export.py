@@ -1,0 +1,128 @@
+"""Tables as files: readable by others, found again by id, whole or not there."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.numpy import load_file
+
+from echelon.errors import DocumentError
+from echelon.server import checkpoint, export
+from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, Table, spec_to_plain
+from echelon.server.narrow import widen
+from echelon.server.store import Store
+
+SHARDS = 8
+IDS = np.arange(-300, 700) * 7919
+LSN = np.ones(SHARDS, np.int64)
+
+
+def filled(**spec: object) -> Store:
+    store = Store(shards=SHARDS, memory=64 << 20)
+    store.declare(Table(name="emb", dim=5, rule=Rule(kind="adam"), init=Init(kind="normal"), **spec))
+    store.declare(Table(name="other", dim=2, admit=2))
+    store.declare(Dense(name="w", size=BLOCK + 9, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="constant", value=2.0)))
+    store.apply("emb", IDS, np.random.default_rng(0).standard_normal((len(IDS), 5)), lsn=LSN)
+    store.apply("other", IDS[:50], np.ones((50, 2)), lsn=LSN)
+    store.apply("w", np.array([1]), [np.ones(9)], lsn=LSN)
+    return store
+
+
+def checkpointed(store: Store, folder) -> None:
+    files = {
+        str(s): checkpoint.save(checkpoint.partial(folder), s, [({"lsn": 1}, []), *store.snapshot(s)])
+        for s in range(SHARDS)
+    }
+    specs = [spec_to_plain(spec) for spec in store.specs.values()]
+    checkpoint.complete(folder, {"shards": SHARDS, "specs": specs, "settings": {}, "files": files})
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".safetensors"])
+@pytest.mark.parametrize(("stored", "wire"), [("f4", "f4"), ("f4", "f2"), ("f4", "i1"), ("i2", "i2"), ("i1", "f8")])
+def test_rows_come_back_by_id(tmp_path, suffix, stored, wire):
+    store = filled(stored=stored)
+    path = tmp_path / "deep" / f"emb{suffix}"
+    assert export.from_store(store, "emb", path, wire) == len(IDS)
+    served = export.Served(path)
+    asked = np.random.default_rng(1).permutation(np.concatenate([IDS, IDS[:9], [1, 2, 3, -(2**63), 2**63 - 1]]))
+    here = np.isin(asked, IDS)
+    assert (len(served), served.wire) == (len(IDS), wire)
+    np.testing.assert_array_equal(served.find(asked), here)
+    rows = served.rows(asked)
+    exact = widen(store.read("emb", asked, wire))
+    np.testing.assert_array_equal(rows[here], exact[here])
+    np.testing.assert_allclose(rows[~here], store.read("emb", asked, "f4")[0][~here], atol=5e-4)
+    assert len(served.rows(np.empty(0, np.int64))) == 0
+    copies = {int(i): row for ids, part in export.rows(path) for i, row in zip(ids, part, strict=True)}
+    assert sorted(copies) == sorted(IDS.tolist())
+    np.testing.assert_array_equal(copies[int(IDS[3])], exact[asked == IDS[3]][0])
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_others_can_read_it(tmp_path):
+    store = filled()
+    export.from_store(store, "emb", tmp_path / "emb.safetensors", "i2")
+    tensors = load_file(tmp_path / "emb.safetensors")
+    assert {name: (t.dtype.str, t.shape) for name, t in tensors.items()} == {
+        "id": ("<i8", (1000,)), "row": ("<i2", (1000, 5)), "scale": ("<f4", (1000,)),
+    }  # fmt: skip
+    np.testing.assert_allclose(
+        tensors["row"] * tensors["scale"][:, None], store.read("emb", tensors["id"])[0], atol=1e-4
+    )
+    export.from_store(store, "emb", tmp_path / "emb.arrow", "f2")
+    table = pa.ipc.open_file(tmp_path / "emb.arrow").read_all()
+    assert table.schema.field("row").type == pa.list_(pa.float16(), 5)
+    assert sorted(table["id"].to_pylist()) == sorted(IDS.tolist())
+
+
+@pytest.mark.parametrize("stored", ["f4", "i1"])
+def test_out_of_a_checkpoint(tmp_path, stored):
+    store = filled(stored=stored)
+    folder = tmp_path / "checkpoint"
+    checkpointed(store, folder)
+    assert export.from_checkpoint(folder, "emb", tmp_path / "emb.safetensors", "i1") == len(IDS)
+    np.testing.assert_array_equal(
+        export.Served(tmp_path / "emb.safetensors").rows(IDS), widen(store.read("emb", IDS, "i1"))
+    )
+    for ids, rows in export.rows(folder, "emb"):
+        np.testing.assert_array_equal(rows, store.read("emb", ids)[0])
+    assert sum(len(ids) for ids, _ in export.rows(folder, "emb")) == len(IDS)
+    assert export.from_checkpoint(folder, "other", tmp_path / "none.arrow") == 0
+    assert len(export.Served(tmp_path / "none.arrow")) == 0
+    assert export.Served(tmp_path / "none.arrow").rows(IDS[:2]).shape == (2, 2)
+    np.testing.assert_array_equal(export.dense(folder, "w"), np.concatenate(store.read_blocks("w", np.arange(2))))
+    with pytest.raises(StoreError, match="no table 'w' in it; it has emb, other"):
+        next(export.rows(folder, "w"))
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path):
+    store = filled()
+    spec = store.specs["emb"]
+    path = tmp_path / "emb.safetensors"
+
+    def half():
+        yield IDS[:1], store.read("emb", IDS[:1])
+        raise OSError("disk full")
+
+    with pytest.raises(StoreError, match=r"emb\.safetensors: the table cannot be written \(disk full\)"):
+        export.save(path, spec, half(), wire="f4", count=2)
+    one = [(IDS[:1], store.read("emb", IDS[:1]))]
+    with pytest.raises(StoreError, match="1 rows came where 2 were said"):
+        export.save(path, spec, one, wire="f4", count=2)
+    with pytest.raises(StoreError, match="ids twice"):
+        export.save(path, spec, one * 2, wire="f4", count=2)
+    with pytest.raises(StoreError, match="cannot tell the format"):
+        export.save(tmp_path / "emb.csv", spec, one, wire="f4", count=1)
+    assert list(tmp_path.iterdir()) == []
+    path.write_bytes(b"\0" * 100)
+    with pytest.raises(DocumentError, match="cannot be read as an exported table"):
+        export.Served(path)
+    path.write_bytes((20).to_bytes(8, "little") + json.dumps({"a": 1}).encode())
+    with pytest.raises(DocumentError, match="cannot be read as an exported table"):
+        export.Served(path)
+    (tmp_path / "emb.arrow").write_bytes(b"x" * 50)
+    with pytest.raises(DocumentError, match="cannot be read as an exported table"):
+        export.Served(tmp_path / "emb.arrow")
