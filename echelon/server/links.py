@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from echelon.server.covers import Cover
+
 
 class Sent(NamedTuple):
     """A numbered message that is kept until it is answered."""
@@ -24,7 +26,7 @@ class Waiting:
 
     __slots__ = ("answer", "cover", "needs", "peer", "request")
 
-    def __init__(self, peer: Any, request: int, cover: np.ndarray, answer: tuple[int, dict[str, Any]]) -> None:
+    def __init__(self, peer: Any, request: int, cover: Cover, answer: tuple[int, dict[str, Any]]) -> None:
         self.peer, self.request, self.cover, self.answer = peer, request, cover, answer
         #: Per replica the number of the message that it has yet to answer.
         self.needs: dict[str, int] = {}
@@ -64,10 +66,14 @@ class Link:
         #: (shard, number): once that is answered, the learner has everything that was ever acknowledged.
         self.catching: list[tuple[int, int]] = []
 
-    @property
-    def need(self) -> np.ndarray:
-        """Per shard whether an acknowledgement needs its answer."""
-        return self.backup | self.required
+    def needed(self, cover: Cover) -> bool:
+        """Whether an acknowledgement on some of these shards needs its answer."""
+        return bool(self.backup[cover.at].any() or self.required[cover.at].any())
+
+    def lacks(self, cover: Cover) -> bool:
+        """Whether something is missing there of shards that need its answer."""
+        at = cover.at
+        return bool(((self.backup[at] | self.required[at]) & (~self.synced[at] | self.refused[at])).any())
 
     def forget(self, shards: np.ndarray) -> None:
         """Nothing is known any more of how these shards are there."""

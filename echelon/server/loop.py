@@ -68,6 +68,8 @@ class Loop:
         self._connections: dict[int, Connection] = {}
         self._strangers: dict[int, Connection] = {}
         self._listener: socket.socket | None = None
+        #: What was given to send since an event began: frames for one peer go out together.
+        self._unflushed: dict[int, Connection] = {}
         self._calls: dict[int, Callable[[], None]] = {}
         self.running = True
         self.sent = 0
@@ -130,15 +132,11 @@ class Loop:
         """Send a frame, now as far as it goes, the rest when there is room."""
         if connection.handle not in self._connections:
             return
-        waiting = bool(connection.out)
         for buffer in buffers:
             if len(buffer):
                 connection.out.append(memoryview(buffer))
                 connection.unsent += len(buffer)
-        if not waiting and connection.greeting is None:
-            self._flush(connection)
-        else:
-            self._want(connection)
+        self._unflushed[connection.handle] = connection
 
     def close(self, connection: Connection) -> None:
         """Close a connection; its owner is told."""
@@ -158,11 +156,14 @@ class Loop:
             while self.running:
                 for key, events in self._selector.select(max(0.0, due - time.monotonic())):
                     self._event(key, events)
+                    if self._unflushed:
+                        self._flush_all()
                 now = time.monotonic()
                 if now >= due:
                     due = now + TICK
                     self._expel(now)
                     self.owner.tick(now)
+                    self._flush_all()
         finally:
             self.stop()
 
@@ -221,6 +222,15 @@ class Loop:
         if wants != connection.wants:
             connection.wants = wants
             self._selector.modify(connection.sock, wants, connection)
+
+    def _flush_all(self) -> None:
+        while self._unflushed:
+            _, connection = self._unflushed.popitem()
+            if connection.handle in self._connections:
+                if connection.wants & selectors.EVENT_WRITE or connection.greeting is not None:
+                    self._want(connection)
+                else:
+                    self._flush(connection)
 
     def _flush(self, connection: Connection) -> None:
         out = connection.out

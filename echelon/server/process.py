@@ -448,7 +448,7 @@ class ServerProcess:
             "lag": {
                 server: {
                     "entries": link.made - link.got,
-                    "shards": int((link.need & ~link.synced).sum()) + len(link.todo),
+                    "shards": int(((link.backup | link.required) & ~link.synced).sum()) + len(link.todo),
                     "up": link.up,
                 }
                 for server, link in replica.links.items()

@@ -29,6 +29,7 @@ import numpy as np
 from echelon.errors import DocumentError, EchelonError
 from echelon.server import wire
 from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Note, Send
+from echelon.server.covers import Cover, Covers
 from echelon.server.links import Link, Sent, Waiting
 from echelon.server.map import Map, empty
 from echelon.server.state import Diverged, Part, State, Store
@@ -59,6 +60,7 @@ class Replica:
     ) -> None:
         self.name, self.incarnation, self.lease = name, incarnation, lease
         self.state = State(store, shards)
+        self.covers = Covers(shards)
         self.map: Map = empty(shards)
         self.specs: list[dict[str, Any]] = []
         self._load, self._declare = load, declare
@@ -200,11 +202,11 @@ class Replica:
     def _receive(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
         kind = frame.kind
         if kind == wire.PUSH:
-            self._read_push(frame)
+            self._checked_push(frame)
             if not self._push(now, peer, frame):
                 self._pushes.append((peer, frame))
         elif kind in (wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST):
-            self._cover(frame)
+            self._checked(frame)
             if not self._pull(now, peer, frame):
                 self._pulls.append((peer, frame))
         elif kind == wire.HAIL:
@@ -224,63 +226,55 @@ class Replica:
 
     # Workers
 
-    def _cover(self, frame: wire.Frame) -> np.ndarray:
-        cover = frame.arrays[0]
-        if cover.dtype != np.uint16 or cover.ndim != 1 or not len(cover) or int(cover.max()) >= self.map.shards:
-            raise wire.WireError(f"{wire.NAMES[frame.kind]}: its cover is no row of shards")
-        if not isinstance(frame.meta["version"], int):
+    def _checked(self, frame: wire.Frame) -> None:
+        self.covers.of(frame.arrays[0])
+        if type(frame.meta["version"]) is not int:
             raise wire.WireError(f"{wire.NAMES[frame.kind]}: version {frame.meta['version']!r} is no number")
-        return cover
 
-    def _read_push(self, frame: wire.Frame) -> None:
-        meta, cover = frame.meta, self._cover(frame)
-        whole = all(type(meta[name]) is int and 0 <= meta[name] < 1 << 62 for name in ("incarnation", "seq", "step"))
-        rates = meta.get("lr") or {}
-        if (
-            not whole
-            or not isinstance(meta["worker"], str)
-            or not isinstance(meta["ops"], list)
-            or not all(isinstance(rate, int | float) for rate in rates.values())
-            or (len(cover) > 1 and np.bincount(cover).max() > 1)
-        ):
-            raise wire.WireError("PUSH: a worker, numbers, operations and each shard once are expected")
+    def _checked_push(self, frame: wire.Frame) -> None:
+        self._checked(frame)
+        meta = frame.meta
+        for name in ("incarnation", "seq", "step"):
+            if type(meta[name]) is not int or not 0 <= meta[name] < 1 << 62:
+                raise wire.WireError(f"PUSH: {name} {meta[name]!r} is no number from 0")
+        if type(meta["worker"]) is not str or type(meta["ops"]) is not list:
+            raise wire.WireError("PUSH: a worker's name and a list of operations are expected")
+        rates = meta.get("lr")
+        if rates and not all(isinstance(rate, int | float) for rate in rates.values()):
+            raise wire.WireError("PUSH: learning rates are numbers by name")
 
     def _push(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
         """Take a push, or refuse it; False: it must wait."""
-        meta, cover = frame.meta, frame.arrays[0]
-        if not self.ready[cover].all():
-            if self.headed[cover].all() or meta["version"] > self.map.version:
+        meta, cover = frame.meta, self.covers.of(frame.arrays[0])
+        if not self.ready[cover.at].all():
+            if self.headed[cover.at].all() or meta["version"] > self.map.version:
                 return False
             self._stale(peer, frame)
             return True
         if self.map.workers.get(meta["worker"], 0) > meta["incarnation"]:
-            self._refuse(
-                peer, frame, "Superseded", f"worker {meta['worker']} was started again; this one is its former life"
-            )
+            why = f"worker {meta['worker']} was started again; this one is its former life"
+            self._refuse(peer, frame, "Superseded", why)
             return True
         fresh, gap = self.state.due(frame, cover)
         if gap:
             return False
         answer = (wire.ACK, {"seq": meta["seq"]})
-        if fresh.any():
-            whole = bool(fresh.all())
-            here = cover if whole else cover[fresh]
+        new = fresh is None or bool(fresh.any())
+        if new:
+            here = cover if fresh is None else cover.part(fresh)
             void = False
             try:
-                self.state.push(frame, here, version=self.map.version, whole=whole, void=False)
-            except (EchelonError, *MALFORMED) as error:
-                if not isinstance(error, EchelonError):
-                    raise
+                self.state.push(frame, here, version=self.map.version, whole=fresh is None, void=False)
+            except EchelonError as error:
                 # Counted, on all replicas, or the next one would wait for it.
-                self.state.push(frame, here, version=self.map.version, whole=whole, void=True)
+                self.state.push(frame, here, version=self.map.version, whole=fresh is None, void=True)
                 void, answer = True, (wire.REFUSED, {"error": type(error).__name__, "message": str(error)})
                 self.counts["refused"] += 1
             self.counts["pushes"] += 1
-            if meta.get("tick"):
-                self._floor = None
-            self._forward(now, frame, here, whole=whole, void=void)
+            self._forward(now, frame, here, whole=fresh is None, void=void)
         self._wait(Waiting(peer, frame.request, cover, answer))
-        if fresh.any() and meta.get("tick"):
+        if new and meta.get("tick"):
+            self._floor = None
             self._ticked(now)
         return True
 
@@ -317,17 +311,17 @@ class Replica:
             self._floor = self.state.windows.floor(self._live)
         return self._floor
 
-    def _leased(self, now: float, cover: np.ndarray) -> bool:
-        if (self._reads_from[cover] > now).any():
+    def _leased(self, now: float, cover: Cover) -> bool:
+        if (self._reads_from[cover.at] > now).any():
             return False
         late = (link for link in self.links.values() if now - link.heard >= self.lease)
-        return not any(link.need[cover].any() for link in late)
+        return not any(link.needed(cover) for link in late)
 
     def _pull(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
         """Answer a read; False: it must wait."""
-        meta, cover = frame.meta, frame.arrays[0]
-        if not self.headed[cover].all():
-            if frame.kind == wire.DIGEST and self.map.held_by(self.name)[cover].all():
+        meta, cover = frame.meta, self.covers.of(frame.arrays[0])
+        if not self.headed[cover.at].all():
+            if frame.kind == wire.DIGEST and self.map.held_by(self.name)[cover.at].all():
                 self._digest(peer, frame)
                 return True
             if meta["version"] > self.map.version:
@@ -346,9 +340,9 @@ class Replica:
 
     def _read(self, peer: Hashable, frame: wire.Frame) -> bool:
         meta, arrays = frame.meta, frame.arrays
-        cover = arrays[0]
+        cover = self.covers.of(arrays[0])
         if frame.kind == wire.PULL:
-            if meta["bound"] is not None and int(self.floor()[cover].min()) < meta["step"] - meta["bound"]:
+            if meta["bound"] is not None and int(self.floor()[cover.at].min()) < meta["step"] - meta["bound"]:
                 return False
             store, found, counts = self.state.store, [], []
             for op, ids in zip(meta["ops"], arrays[1:], strict=True):
@@ -362,18 +356,18 @@ class Replica:
             self._send(peer, wire.ROWS, frame.request, {"counts": counts}, found)
         elif frame.kind == wire.CHANGED:
             store, name = self.state.store, meta["table"]
-            if arrays[1].shape != cover.shape or arrays[1].dtype != np.int64:
+            if arrays[1].shape != arrays[0].shape or arrays[1].dtype != np.int64:
                 raise wire.WireError("CHANGED: one log number per shard is expected")
-            ids, until = store.changed_until(name, cover, arrays[1], meta["limit"])
+            ids, until = store.changed_until(name, cover.shards, arrays[1], meta["limit"])
             rows = store.read(name, ids, meta["wire"])
             self._send(peer, wire.ROWS, frame.request, {"counts": [1, len(rows), 1]}, [ids, *rows, until])
         elif frame.kind == wire.CLOCK:
             slot = self.state.windows.slots.get((meta["worker"], meta["incarnation"]))
-            if slot is None or (self.state.windows.clock[slot, cover] == ABSENT).any():
+            if slot is None or (self.state.windows.clock[slot][cover.at] == ABSENT).any():
                 return False
-            floor = self.floor()[cover]
-            most = max((int(self.state.windows.clock[live, cover].max()) for live in self._live), default=0)
-            mine = int(self.state.windows.clock[slot, cover].max())
+            floor = self.floor()[cover.at]
+            most = max((int(self.state.windows.clock[live][cover.at].max()) for live in self._live), default=0)
+            mine = int(self.state.windows.clock[slot][cover.at].max())
             self._send(peer, wire.CLOCKED, frame.request, {"min": int(floor.min()), "max": most, "mine": mine})
         else:
             self._digest(peer, frame)
@@ -391,16 +385,17 @@ class Replica:
 
     # As head: entries
 
-    def _forward(self, now: float, frame: wire.Frame, here: np.ndarray, *, whole: bool, void: bool = False) -> None:
+    def _forward(self, now: float, frame: wire.Frame, here: Cover, *, whole: bool, void: bool = False) -> None:
         for link in self.links.values():
-            flowing = link.flowing[here]
-            if not flowing.any():
+            flowing = link.flowing[here.at]
+            every = bool(flowing.all())
+            if not every and not flowing.any():
                 continue
             meta: dict[str, Any] = {"v": self.map.version}
             if void:
                 meta["void"] = True
-            if not whole or not flowing.all():
-                meta["only"] = here[flowing].tolist()
+            if not whole or not every:
+                meta["only"] = here.wire[flowing].tolist()
             self._number(now, link, wire.ENTRY, meta, [frame.raw])
 
     def _number(self, now: float, link: Link, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]) -> int:
@@ -414,18 +409,16 @@ class Replica:
     def _wait(self, waiting: Waiting) -> None:
         """Answer a worker when all that it takes is there."""
         for link in self.links.values():
-            if link.got < link.made and link.need[waiting.cover].any():
+            if link.got < link.made and link.needed(waiting.cover):
                 waiting.needs[link.server] = link.made
                 link.waiting.append((link.made, waiting))
         if not waiting.needs:
             self._settle(waiting)
 
     def _settle(self, waiting: Waiting) -> None:
-        cover = waiting.cover
-        for link in self.links.values():
-            if (link.need[cover] & (~link.synced[cover] | link.refused[cover])).any():
-                self._parked.append(waiting)
-                return
+        if any(link.lacks(waiting.cover) for link in self.links.values()):
+            self._parked.append(waiting)
+            return
         if waiting.peer is not None:
             kind, meta = waiting.answer
             self._send(waiting.peer, kind, waiting.request, meta)
@@ -433,11 +426,11 @@ class Replica:
     def _log(self, now: float, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
         """An entry of the head's own."""
         frame = wire.parse(wire.joined(wire.encode(kind, 0, meta, arrays)))
-        cover = frame.arrays[0]
+        cover = self.covers.of(frame.arrays[0])
         self._enter(frame, cover, self.map.version)
         self._forward(now, frame, cover, whole=True)
 
-    def _enter(self, frame: wire.Frame, cover: np.ndarray, version: int) -> None:
+    def _enter(self, frame: wire.Frame, cover: Cover, version: int) -> None:
         if frame.kind == COMMIT:
             self.state.commit(frame, cover, version=version)
         elif frame.kind == ENROL:
@@ -624,7 +617,7 @@ class Replica:
         for place, (limit, shards, told) in enumerate(self._drains):
             if told or not len(shards):
                 continue
-            if all(link.got == link.made or not link.need[shards].any() for link in self.links.values()):
+            if all(link.got == link.made or not link.needed(self.covers.these(shards)) for link in self.links.values()):
                 self._drains[place] = (limit, shards, True)
                 self._tell(wire.DRAINED, {"shards": shards.tolist(), "version": self.map.version})
 
@@ -730,13 +723,13 @@ class Replica:
             everyone |= {id(waiting): waiting for _, waiting in link.waiting}
         gone = set()
         for key, waiting in everyone.items():
-            if not self.headed[waiting.cover].all():
+            if not self.headed[waiting.cover.at].all():
                 gone.add(key)
                 if waiting.peer is not None:
                     self._send(waiting.peer, wire.STALE, waiting.request, {"version": self.map.version})
                 continue
             for server in list(waiting.needs):
-                if not self.links[server].need[waiting.cover].any():
+                if not self.links[server].needed(waiting.cover):
                     del waiting.needs[server]
         for link in self.links.values():
             link.waiting = type(link.waiting)(
@@ -764,12 +757,12 @@ class Replica:
         self._heads[peer] = who
         self._send(peer, wire.HAILED, 0, {"last": self._received.get(who, 0), "v": self.map.version})
 
-    def _accepts(self, head: str, version: int, shards: np.ndarray) -> np.ndarray:
+    def _accepts(self, head: str, version: int, cover: Cover) -> np.ndarray:
         """Per shard whether an entry of this head is taken."""
         if head not in self._taking:
             held = self.map.held_by(self.name) if head != self.name else np.zeros(self.map.shards, bool)
             self._taking[head] = held & self.map.headed_by(head)
-        return self._taking[head][shards] & (self._epochs[shards] <= version)
+        return self._taking[head][cover.at] & (self._epochs[cover.at] <= version)
 
     def _follow(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
         meta, kind, who = frame.meta, frame.kind, self._heads[peer]
@@ -780,7 +773,7 @@ class Replica:
             return
         if kind == wire.SYNC:
             shards = frame.arrays[0]
-            shards = shards[self._accepts(head, version, shards)]
+            shards = shards[self._accepts(head, version, self.covers.of(shards))]
             self._send(
                 peer,
                 wire.SYNCED,
@@ -807,32 +800,34 @@ class Replica:
         """Apply an entry; the shards for which it is not taken."""
         frame = wire.parse(outer.arrays[0])
         only, version = outer.meta.get("only"), outer.meta["v"]
-        cover = frame.arrays[0] if only is None else np.array(only, np.uint16)
+        cover = self.covers.of(frame.arrays[0] if only is None else np.array(only, np.uint16))
         taken = self._accepts(head, version, cover)
-        here = cover if taken.all() else cover[taken]
-        if len(here):
+        every = bool(taken.all())
+        if every or taken.any():
+            here = cover if every else cover.part(taken)
             self.counts["entries"] += 1
             if frame.kind == wire.PUSH:
-                fresh, gap = self.state.due(frame, here)
-                if gap or not fresh.all():
+                fresh, _ = self.state.due(frame, here)
+                if fresh is not None:
                     raise Diverged(
-                        f"push {frame.meta['seq']} of worker {frame.meta['worker']} does not follow here on {here}"
+                        f"push {frame.meta['seq']} of worker {frame.meta['worker']} does not follow here on {here.wire}"
                     )
-                whole = only is None and bool(taken.all())
+                void = bool(outer.meta.get("void"))
                 try:
-                    self.state.push(frame, here, version=version, whole=whole, void=bool(outer.meta.get("void")))
+                    self.state.push(frame, here, version=version, whole=only is None and every, void=void)
                 except EchelonError as error:
                     raise Diverged(f"{self.name} cannot take what the head took: {error}") from error
+                self._floor = None
             else:
                 self._enter(frame, here, version)
-        return cover[~taken]
+        return cover.wire[:0] if every else cover.wire[~taken]
 
     def _part(self, now: float, head: str, frame: wire.Frame) -> np.ndarray:
         """A part of a snapshot; the shard if it is not taken."""
         meta = frame.meta
         shard = int(meta["shard"])
         one = np.array([shard], np.uint16)
-        if not self._accepts(head, meta["v"], one).all():
+        if not self._accepts(head, meta["v"], self.covers.of(one)).all():
             self._arriving.pop(shard, None)
             return one
         if meta["part"] == 0:

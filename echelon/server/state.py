@@ -14,6 +14,7 @@ import numpy as np
 
 from echelon.errors import ServerError
 from echelon.server import wire
+from echelon.server.covers import Cover
 from echelon.server.windows import ABSENT, Windows
 
 Part = tuple[dict[str, Any], list[np.ndarray]]
@@ -103,38 +104,39 @@ class State:
         self.windows = Windows(shards)
         self.pending: dict[int, list[Held]] = {}
 
-    def due(self, frame: wire.Frame, cover: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Of a push: per covered shard whether it is the next one there; and whether some shard misses one before it."""
+    def due(self, frame: wire.Frame, cover: Cover) -> tuple[np.ndarray | None, bool]:
+        """Of a push: per covered shard whether it is the next one there (None: on all); and whether some shard misses one before it."""
         meta = frame.meta
         slot = self.windows.slot(meta["worker"], meta["incarnation"])
-        last, seq = self.windows.last[slot, cover], meta["seq"]
-        fresh = last + 1 == seq
+        last, seq = self.windows.last[slot][cover.at], meta["seq"]
+        fresh = last == seq - 1
         if fresh.all():
-            return fresh, False
+            return None, False
         ahead = last + 1 < seq
         if ahead.any():
-            loose = self.windows.loose[slot, cover] & ahead
+            loose = self.windows.loose[slot][cover.at] & ahead
             return fresh | loose, bool((ahead & ~loose).any())
         return fresh, False
 
-    def push(self, frame: wire.Frame, cover: np.ndarray, *, version: int, whole: bool, void: bool) -> None:
+    def push(self, frame: wire.Frame, cover: Cover, *, version: int, whole: bool, void: bool) -> None:
         """Apply a push to `cover` (`whole`: that is all that it covers). `void`: only count it. An error: nothing has changed."""
-        meta = frame.meta
-        self.lsn[cover] += 1
+        meta, at = frame.meta, cover.at
+        self.lsn[at] += 1
         if meta["ops"] and not void:
             try:
-                self._operate(frame, None if whole else cover)
+                self._operate(frame, None if whole else cover.shards)
             except BaseException:
-                self.lsn[cover] -= 1
+                self.lsn[at] -= 1
                 raise
             if meta.get("aggregate") and not all(_at_once(op) for op in meta["ops"]):
-                self.pending.setdefault(meta["step"], []).append(Held(frame, cover))
-        self.stamp[cover] = version
+                self.pending.setdefault(meta["step"], []).append(Held(frame, cover.shards))
+        self.stamp[at] = version
         slot = self.windows.slot(meta["worker"], meta["incarnation"])
-        self.windows.last[slot, cover] = meta["seq"]
-        self.windows.loose[slot, cover] = False
+        self.windows.last[slot][at] = meta["seq"]
+        self.windows.loose[slot][at] = False
         if meta.get("tick"):
-            self.windows.clock[slot, cover] = np.maximum(self.windows.clock[slot, cover], meta["step"] + 1)
+            clock = self.windows.clock[slot]
+            clock[at] = np.maximum(clock[at], meta["step"] + 1)
 
     def _operate(self, frame: wire.Frame, fresh: np.ndarray | None) -> None:
         meta, step = frame.meta, frame.meta["step"] + 1
@@ -153,13 +155,13 @@ class State:
             elif not held:
                 self.store.apply(name, ids, values, lr=rates.get(name), lsn=self.lsn, step=step)
 
-    def commit(self, frame: wire.Frame, cover: np.ndarray, *, version: int) -> None:
+    def commit(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
         """Add up what is pending of a step, in the order of workers, and apply it once."""
-        self.lsn[cover] += 1
-        self.stamp[cover] = version
+        self.lsn[cover.at] += 1
+        self.stamp[cover.at] = version
         step = frame.meta["step"]
         members = np.zeros(self.shards, bool)
-        members[cover] = True
+        members[cover.at] = True
         together: dict[str, tuple[dict[str, Any], list[np.ndarray], list[Values], float | None]] = {}
         rest = []
         for held in sorted(self.pending.pop(step, []), key=lambda each: each.order):
@@ -181,24 +183,24 @@ class State:
             joined: Values = np.concatenate(grads) if "table" in op else [each for part in grads for each in part]
             self.store.apply(name, np.concatenate(keys), joined, lr=rate, lsn=self.lsn, step=step + 1)
 
-    def enrol(self, frame: wire.Frame, cover: np.ndarray, *, version: int) -> None:
+    def enrol(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
         """Count a worker from a clock on, where it is not counted yet. Arrays: cover, clocks."""
-        self.lsn[cover] += 1
-        self.stamp[cover] = version
+        self.lsn[cover.at] += 1
+        self.stamp[cover.at] = version
         whole, clocks = frame.arrays
         slot = self.windows.slot(frame.meta["worker"], frame.meta["incarnation"])
         starts = np.zeros(self.shards, np.int64)
         starts[whole] = clocks
-        now = self.windows.clock[slot, cover]
-        self.windows.clock[slot, cover] = np.where(now == ABSENT, starts[cover], now)
+        clock = self.windows.clock[slot]
+        clock[cover.at] = np.where(clock[cover.at] == ABSENT, starts[cover.at], clock[cover.at])
 
-    def expire(self, frame: wire.Frame, cover: np.ndarray, *, version: int) -> int:
+    def expire(self, frame: wire.Frame, cover: Cover, *, version: int) -> int:
         """Forget rows that nobody has written to since a log number. Arrays: cover, log numbers."""
-        self.lsn[cover] += 1
-        self.stamp[cover] = version
+        self.lsn[cover.at] += 1
+        self.stamp[cover.at] = version
         before = np.zeros(self.shards, np.int64)
         before[frame.arrays[0]] = frame.arrays[1]
-        return self.store.expire(frame.meta["table"], cover, before[cover])
+        return self.store.expire(frame.meta["table"], cover.shards, before[cover.shards])
 
     def _cut(self, frame: wire.Frame, fresh: np.ndarray | None) -> Iterator[tuple[dict[str, Any], np.ndarray, Values]]:
         """The operations of a push as far as they are on these shards (None: on all)."""

@@ -79,6 +79,10 @@ _KINDS = {code: dtype for dtype, code in _CODES.items()}
 
 Buffer = bytes | bytearray | memoryview
 
+_write = json.JSONEncoder(separators=(",", ":")).encode
+_scan = json.JSONDecoder().decode
+_descriptors = [struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1)]
+
 
 class WireError(ServerError):
     """Bytes that are no frame: the connection that they came over is closed."""
@@ -106,7 +110,7 @@ def encode(
     kind: int, request: int, meta: dict[str, Any], arrays: Sequence[np.ndarray] = (), *, flags: int = 0
 ) -> list[Buffer]:
     """A frame as buffers for sendmsg: arrays are not copied (unless they are not contiguous)."""
-    text = json.dumps(meta, separators=(",", ":")).encode() if meta else b"{}"
+    text = _write(meta).encode() if meta else b"{}"
     if len(text) > MAX_META:
         raise WireError(f"frame {NAMES.get(kind, kind)}: {len(text)} bytes of JSON; at most {MAX_META}")
     if not arrays:
@@ -116,7 +120,7 @@ def encode(
         code = _CODES.get(array.dtype)
         if code is None or array.ndim > MAX_NDIM:
             raise WireError(f"frame {NAMES.get(kind, kind)}: {array.dtype} of {array.ndim} dims cannot be sent")
-        described.append(struct.pack(f"<BB{array.ndim}Q", code, array.ndim, *array.shape))
+        described.append(bytes((code, array.ndim)) + _descriptors[array.ndim].pack(*array.shape))
     front = text + b"".join(described)
     length = HEADER.size + len(front)
     buffers: list[Buffer] = []
@@ -172,7 +176,7 @@ def layout(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[
     _magic, kind, _flags, _request, meta_length, count, _reserved, body = HEADER.unpack_from(view)
     at = HEADER.size + meta_length
     try:
-        meta = json.loads(bytes(view[HEADER.size : at]))
+        meta = _scan(str(view[HEADER.size : at], "utf-8"))
     except (ValueError, RecursionError):
         raise WireError(f"frame {NAMES.get(kind, kind)}: its meta is not JSON") from None
     if not isinstance(meta, dict):
@@ -185,7 +189,7 @@ def layout(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[
             dtype = _KINDS.get(code)
             if dtype is None or ndim > MAX_NDIM:
                 raise WireError(f"frame {NAMES.get(kind, kind)}: no array has dtype {code} and {ndim} dims")
-            described.append((dtype, struct.unpack_from(f"<{ndim}Q", view, at + 2)))
+            described.append((dtype, _descriptors[ndim].unpack_from(view, at + 2)))
             at += 2 + 8 * ndim
     except (IndexError, struct.error):
         raise WireError(f"frame {NAMES.get(kind, kind)}: its descriptors are cut off") from None

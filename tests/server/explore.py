@@ -28,6 +28,7 @@ from echelon.server import controller as controllers
 from echelon.server import wire
 from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Persist, Send
 from echelon.server.controller import Controller
+from echelon.server.covers import Cover, Covers
 from echelon.server.links import Sent
 from echelon.server.map import Map
 from echelon.server.outbox import Outbox, Section
@@ -113,7 +114,7 @@ def parsed(message: bytes) -> wire.Frame:
     return found
 
 
-_SHARED = (int, str, float, bytes, bool, type(None), wire.Frame, Map, Section, Sent, np.dtype)
+_SHARED = (int, str, float, bytes, bool, type(None), wire.Frame, Map, Section, Sent, Cover, Covers)
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -144,7 +145,7 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     return made
 
 
-_SKIPPED = {"counts", "settings", "reports", "_load", "_declare", "requests"}
+_SKIPPED = {"counts", "settings", "reports", "_load", "_declare", "requests", "covers"}
 
 
 def frozen(value: Any) -> Any:
@@ -153,6 +154,8 @@ def frozen(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray):
         return value.tobytes()
+    if isinstance(value, Cover):
+        return value.wire.tobytes()
     if isinstance(value, wire.Frame):
         return value.raw.tobytes()
     if isinstance(value, Map):

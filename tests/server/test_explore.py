@@ -52,7 +52,7 @@ def test_a_part_of_larger_cases(case: Case) -> None:
 
 
 def without_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Replica, "_accepts", lambda self, head, version, shards: np.ones(len(shards), bool))
+    patch.setattr(Replica, "_accepts", lambda self, head, version, cover: np.ones(len(cover), bool))
 
 
 def answered_early(patch: pytest.MonkeyPatch) -> None:
