@@ -41,7 +41,9 @@ class Blocks:
     @property
     def bytes(self) -> int:
         """Memory in use."""
-        return sum(self.cost(block) for block in self.held)
+        last = self.spec.blocks - 1
+        full = len(self.held) - (last in self.held)
+        return full * (self.cost(0) if full else 0) + (self.cost(last) if last in self.held else 0)
 
     def need(self, blocks: np.ndarray) -> int:
         """Bytes that blocks not yet here would take."""

@@ -738,6 +738,24 @@ def walk(index, start, mask, ri, words, free, clear, rows):
 
 
 @_compiled
+def written(index, start, mask, ri, words, since, ids, lsns):
+    """Ids and log numbers of a shard's rows that were written after `since`; how many."""
+    index, ri = _bare(index), _bare(ri)
+    n = 0
+    for at in range(start, start + mask + 1):
+        if at + 32 <= start + mask:
+            _fetch(ri, np.int64(index[at + 32] & _LOW) * words)
+        slot = index[at]
+        if slot != 0:
+            row = np.int64(slot & _LOW) * words
+            if ri[row + 1] > since:
+                ids[n] = ri[row]
+                lsns[n] = ri[row + 1]
+                n += 1
+    return n
+
+
+@_compiled
 def column(ri, words, rows, at, out):
     """The word `at` of each row: 0 its id, 1 its lsn."""
     n = rows.shape[0]

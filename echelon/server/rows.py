@@ -334,6 +334,14 @@ class Rows:
             self.used[shard] = 0
         return rows
 
+    def written(self, shard: int, since: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log numbers of a shard's rows that were written after a log number."""
+        ids, lsns = np.empty((2, int(self.used[shard])), np.int64)
+        n = k.written(
+            self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, since, ids, lsns
+        )
+        return ids[:n], lsns[:n]
+
     def column(self, rows: np.ndarray, at: int) -> np.ndarray:
         """Ids (0) or log numbers (1) of rows."""
         out = np.empty(len(rows), np.int64)

@@ -125,9 +125,7 @@ class Store:
         for i, shard in enumerate(shards):
             if left <= 0:
                 break
-            ids, lsns = self._written(name, int(shard))
-            new = lsns > until[i]
-            ids, lsns = ids[new], lsns[new]
+            ids, lsns = self._written(name, int(shard), int(until[i]))
             if not len(ids):
                 continue
             order = np.argsort(lsns, kind="stable")
@@ -138,14 +136,12 @@ class Store:
             left -= cut
         return np.concatenate(found) if found else np.empty(0, np.int64), until
 
-    def _written(self, name: str, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        if name in self._blocks:
-            dense = self._blocks[name]
-            here = [b for b in sorted(dense.held) if dense.shard[b] == shard]
-            return np.array(here, np.int64), np.array([dense.held[b].lsn for b in here], np.int64)
-        table = self._table(name)
-        rows = table.of(shard)
-        return table.column(rows, 0), table.column(rows, 1)
+    def _written(self, name: str, shard: int, since: int) -> tuple[np.ndarray, np.ndarray]:
+        if name not in self._blocks:
+            return self._table(name).written(shard, since)
+        dense = self._blocks[name]
+        here = [b for b in sorted(dense.held) if dense.shard[b] == shard and dense.held[b].lsn > since]
+        return np.array(here, np.int64), np.array([dense.held[b].lsn for b in here], np.int64)
 
     # Writing
 
