@@ -1,0 +1,215 @@
+"""Ray places, starts and watches: two nodes on one machine, and everything on them dies in turn.
+
+The cluster's test needs Ray (`pip install 'echelon[ray]'`); which node a server goes to is decided without it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echelon.server.client import Client, connect
+from echelon.server.kinds import Init, Rule, Table
+from echelon.server.on_ray import RayServers, Worker
+from echelon.server.spread import Node, choose, crowded
+
+NODES = [Node(id=name, cpus=4.0, memory=100.0) for name in "abc"]
+IDS = np.arange(64)
+#: The rows in which each life of each worker counts its pushes.
+OWN = 1000
+
+
+def test_servers_go_where_the_fewest_are():
+    taken: dict[str, int] = {}
+    for _ in range(7):
+        node = choose(NODES, taken)
+        assert node is not None
+        taken[node] = taken.get(node, 0) + 1
+    assert sorted(taken.values()) == [2, 2, 3]
+    assert choose(NODES, {"a": 1, "b": 0, "c": 0}, avoid="b") == "c"
+    assert choose(NODES[:1], {}, avoid="a") == "a"
+
+
+def test_servers_go_only_where_they_fit():
+    assert choose(NODES, {"a": 4, "b": 3, "c": 4}, cpus=1.0) == "b"
+    assert choose(NODES, {"a": 4, "b": 4, "c": 4}, cpus=1.0) is None
+    assert choose(NODES, {"a": 1}, memory=60.0) == "b"
+    assert choose(NODES, {}, memory=101.0) is None
+
+
+def test_a_node_is_crowded_when_another_could_have_one_of_its_servers():
+    assert crowded(NODES, {"a": 2, "b": 1}) == "a"
+    assert crowded(NODES, {"a": 1, "b": 1}) is None
+    assert crowded(NODES, {"a": 2, "b": 1, "c": 1}) is None
+    assert crowded(NODES[:1], {"a": 2}) is None
+    assert crowded(NODES, {}) is None
+
+
+def test_importing_the_servers_does_not_load_ray():
+    code = "import sys, echelon.server, echelon.server.on_ray; print('ray' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    from echelon.errors import ServerError
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ServerError, match=r"need Ray.*pip install 'echelon\[ray\]'"):
+        RayServers(2)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two nodes with addresses of their own, on one machine."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else they start only once nobody else wants the processor
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'echelon[ray]'")
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 3, "object_store_memory": 80 << 20}
+    found = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    try:
+        found.small = small
+        found.second = found.add_node(**small, node_ip_address="127.0.0.2")
+        ray.init(address=found.address, log_to_driver=False)
+        yield found
+    finally:
+        ray.shutdown()
+        found.shutdown()
+
+
+def until(what: Callable[[], Any], patience: float = 240.0) -> Any:
+    """What it gives once it gives something."""
+    deadline = time.monotonic() + patience
+    while not (found := what()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(cluster: Any, tmp_path: Path):
+    import ray
+
+    path = tmp_path / "said"
+    path.mkdir()
+
+    def work(client: Client, worker: Worker) -> int:
+        """Push ones until told to end; what was sent and what was acknowledged is on the disk before the next."""
+        client.declare(Table(name="sums", dim=4, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros")))
+        own = OWN + worker.number * 100 + worker.life
+        ids = np.append(IDS, own)
+        pid = path / f"{own}.pid"
+        (path / f"{own}.node").write_text(worker.node)
+        pid.write_text(str(os.getpid()))
+        count = 0
+        with open(path / f"{own}.sent", "w") as sent, open(path / f"{own}.acknowledged", "w") as acknowledged:
+            while not (path / "enough").exists():
+                count += 1
+                print(count, file=sent, flush=True)
+                client.push({"sums": (ids, np.full((65, 4), -1.0, np.float32))})
+                print(client.acknowledged(), file=acknowledged, flush=True)
+                time.sleep(0.01)
+        return count
+
+    def last(file: Path) -> int:
+        lines = file.read_text().split()
+        return int(lines[-1]) if lines else 0
+
+    def whole(servers: RayServers, nodes: int) -> Any:
+        """Two servers that both hold everything, on so many nodes, and the controller answers."""
+        try:
+            report = servers.status()
+        except Exception:
+            return None
+        seats = report["servers"]
+        held = all(each["replicas"] == 32 and each["here"] for each in seats.values())
+        right = len(seats) == 2 and held and not (report["short"] or report["learning"] or report["unplaced"])
+        return report if right and len({each["host"] for each in seats.values()}) == nodes else None
+
+    def acknowledged() -> int:
+        return sum(last(file) for file in path.glob("*.acknowledged"))
+
+    def go_on(more: int = 20) -> None:
+        """Pushes are acknowledged again."""
+        before = acknowledged()
+        until(lambda: acknowledged() > before + more)
+
+    def lives() -> int:
+        return len(list(path.glob("*.pid")))
+
+    with RayServers(2, replicas=2, shards=32, cpus=0.5) as servers:
+        first = until(lambda: whole(servers, 2))
+        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
+        for name, seat in first["servers"].items():
+            assert seat["host"] == seat["node"] == servers.servers[name].node
+            assert seat["address"].rpartition(":")[0] == addresses[seat["host"]]
+
+        results: list[list[int]] = []
+        workers = threading.Thread(target=lambda: results.append(servers.run(work, 2, cpus=0.5)), daemon=True)
+        workers.start()
+        until(lambda: lives() == 2)
+        go_on()
+        assert len({file.read_text() for file in path.glob("*.node")}) == 2
+
+        # A server's actor, as Ray ends it.
+        (victim, *_), names = list(servers.servers.values()), set(servers.servers)
+        ray.kill(victim.actor)
+        go_on()
+        until(lambda: victim.name not in (whole(servers, 2) or {"servers": names})["servers"])
+
+        # The controller's process: nothing stops, and the next one goes on from its file.
+        version, pid = servers.status()["version"], until(lambda: servers.controller.pid)
+        os.kill(pid, signal.SIGKILL)
+        go_on()
+        assert until(lambda: whole(servers, 2))["version"] >= version
+        assert until(lambda: servers.controller.pid) != pid
+
+        # A worker's process: it is replaced under a new incarnation.
+        os.kill(int((path / f"{OWN}.pid").read_text()), signal.SIGKILL)
+        until(lambda: lives() == 3)
+        go_on()
+
+        # A node with all that is on it: its server, and a worker if one is there.
+        cluster.remove_node(cluster.second)
+        go_on()
+        until(lambda: whole(servers, 1))
+        go_on()
+
+        # Another node comes: the two servers are on one, and spread again.
+        cluster.add_node(**cluster.small, node_ip_address="127.0.0.3")
+        until(lambda: whole(servers, 2))
+        go_on()
+
+        (path / "enough").touch()
+        workers.join(240.0)
+        assert not workers.is_alive()
+        (counts,) = results
+        with connect(servers.address, secret=servers.secret, worker="reader") as reader:
+            reader.declare(Table(name="sums", dim=4, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros")))
+            rows = reader.pull({"sums": np.append(IDS, np.arange(OWN, OWN + 200))})["sums"]
+            digests = reader.digests()
+    own = rows[64:, 0]
+    assert all(len(each) == 2 and len(set(each.values())) == 1 for each in digests.values())
+    applied = 0
+    for file in path.glob("*.sent"):
+        number = int(file.stem) - OWN
+        assert last(file.with_suffix(".acknowledged")) <= own[number] <= last(file), file.stem
+        applied += int(own[number])
+    assert applied == own.sum()
+    assert (rows[:64] == applied).all()
+    for number, count in enumerate(counts):
+        # The last life of each ended well: each of its pushes, exactly once.
+        life = max(int(file.stem) for file in path.glob("*.sent") if (int(file.stem) - OWN) // 100 == number)
+        assert own[life - OWN] == count
