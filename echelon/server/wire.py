@@ -133,7 +133,7 @@ def encode(
             buffers.append(gap)
             buffers.append(np.ascontiguousarray(array).data.cast("B"))
             gap = b""
-    if gap:
+    if gap or not buffers:
         buffers.append(gap)
     header = HEADER.pack(MAGIC, kind, flags, request, len(text), len(arrays), 0, length - HEADER.size)
     buffers[0] = header + front + bytes(buffers[0])
