@@ -30,6 +30,8 @@ from echelon.simulator.stack import Stack
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
+#: Of a step, what a device may wait for its host before a note says so.
+_WAITS = 0.05
 #: Reading and collating one sample costs about so many operators' overhead.
 _SAMPLE = 1
 
@@ -200,15 +202,25 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     held, where = max(
         (memory(part.profile, plan, load, part.waiting, part.freed) for part in ranks), key=lambda each: each[0].peak
     )
+    time = max(rank_times(profile, cluster, plan), key=lambda each: each.step)
     return Forecast(
         plan=plan,
         batch=profile.batch,
-        time=max(rank_times(profile, cluster, plan), key=lambda each: each.step),
+        time=time,
         memory=held,
         capacity=load.capacity,
         peak_at=where,
-        notes=_notes(profile, cluster, plan, load),
+        notes=(*_notes(profile, cluster, plan, load), *_slow_host(cluster, time)),
     )
+
+
+def _slow_host(cluster: Cluster, time: Time) -> list[str]:
+    if cluster.kind != "cuda" or time.overhead < _WAITS * time.step:
+        return []
+    return [
+        f"the device waits {time.overhead / time.step:.0%} of the step for its host, which issues operators more slowly than they run: larger "
+        "micro-batches help, and how long it takes depends on what else the host does"
+    ]
 
 
 def _served(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:

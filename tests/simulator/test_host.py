@@ -49,6 +49,8 @@ def test_a_slow_host_makes_a_step_longer_by_what_it_was_measured_at() -> None:
     assert fast.time.overhead == 0.0
     host = 2 * (8 * 10.0 + 8 * 20.0) + 4 * 10.0
     assert slow.time.overhead == pytest.approx(host, rel=1e-3)
+    told = [[note for note in each.notes if "waits" in note] for each in (fast, slow)]
+    assert [len(each) for each in told] == [0, 1]
 
 
 def test_blocks_that_are_computed_again_cost_the_host_what_that_was_measured_at() -> None:
