@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from echelon.engine.ranks import Ranks
 from echelon.errors import EchelonError
 from echelon.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from echelon.server.client import Client
+    from echelon.server.embedded import Servers
 
 #: Under which the servers' files lie in a checkpoint.
 FOLDER = "server"
@@ -22,25 +25,25 @@ class Keeper:
 
     def __init__(self, plan: Plan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
-        self._servers: Any = None
-        self._client: Any = None
+        self._servers: Servers | None = None
+        self._client: Client | None = None
 
     @property
-    def client(self) -> Any:
+    def client(self) -> Client:
         """This rank's connection."""
         assert self._client is not None, "open() comes first"
         return self._client
 
     def open(self, restore: Path | None = None) -> None:
         """Start servers, with what others wrote to `restore`, and connect."""
-        connect = import_module("echelon.server").connect
-        servers = import_module("echelon.server.embedded").Servers
+        from echelon.server import connect
+        from echelon.server.embedded import Servers
 
         plan, ranks = self._plan, self._ranks
         told: tuple[str, bytes] = "", b""
         with ranks.together():
             if ranks.world.main:
-                self._servers = servers(
+                self._servers = Servers(
                     plan.servers,
                     replicas=plan.replicas,
                     shards=SHARDS,

@@ -91,6 +91,16 @@ class Hub:
             self.close()
             raise
 
+    @property
+    def rank(self) -> int:
+        """Of the data axis."""
+        return self._run.data.rank
+
+    @property
+    def ranks(self) -> int:
+        """That push."""
+        return self._run.data.size
+
     # The beginning
 
     def _declared(self, run: Run) -> list[Any]:
@@ -208,6 +218,10 @@ class Hub:
                 self._made[path] = _combined(made)
         self._rows = {}
 
+    def forget(self) -> None:
+        """Drop this rank's gradients of rows."""
+        self._made = {}
+
     def scale(self, factor: float | Tensor) -> None:
         """Multiply this rank's gradients of rows."""
         for _, grads in self._made.values():
@@ -225,13 +239,13 @@ class Hub:
             self.updates += 1
         self._made = {}
         client = self._keeper.client
+        client.push(tables, dense=dense, lr=rates, tick=True)
         coming, self._coming = self._coming, None
         if coming is not None:
             wanted = self._foresight.ids([micro.batch for micro in coming.micros])
             if wanted:
-                # Of the step after this: under staleness=0 the answer waits for the pushes of all.
-                client.prefetch({self._tables[path].name: ids for path, ids in wanted.items()})
-        client.push(tables, dense=dense, lr=rates, tick=True)
+                # Of the step that now begins: under staleness=0 the answer waits for the pushes of all.
+                client.prefetch({self._tables[path].name: ids for path, ids in wanted.items()}, ahead=0)
         self.take_over()
 
     @torch.no_grad()

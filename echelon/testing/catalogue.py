@@ -31,6 +31,7 @@ from echelon.engine.layout import local
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.run import Run
+from echelon.engine.served import Hub
 from echelon.engine.state import optimizer_tensors, piece_of
 from echelon.errors import EchelonError
 from echelon.job import Job
@@ -365,6 +366,40 @@ def _rate_per_micro_batch() -> Sequence[AbstractContextManager[object]]:
         return step
 
     return [patch.object(Run, "update", hurried)]
+
+
+# A parameter server
+
+
+@_fault(
+    "push lost",
+    "what one rank pushes of its rows at one step never reaches the server, which goes on without it",
+    needs="exchange=server, dp > 1",
+)
+def _push_lost() -> Sequence[AbstractContextManager[object]]:
+    push = Hub.push
+
+    def losing(self: Hub, **how: Any) -> None:
+        if self.updates == 0 and self.rank == 1:
+            self.forget()
+        push(self, **how)
+
+    return [patch.object(Hub, "push", losing)]
+
+
+@_fault(
+    "rows of each rank weigh alike",
+    "each rank pushes the mean over its own samples, and the server adds them up",
+    needs="exchange=server, dp > 1",
+)
+def _rows_alike() -> Sequence[AbstractContextManager[object]]:
+    collect = Hub.collect
+
+    def unweighed(self: Hub) -> None:
+        collect(self)
+        self.scale(self.ranks)
+
+    return [patch.object(Hub, "collect", unweighed)]
 
 
 @_fault("gradients not cleared", "a step's gradient still holds that of the step before", needs="two steps")

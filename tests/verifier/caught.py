@@ -53,6 +53,8 @@ CAUGHT = [
     Caught("optimizer state in the wrong order", "dp=2 zero=3", ("keys", "gpt-tied", "vgg"), ("(optimizer state) at step 0", "rank 0 of dp has what belongs to rank 1")),
     Caught("optimizer state in the wrong order", "tp=2", ("gpt-tied", "llama", "mixer"), ("(optimizer state) at step 0", "rank 0 of tp has what belongs to rank 1")),
     Caught("learning rate per micro-batch", "micro=2", ("shapes", "gpt-tied", "vgg"), ("parameter of", "at step 1", "the schedule gives that after 4 steps: it is stepped once per micro-batch")),
+    Caught("push lost", "dp=2 exchange=server rows=40", ("users", "clicks", "sparse"), ("at step 0", "the gradients agree")),
+    Caught("rows of each rank weigh alike", "dp=2 exchange=server rows=40", ("users", "clicks", "sparse"), ("gradient of users.weight at step 0", "dp = 2 times the reference")),
     Caught("gradients not cleared", "dp=2", ("norm", "gpt-untied", "vgg"), ("at step 1", "the gradient of the step before is still in it")),
 ]  # fmt: skip
 

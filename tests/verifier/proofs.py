@@ -106,12 +106,48 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+class Clicked(nn.Module):
+    """A table of single ids and bags of ids; ids of the bags are made from the batch, so that they cannot be foreseen."""
+
+    def __init__(self, *, sparse: bool = False, bags: bool = True) -> None:
+        super().__init__()
+        self.users = nn.Embedding(60, 4, padding_idx=0, sparse=sparse)
+        kinds = ("sum", "mean") if bags else ()
+        self.items = nn.ModuleList([nn.EmbeddingBag(40, 4, mode=mode, sparse=sparse) for mode in kinds])
+        self.hidden, self.head = nn.Linear(4 + 4 * len(kinds), 6), nn.Linear(6, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = [self.users(ids[:, 0]), *(bag(ids[:, 1:] % 40) for bag in self.items)]
+        return self.head(self.hidden(torch.cat(rows, 1)).relu()).squeeze(1)
+
+
+def click_loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """Clicks count twice, so that samples weigh differently."""
+    weights = 1 + batch[-1]
+    return (weights * F.binary_cross_entropy_with_logits(output, batch[-1], reduction="none")).sum(), weights.sum()
+
+
+def apart(named: Any) -> list[torch.optim.Optimizer]:
+    """Tables by SparseAdam, the rest by AdamW."""
+    pairs = list(named)
+    tables = [value for name, value in pairs if name.startswith(("users", "items"))]
+    rest = [value for name, value in pairs if not name.startswith(("users", "items"))]
+    return [torch.optim.SparseAdam(tables, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+
+
+CLICKS = torch.randint(0, 60, (41, 4), generator=torch.Generator().manual_seed(4))
+CLICKED = torch.randint(0, 2, (41,), generator=torch.Generator().manual_seed(5)).float()
+
+
 def make_job(name: str, **changes: Any) -> Job:
     """`gpt`: tied weights, dropout, tokens that count, clipping, AdamW. `norm`: batch norm, a mean, SGD. `keys`: AdamW's worst.
     `gated`: control flow by values. `aside`: an output that the loss does not use. `twice`: another number of calls on some ranks. `counts`: a buffer of whole
-    numbers that differs over ranks."""
+    numbers that differs over ranks. `users`, `clicks`, `sparse`: tables that a server can hold, under each rule that it has for them; their
+    batches are not divided by two ranks, and the last is short."""
     tokens = {"data": TensorDataset(TOKENS[:, :-1], TOKENS[:, 1:]), "loss": token_loss}
     vectors = {"data": TensorDataset(X, Y), "loss": lambda output, batch: F.cross_entropy(output, batch[1])}
+    mean = lambda output, batch: F.binary_cross_entropy_with_logits(output, batch[-1])  # noqa: E731
+    clicks = {"data": TensorDataset(CLICKS, CLICKED), "loss": mean, "batch": 15}
     jobs: dict[str, dict[str, Any]] = {
         "gpt": tokens
         | {
@@ -135,6 +171,16 @@ def make_job(name: str, **changes: Any) -> Job:
         },
         "twice": vectors | {"model": Twice, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
         "counts": vectors | {"model": Counting, "batch": 12, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
+        "users": clicks | {"model": lambda: Clicked(bags=False), "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)},
+        "clicks": clicks
+        | {
+            "model": Clicked,
+            "loss": click_loss,
+            "optimizer": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
+            "schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 1, 0.9),
+        },
+        "sparse": clicks | {"model": lambda: Clicked(sparse=True), "optimizer": apart, "clip": 0.05},
+        "sparse-free": clicks | {"model": lambda: Clicked(sparse=True), "optimizer": apart},
         "keys": tokens | {"model": Attention, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
     }
     return Job(**{"batch": 8, "epochs": 2} | jobs[name] | changes)

@@ -1,0 +1,63 @@
+"""Trainings with a parameter server, called on every rank of the pool."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from echelon.engine.agreement import Agreement
+from echelon.engine.ranks import Ranks
+from echelon.engine.run import Run
+from echelon.plan.plan import Plan
+from echelon.plan.served import Served
+from echelon.plan.text import from_text
+from echelon.world import World
+from tests.verifier.proofs import make_job
+
+TABLES = (
+    Served(path="users", rows=60, dim=4),
+    Served(path="items.0", rows=40, dim=4),
+    Served(path="items.1", rows=40, dim=4),
+)
+
+
+def plan_of(text: str) -> Plan:
+    """With the tables of the job `clicks`."""
+    plan = from_text(f"{text} threads=1")
+    return dataclasses.replace(plan, tables=TABLES) if plan.served else plan
+
+
+def train(
+    world: World, text: str, *, stop: int, load: str | None = None, save: str | None = None, **changes: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    """All parameters after `stop` steps, on rank 0, and the losses; from and to a checkpoint where one is named."""
+    with Run(make_job("clicks", **changes), plan_of(text), world) as run:
+        if load is not None:
+            run.load(Path(load))
+        losses = [float(run.step(batch).loss) for batch in run.batches(stop)]
+        run.meet()
+        if save is not None:
+            run.save(Path(save))
+        state = run.gather()
+        held = {} if state is None else {name: value for name, value in state.parameters.items() if len(value)}
+        evaluated = run.evaluate(run.job.data)
+        return held | (run.hub.whole() if run.hub is not None else {}), [*losses, evaluated["loss"]]
+
+
+def stop_together(world: World, asked_at: int, lead: int) -> int:
+    """The step at which this rank stops where the last is asked to and the others go ahead of it as they may."""
+    import time
+
+    ranks = Ranks(world)
+    agreement = Agreement(ranks, lead - 1)
+    step = 0
+    while True:
+        step += 1
+        if world.rank == world.size - 1:
+            time.sleep(0.005)
+        if agreement.tell(step, asked=world.rank == world.size - 1 and step >= asked_at):
+            agreement.settle()
+            return step

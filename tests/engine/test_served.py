@@ -1,0 +1,75 @@
+"""A parameter server in a training: the numbers of one device, through checkpoints, on other numbers of ranks and servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.engine.build import unmade
+from echelon.engine.rules import rule_of
+from echelon.errors import ForeignCheckpoint, JobError
+from echelon.plan.served import Served
+from echelon.testing.ranks import Pool
+from tests.engine.served import stop_together, train
+
+pytest.importorskip("numba")
+
+
+def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: Path) -> None:
+    """Two ranks to a checkpoint after three steps, then one rank with more servers, all else on the servers or not."""
+    (true, losses), *_ = ranks.run(1, train, "dp=1", stop=6)
+    saved = str(tmp_path / "step-3")
+    (_, before), *_ = ranks.run(2, train, "dp=2 micro=4 exchange=server", stop=3, save=saved, timeout=120)
+    assert before[:3] == pytest.approx(losses[:3], rel=1e-5)
+    (mine, after), *_ = ranks.run(
+        1, train, "dp=1 exchange=server servers=2 replicas=2", stop=6, load=saved, timeout=120
+    )
+    assert after == pytest.approx(losses[3:], rel=1e-5)  # the loss of an evaluation is the last
+    assert mine.keys() == true.keys()
+    for name, value in true.items():
+        assert torch.allclose(mine[name], value, rtol=1e-4, atol=1e-6), name
+    with pytest.raises(Exception, match=r"items\.0\.weight was trained by a parameter server there") as refused:
+        ranks.run(1, train, "dp=1", stop=6, load=saved)
+    assert isinstance(refused.value.__cause__, ForeignCheckpoint)
+
+
+def test_ranks_that_do_not_wait_stop_at_the_same_step(ranks: Pool) -> None:
+    for lead in (1, 3):
+        assert len(set(ranks.run(3, stop_together, 5, lead))) == 1
+
+
+def test_rules_that_servers_cannot_keep_are_refused() -> None:
+    rows = [nn.Parameter(torch.zeros(3, 2))]
+    for optimizer, words in (
+        (torch.optim.AdamW(rows), "AdamW moves every row at every step"),
+        (torch.optim.SGD(rows, lr=0.1, momentum=0.9), "momentum=0.9 of SGD moves every row"),
+        (torch.optim.Adagrad(rows, weight_decay=0.1), "weight_decay=0.1 of Adagrad moves every row"),
+        (torch.optim.RMSprop(rows), "no server computes RMSprop"),
+    ):
+        with pytest.raises(JobError, match=words):
+            rule_of("users.weight", optimizer, optimizer.param_groups[0], table=True)
+    adam = torch.optim.AdamW(rows, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-7)
+    rule = rule_of("head.weight", adam, adam.param_groups[0], table=False)
+    assert (rule.kind, rule.beta1, rule.beta2, rule.eps, rule.weight_decay, rule.decoupled) == (
+        "adam",
+        0.8,
+        0.9,
+        1e-7,
+        0.1,
+        True,
+    )
+    strange = torch.optim.Adam(rows, amsgrad=True)
+    with pytest.raises(JobError, match="amsgrad=True is not done by servers"):
+        rule_of("head.weight", strange, strange.param_groups[0], table=False)
+
+
+def test_a_table_that_begins_on_servers_is_never_made() -> None:
+    huge = Served(path="users", rows=10**12, dim=8, start="server")  # 32 TB
+    with unmade([huge]):
+        model = nn.ModuleDict({"users": nn.Embedding(10**12, 8), "days": nn.EmbeddingBag(7, 8)})
+    assert model["users"].weight.is_meta
+    assert not model["days"].weight.is_meta
+    assert not nn.Embedding(3, 8).weight.is_meta

@@ -1,0 +1,42 @@
+"""Proofs with a parameter server: the numbers of one device in float64, and the bound that ranks keep."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from echelon.plan.certificate import Certificate, Finding
+from echelon.plan.text import from_text
+from echelon.testing.ranks import Pool
+from echelon.verifier.compare import BOUND
+from echelon.verifier.served import in_step, with_bound
+from tests.verifier.caught import certify
+
+pytest.importorskip("numba")
+
+
+def test_all_parameters_on_servers_within_a_bound(ranks: Pool) -> None:
+    certificate = certify(ranks, "sparse-free", "dp=2 exchange=server rows=40 dense=server staleness=1")
+    assert certificate.verified, certificate.divergent
+    found = {finding.kind: finding for finding in certificate.findings}
+    assert found["staleness"].worst <= found["staleness"].bound == 1
+    assert all(each.worst <= BOUND for kind, each in found.items() if kind != "staleness")
+    assert "numbers are proved with all ranks in step" in certificate.notes[0]
+
+
+def test_a_bound_that_is_not_kept_is_no_certificate() -> None:
+    plan = from_text("dp=2 exchange=server staleness=2")
+    good = Certificate(
+        plan=in_step(plan), job="", model="", versions={}, batch=8, steps=2, verified=True,
+        findings=(Finding(kind="loss", tensors=1, worst=0.0, where="loss", bound=BOUND),),
+    )  # fmt: skip
+    assert with_bound(good, plan, (2, 9)).verified
+    broken = with_bound(good, plan, (3, 9))
+    assert not broken.verified
+    assert "rows read 3 steps ahead of the slowest rank: the bound is staleness=2" in broken.divergent
+    free = with_bound(
+        dataclasses.replace(good, plan=in_step(plan)), dataclasses.replace(plan, staleness=None), (30, 40)
+    )
+    assert free.verified
+    assert "up to 30 steps ahead of the slowest" in free.notes[0]
