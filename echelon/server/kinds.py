@@ -140,7 +140,7 @@ class Dense:
 
     def __post_init__(self) -> None:
         _named("dense", self.name)
-        _whole(f"{self.name}.size", self.size, 1, 2**48)
+        _whole(f"{self.name}.size", self.size, 1, 2**38)
         _dtype(self.name, self.dtype)
 
     @property

@@ -235,9 +235,12 @@ class Rows:
             int(self.free[1]) + new <= self.most + 1 and self._bump + int(self._grown(missing)[1].sum()) <= self._slots
         )
 
-    def make_room(self, missing: np.ndarray) -> None:
-        """Claims what `need` counted; afterwards rows can be made. Raises StoreFull before anything changes."""
+    def claim(self, missing: np.ndarray) -> None:
+        """Takes what rows not yet there need of the spill file, if that is where they go. Raises StoreFull before anything changes."""
         self._claim(int(self.free[1]) + self._fresh(missing))
+
+    def grow(self, missing: np.ndarray) -> None:
+        """Makes the index large enough; afterwards that many more rows can be made."""
         which, slots = self._grown(missing)
         for shard, size in zip(which.tolist(), slots.tolist(), strict=True):
             start, mask = int(self.starts[shard]), int(self.masks[shard])
@@ -332,6 +335,8 @@ class Rows:
         k.walk(self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, self.free, clear, rows)
         if clear:
             self.used[shard] = 0
+            self._let_go(int(self.starts[shard]), int(self.masks[shard]) + 1)
+            self.starts[shard], self.masks[shard] = self._region(_LEAST), _LEAST - 1
         return rows
 
     def written(self, shard: int, since: int) -> tuple[np.ndarray, np.ndarray]:

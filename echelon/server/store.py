@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class Store:
         self.spill = spill
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._bound = physical if memory is None else memory
-        self._room = self._bound if spill is None else _free(spill)
+        #: Addresses per table: a replica may have to go beyond its bound (see `unbounded`).
+        beyond = physical if memory is None else min(4 * memory, max(2 * memory, physical))
+        self._room = beyond if spill is None else _free(spill)
+        self._bounded = True
         self._rows: dict[str, Rows] = {}
         #: Ids that were pushed to, but not often enough yet: a table of counts each.
         self._waiting: dict[str, Rows] = {}
@@ -65,7 +69,7 @@ class Store:
             count = Table(
                 name=spec.name, dim=1, rule=Rule(kind="sgd"), init=Init(kind="zeros"), dtype="f8", stored="f8"
             )
-            self._waiting[spec.name] = Rows(count, shards=self.shards, room=self._bound, spill=None)
+            self._waiting[spec.name] = Rows(count, shards=self.shards, room=self._bound // 2, spill=None)
 
     @property
     def specs(self) -> dict[str, Table | Dense]:
@@ -81,6 +85,15 @@ class Store:
         for block in blocks.tolist():
             dense.spec.length(block)
         return dense.shard[blocks]
+
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """Within it memory has no bound: a backup takes what its head took, and a commit what was acknowledged, or they part."""
+        self._bounded = False
+        try:
+            yield
+        finally:
+            self._bounded = True
 
     # Reading
 
@@ -160,6 +173,7 @@ class Store:
         `lsn`: of each of all shards, the log number of this entry; `step`: counted from 1, for rules that go by it.
         """
         ids = _ids(ids)
+        _rate(name, lr)
         if name in self._blocks:
             self._apply_blocks(self._blocks[name], ids, grads, lr=lr, lsn=lsn, step=step)
             return
@@ -200,29 +214,43 @@ class Store:
             if block not in dense.held:
                 dense.set(block, value, 0 if lsn is None else int(lsn[dense.shard[block]]))
 
-    def prepare(self, entry: Iterable[tuple[str, np.ndarray, Any]], step: int | None = None) -> None:
-        """Raises what pushes of these (name, ids or blocks, values), all of them together, would raise; changes nothing."""
-        tables: list[tuple[Rows, np.ndarray]] = []
-        blocks = 0
-        for name, keys, values in entry:
+    def prepare(
+        self, entry: Iterable[tuple[Any, ...]], step: int | None = None, rates: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raises what these operations, all of them together, would raise; changes nothing.
+
+        Each is (name, ids or blocks, values), an update, or has a fourth item: "apply", "assign" (a table's rows) or "set" (blocks).
+        """
+        pushed: dict[str, list[np.ndarray]] = {}
+        assigned: dict[str, list[np.ndarray]] = {}
+        blocks: dict[str, list[np.ndarray]] = {}
+        for name, keys, values, *how in entry:
             ids = _ids(keys)
-            if name in self._blocks:
-                dense = self._blocks[name]
+            what = how[0] if how else "apply"
+            _rate(name, (rates or {}).get(name))
+            if what == "set" or (what == "apply" and name in self._blocks):
+                dense = self._dense(name)
                 _block_values(dense, ids, values)
-                dense.check(sorted(set(ids.tolist())), step)
-                blocks += dense.need(ids)
+                if what == "apply":
+                    dense.check(sorted(set(ids.tolist())), step)
+                blocks.setdefault(name, []).append(ids)
                 continue
             table = self._table(name)
-            table.check(step)
             _values(table, ids, values)
-            if not k.unique(ids, table_for(len(ids))):
-                ids = np.unique(ids)
-            _, missing, absent = table.find(ids)
+            if what == "apply":
+                table.check(step)
+            (pushed if what == "apply" else assigned).setdefault(name, []).append(ids)
+        needs: list[tuple[Rows, np.ndarray]] = []
+        for name, parts in assigned.items():
+            needs.append((self._table(name), self._table(name).find(_distinct(parts))[1]))
+        for name, parts in pushed.items():
+            ids = _distinct(parts)
+            _, missing, absent = self._table(name).find(ids)
             if absent and name in self._waiting:
-                tables += self._split(table, ids)[3]
+                needs += self._split(self._table(name), ids)[3]
             elif absent:
-                tables.append((table, missing))
-        self._check(tables, blocks)
+                needs.append((self._table(name), missing))
+        self._check(needs, sum(self._blocks[name].need(np.concatenate(parts)) for name, parts in blocks.items()))
 
     def expire(self, name: str, shards: Sequence[int], before_lsn: int | np.ndarray) -> int:
         """Removes rows whose last write is before that log number (one for all, or one per shard named); how many rows."""
@@ -260,7 +288,7 @@ class Store:
         return parts
 
     def install(self, shard: int, parts: Sequence[Part]) -> None:
-        """A shard as `snapshot` gave it; what was here of it is dropped, also if there is no room (StoreFull)."""
+        """A shard as `snapshot` gave it, instead of what was here of it. Raises before anything changes."""
         tables: dict[tuple[str, str], list[np.ndarray]] = {}
         blocks: list[tuple[Blocks, int, Block]] = []
         for meta, arrays in parts:
@@ -269,21 +297,33 @@ class Store:
                 blocks.append(self._installed_block(shard, meta, arrays))
             else:
                 tables.setdefault((kind, name), []).append(self._installed_rows(shard, kind, name, arrays))
-        self.drop(shard)
-        needs = []
+        needs, before = [], {}
         for (kind, name), chunks in tables.items():
+            table = self._kept(kind)[name]
             missing = np.zeros(self.shards, np.int64)
-            missing[shard] = sum(len(chunk) for chunk in chunks)
-            needs.append(((self._rows if kind == "rows" else self._waiting)[name], missing))
-        self._make_room(needs, sum(dense.cost(block) for dense, block, _ in blocks))
+            # The rows that are dropped first are used again.
+            before[id(table)] = int(table.used[shard])
+            missing[shard] = sum(len(chunk) for chunk in chunks) - before[id(table)]
+            needs.append((table, missing))
+        held = sum(dense.cost(b) for dense in self._blocks.values() for b in dense.held if dense.shard[b] == shard)
+        self._check(needs, sum(dense.cost(block) for dense, block, _ in blocks) - held)
+        for table, missing in needs:
+            table.claim(missing)
+        self.drop(shard)
+        for table, missing in needs:
+            missing[shard] += before[id(table)]
+            table.grow(missing)
         for (kind, name), chunks in tables.items():
             for chunk in chunks:
-                (self._rows if kind == "rows" else self._waiting)[name].insert(chunk)
-        for dense, block, held in blocks:
-            dense.held[block] = held
+                self._kept(kind)[name].insert(chunk)
+        for dense, block, values in blocks:
+            dense.held[block] = values
+
+    def _kept(self, kind: str) -> dict[str, Rows]:
+        return self._rows if kind == "rows" else self._waiting
 
     def _installed_rows(self, shard: int, kind: str, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        table = (self._rows if kind == "rows" else self._waiting).get(name)
+        table = self._kept(kind).get(name)
         if table is None:
             raise StoreError(
                 f"{name}: {kind} of a table that is not declared here; declare it before installing shard {shard}"
@@ -445,12 +485,15 @@ class Store:
     def _make_room(self, tables: Sequence[tuple[Rows, np.ndarray]], blocks: int) -> None:
         self._check(tables, blocks)
         for table, missing in tables:
-            table.make_room(missing)
+            table.claim(missing)
+        for table, missing in tables:
+            table.grow(missing)
 
     def _check(self, tables: Sequence[tuple[Rows, np.ndarray]], blocks: int) -> None:
         """Whether that many new rows per shard, and bytes of blocks, fit."""
         need = blocks + sum(table.need(missing) for table, missing in tables)
-        if (need and self.bytes + need > self._bound) or not all(table.fits(missing) for table, missing in tables):
+        over = self._bounded and need > 0 and self.bytes + need > self._bound
+        if over or not all(table.fits(missing) for table, missing in tables):
             what = ", ".join(
                 f"table {t.spec.name}: {int(m.sum())} new rows of {t.layout.stride} bytes" for t, m in tables if m.any()
             )
@@ -474,6 +517,18 @@ def _ids(ids: np.ndarray) -> np.ndarray:
     array = np.ascontiguousarray(array, np.int64).reshape(-1)
     # The kernels are compiled for writable arrays only: one compilation instead of two.
     return array if array.flags.writeable else array.copy()
+
+
+def _distinct(parts: Sequence[np.ndarray]) -> np.ndarray:
+    ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return ids if k.unique(ids, table_for(len(ids))) else np.unique(ids)
+
+
+def _rate(name: str, lr: Any) -> None:
+    if lr is None:
+        return
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not -1e300 < lr < 1e300:
+        raise StoreError(f"{name}: a rate of {lr!r}; use a finite number")
 
 
 def _values(table: Rows, ids: np.ndarray, values: np.ndarray) -> np.ndarray:

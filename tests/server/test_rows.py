@@ -171,7 +171,7 @@ def test_the_index_is_a_dictionary(shards, data):
             where, missing, absent = rows.find(ids)
             assert absent == missing.sum() == sum(int(i) not in model for i in ids)
             assert [bool(w) for w in where] == [int(i) in model for i in ids]
-            rows.make_room(missing)
+            rows.grow(missing)
             rows.write(ids, rows.find(ids)[0], -np.ones((len(ids), 1)), stamp, lr=1.0, step=None, setting=False)
             for i in ids.tolist():
                 model[i] = model.get(i, 0.0) + 1

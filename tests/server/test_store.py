@@ -212,7 +212,54 @@ def test_an_entry_of_several_fits_whole_or_is_refused_whole():
         store.prepare([("a", ids, grads), ("b", ids[1:], grads)])
     with pytest.raises(StoreError, match="c: no table of that name here; declared: a, b"):
         store.prepare([("c", ids, grads)])
+    with pytest.raises(StoreFull, match="table a: 9000 new rows"):
+        store.prepare([("a", ids, grads), ("a", ids + 4500, grads)])
+    with pytest.raises(StoreFull, match=r"table a: 4500 new rows.*table a: 4500 new rows"):
+        store.prepare([("a", ids, grads, "assign"), ("a", ids + 4500, grads, "apply")])
+    with pytest.raises(StoreError, match="a: no dense parameter of that name"):
+        store.prepare([("a", ids, grads, "set")])
+    for rate in (10**400, float("nan"), "1", True):
+        with pytest.raises(StoreError, match=r"a: a rate of .*; use a finite number"):
+            store.prepare([("a", ids, grads)], 1, {"a": rate})
+        with pytest.raises(StoreError, match=r"a: a rate of .*; use a finite number"):
+            store.apply("a", ids, grads, lr=rate, lsn=stamps(1))
     assert store.stats()["tables"]["a"]["rows"] == 0
+
+
+def test_a_replica_takes_what_its_head_took_and_an_install_is_whole_or_not():
+    head, backup = Store(shards=SHARDS, memory=8 << 20), Store(shards=SHARDS, memory=1 << 20)
+    for store in (head, backup):
+        store.declare(Table(name="t", dim=30, rule=Rule(kind="sgd")))
+        store.declare(Dense(name="w", size=3 * BLOCK, rule=Rule(kind="sgd")))
+    ids, grads = np.arange(8000), np.ones((8000, 30))
+    head.apply("t", ids, grads, lsn=stamps(1))
+    backup.apply("t", ids[:5500], grads[:5500], lsn=stamps(1))
+    head.apply("w", np.arange(3), [np.zeros(BLOCK)] * 3, lsn=stamps(1))
+    before = digests(backup)
+    heavy = int(head.shards_of("w", np.array([0]))[0])
+    with pytest.raises(StoreFull, match=r"table t: \d+ new rows"):
+        backup.install(heavy, head.snapshot(heavy))
+    assert digests(backup) == before
+    with backup.unbounded():
+        for shard in range(SHARDS):
+            backup.install(shard, head.snapshot(shard))
+        backup.apply("t", ids + 8000, grads, lsn=stamps(2))
+        backup.apply("w", np.arange(3), [np.ones(BLOCK)] * 3, lsn=stamps(2))
+    head.apply("t", ids + 8000, grads, lsn=stamps(2))
+    head.apply("w", np.arange(3), [np.ones(BLOCK)] * 3, lsn=stamps(2))
+    assert digests(backup) == digests(head)
+    with pytest.raises(StoreFull):
+        backup.apply("t", ids - 8000, grads, lsn=stamps(2))
+    held = backup.bytes
+    for shard in range(1, SHARDS):
+        backup.drop(shard)
+        backup.drop(shard)
+    assert backup.bytes < held - 32 * 1024  # indices go at once; rows stay for whoever comes
+    assert backup.digest(0) == head.digest(0)
+    with backup.unbounded():
+        for shard in range(SHARDS):
+            backup.install(shard, head.snapshot(shard))
+    assert (digests(backup), backup.bytes) == (digests(head), held)
 
 
 def test_rows_beyond_memory_go_to_a_file(tmp_path):
