@@ -181,6 +181,8 @@ class Rows:
         self._kind, self._scalars = init_of(spec.init)
         self._seed = seed_of(spec.name, spec.init)
         self._float = np.dtype(spec.dtype)
+        self._writes = 0
+        self._found: tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray, int]] | None = None
         self._nearest = np.full(spec.dim, 1 << 15, np.uint16)
         self._draws = np.zeros(spec.dim, np.uint16)
         self._scratch = np.zeros(2 * spec.dim + 2, self._float)
@@ -291,9 +293,13 @@ class Rows:
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """The row of each id (0: none), how many there are none of per shard, and in sum."""
+        # An entry is found when it is prepared and again when it is applied: the second time it is known.
+        if self._found is not None and self._found[0] == self._writes and np.array_equal(self._found[1], ids):
+            return self._found[2]
         where = np.empty(len(ids), np.int64)
         missing = np.zeros(self.shards, np.int64)
         absent = k.find(self.index, self.starts, self.masks, self._shift, self.ri, self.words, ids, where, missing)
+        self._found = (self._writes, ids.copy(), (where, missing, absent))
         return where, missing, absent
 
     def read(self, ids: np.ndarray) -> np.ndarray:
@@ -317,6 +323,7 @@ class Rows:
         setting: bool,
     ) -> None:
         """Updates or sets rows; ids are unique, `where` is fresh and there is room."""
+        self._writes += 1
         p = scalars_of(self.spec.rule, lr, self.spec.dim)
         switches = switches_of(
             self.spec.rule, self.layout.count, sparse=True, step=1 if setting else step, name=self.spec.name
@@ -331,6 +338,7 @@ class Rows:
 
     def of(self, shard: int, *, clear: bool = False) -> np.ndarray:
         """The numbers of a shard's rows; with `clear` they are given back."""
+        self._writes += clear
         rows = np.empty(int(self.used[shard]), np.int64)
         k.walk(self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, self.free, clear, rows)
         if clear:
@@ -361,6 +369,7 @@ class Rows:
 
     def insert(self, rows: np.ndarray) -> None:
         """Rows that `whole` gave, whose ids are not here; there is room."""
+        self._writes += 1
         k.copy_in(
             self.index,
             self.starts,
@@ -375,6 +384,7 @@ class Rows:
 
     def remove(self, ids: np.ndarray) -> None:
         """Takes rows out; all of them are here, none twice."""
+        self._writes += 1
         k.remove(self.index, self.starts, self.masks, self.used, self._shift, self.ri, self.words, self.free, ids)
 
     def sorted(self, shard: int) -> np.ndarray:
