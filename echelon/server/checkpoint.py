@@ -1,7 +1,7 @@
 """Checkpoints of servers: one safetensors file per shard, each as it was at one log number, and a manifest that makes them a whole.
 
     FOLDER/manifest.json          format, shards, specs, settings, per shard: file, sha256, bytes, lsn
-    FOLDER/shard-00042.safetensors
+    FOLDER/shard-00042-LIFE-LSN.safetensors
 
 Written to FOLDER.partial while workers go on; the manifest comes last and the folder gets its name then. Windows, clocks and optimizer
 state are inside, so that a worker that goes on after a restore has nothing applied twice.
@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import queue
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +29,26 @@ from echelon.server.state import Part
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+#: Part of the names of files that this process writes.
+_LIFE = secrets.token_hex(4)
 
 
 def partial(folder: Path) -> Path:
     """Where a checkpoint is until it is whole."""
     return folder.with_name(folder.name + ".partial")
+
+
+def require_room(folder: Path) -> None:
+    """A checkpoint takes the place of another one, and of nothing else."""
+    if not folder.is_absolute():
+        raise CheckpointError(f"{folder}: servers have folders of their own to start from; give an absolute path")
+    if folder.is_dir():
+        if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{folder}: holds other things than a checkpoint of servers, which would be deleted; give a new folder"
+            )
+    elif folder.exists() or folder.is_symlink():
+        raise CheckpointError(f"{folder}: is no folder; give a new one")
 
 
 def save(folder: Path, shard: int, parts: Sequence[Part]) -> dict[str, Any]:
@@ -47,9 +63,9 @@ def save(folder: Path, shard: int, parts: Sequence[Part]) -> dict[str, Any]:
         {name: np.ascontiguousarray(array) for name, array in arrays.items()}, {"parts": metas, "shard": str(shard)}
     )
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"shard-{shard:05d}.safetensors"
     # Two heads may write the same shard after a failover: each its own file, the manifest names the one that counts.
-    temporary = folder / f"{name}.{os.getpid()}.new"
+    name = f"shard-{shard:05d}-{_LIFE}-{int(parts[0][0]['lsn'])}.safetensors"
+    temporary = folder / f"{name}.new"
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()
@@ -66,11 +82,14 @@ def save(folder: Path, shard: int, parts: Sequence[Part]) -> dict[str, Any]:
 
 def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
     """All shards are there: the manifest, and the folder's name."""
+    require_room(folder)
     place = partial(folder)
+    listed = {entry["file"] for entry in manifest["files"].values()}
+    for stray in [path for path in place.iterdir() if path.name not in listed]:
+        stray.unlink()
     durable.write(place / MANIFEST, {"format": FORMAT, **manifest})
     if folder.exists():
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
+        old = folder.with_name(f".{folder.name}-{_LIFE}.old")
         os.rename(folder, old)
         os.rename(place, folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -106,6 +125,8 @@ def load(folder: Path, shard: int) -> list[Part]:
     if entry is None:
         raise CheckpointError(f"{folder}: shard {shard} is missing; take an older checkpoint")
     path = folder / entry["file"]
+    if path.name != entry["file"]:
+        raise CheckpointError(f"{folder / MANIFEST}: shard {shard} in {entry['file']!r}, which is not in this folder")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -136,7 +157,7 @@ class Writer:
         self._todo: list[tuple[int, Path, int]] = []
         self._take: Callable[[int], Sequence[Part] | None] = lambda shard: None
         self._tell: Callable[[dict[str, Any]], None] = lambda details: None
-        self._busy = False
+        self._busy: tuple[int, int] | None = None
         ours, self._bell = os.pipe()
         loop.watch(ours, lambda: self._done(ours))
         threading.Thread(target=self._work, name="echelon-checkpoint", daemon=True).start()
@@ -151,17 +172,19 @@ class Writer:
     ) -> None:
         """Write these shards; `take` copies one, `tell` hears of each that is on the disk."""
         known = {shard for other, _, shard in self._todo if other == number}
+        if self._busy is not None and self._busy[0] == number:
+            known.add(self._busy[1])
         self._todo = [each for each in self._todo if each[0] == number]
         self._todo += [(number, partial(folder), shard) for shard in shards if shard not in known]
         self._take, self._tell = take, tell
         self._next()
 
     def _next(self) -> None:
-        while self._todo and not self._busy:
+        while self._todo and self._busy is None:
             number, folder, shard = self._todo.pop(0)
             parts = self._take(shard)
             if parts is not None:
-                self._busy = True
+                self._busy = (number, shard)
                 self._jobs.put((number, folder, shard, parts))
 
     def _work(self) -> None:
@@ -178,6 +201,6 @@ class Writer:
     def _done(self, handle: int) -> None:
         os.read(handle, 4096)
         while not self._results.empty():
-            self._busy = False
+            self._busy = None
             self._tell(self._results.get())
         self._next()

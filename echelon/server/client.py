@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,11 +224,12 @@ class Client:
         with self._lock:
             return dict(self._session.control(wire.STATUS, {}).meta)
 
-    def checkpoint(self, path: str) -> dict[str, Any]:
+    def checkpoint(self, path: Path | str) -> dict[str, Any]:
         """Write all shards, each at one log number, to this folder; training may go on. Returns when it is on the disk."""
         with self._lock:
             self.flush()
-            return dict(self._session.control(wire.CHECKPOINT, {"path": str(path)}, patience=3600.0).meta)
+            place = str(Path(path).absolute())  # servers have folders of their own to start from
+            return dict(self._session.control(wire.CHECKPOINT, {"path": place}, patience=3600.0).meta)
 
     @property
     def map(self) -> Map:

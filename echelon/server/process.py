@@ -100,6 +100,8 @@ class ControllerProcess:
             return
         if frame.kind == wire.DECLARE and not self._declarable(connection, frame):
             return
+        if frame.kind == wire.CHECKPOINT and not self._writable(connection, frame):
+            return
         self._do(self.core.on_frame(time.monotonic(), connection.tag, frame))
 
     def closed(self, connection: Connection) -> None:
@@ -124,6 +126,18 @@ class ControllerProcess:
             return True
         self.loop.send(connection, wire.encode(wire.REFUSED, frame.request, refusal))
         return False
+
+    def _writable(self, connection: Connection, frame: wire.Frame) -> bool:
+        """Nothing but a checkpoint may be replaced by one."""
+        from echelon.server import checkpoint
+
+        try:
+            checkpoint.require_room(Path(str(frame.meta["path"])))
+        except (EchelonError, KeyError, OSError, ValueError) as error:
+            refusal = {"error": "CheckpointError", "message": str(error)}
+            self.loop.send(connection, wire.encode(wire.REFUSED, frame.request, refusal))
+            return False
+        return True
 
     def _do(self, actions: Sequence[Action]) -> None:
         from echelon.server import checkpoint

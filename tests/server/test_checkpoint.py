@@ -1,0 +1,76 @@
+"""Checkpoints of servers: written while they serve, restored on any number of them, and never over anything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from echelon.errors import CheckpointError, ServerError
+from echelon.server import Rule, Servers, Table, checkpoint, connect
+
+TABLE = Table(name="t", dim=4, rule=Rule(kind="adagrad", lr=0.1))
+IDS = np.arange(64, dtype=np.int64)
+
+
+def grads(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(len(IDS), 4)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, np.ndarray]:
+    """A checkpoint after two pushes, the rows then, and after a third push that is not in it."""
+    folder = tmp_path_factory.mktemp("servers") / "checkpoint"
+    with Servers(2, replicas=2, shards=16) as servers, connect(servers.address, secret=servers.secret) as client:
+        client.declare(TABLE)
+        for seed in (1, 2):
+            client.push({"t": (IDS, grads(seed))})
+        other = folder.parent / "run"
+        other.mkdir()
+        (other / "log.txt").write_text("dear")
+        with pytest.raises(ServerError, match="holds other things than a checkpoint"):
+            client.checkpoint(other)
+        assert (other / "log.txt").read_text() == "dear"
+        client.checkpoint(folder)
+        client.checkpoint(folder)  # over an older one
+        then = client.pull({"t": IDS})["t"]
+        client.push({"t": (IDS, grads(3))})
+        client.flush()
+        after = client.pull({"t": IDS})["t"]
+    assert [path.name for path in folder.parent.glob("*checkpoint*")] == ["checkpoint"]
+    return folder, then, after
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_servers_goes_on_from_it(count: int, written: tuple[Path, np.ndarray, np.ndarray]) -> None:
+    folder, then, after = written
+    with (
+        Servers(count, replicas=min(count, 2), restore=folder) as servers,
+        connect(servers.address, secret=servers.secret) as client,
+    ):
+        assert np.array_equal(client.pull({"t": IDS})["t"], then)
+        client.push({"t": (IDS, grads(3))})
+        client.flush()
+        assert np.array_equal(
+            client.pull({"t": IDS})["t"], after
+        )  # with the optimizer's state, and applied although its number is old
+
+
+def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path) -> None:
+    folder = written[0]
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    data = bytearray((folder / manifest["files"]["3"]["file"]).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / "3.safetensors").write_bytes(bytes(data))
+    (tmp_path / "outside.safetensors").write_bytes(bytes(data))
+    for name, message in (("3.safetensors", "damaged"), ("../outside.safetensors", "not in this folder")):
+        manifest["files"]["3"]["file"] = name
+        (copy / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load(copy, 3)
+    with pytest.raises(CheckpointError, match="shard-00004.*older checkpoint"):
+        checkpoint.load(copy, 4)
