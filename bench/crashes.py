@@ -134,7 +134,7 @@ class Yard:
 
     def __init__(self, folder: Path, *, servers: int, replicas: int, workers: int, staleness: int | None) -> None:
         self.folder, self.workers, self.replicas, self.count = folder, workers, replicas, servers
-        self.servers = Servers(servers, replicas=replicas, staleness=staleness)
+        self.servers = Servers(servers, replicas=replicas, staleness=staleness, folder=folder / f"servers-{os.getpid()}-{id(self):x}")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["bench.crash_worker"])
         try:
@@ -290,6 +290,9 @@ class Yard:
                 return all(len(set(those.values())) == 1 for those in digests.values())
 
             self._until(equal, "replicas to be equal", result, patience=5.0)
+            unequal = {shard: those for shard, those in digests.items() if len(set(those.values())) != 1}
+            if unequal:
+                result.wrong.append(f"replicas of {len(unequal)} shards differ, e.g. {next(iter(unequal.items()))}")
             if any(len(those) != self.replicas for those in digests.values()):
                 result.wrong.append("some replicas gave no digest")
 
