@@ -31,6 +31,8 @@ Ids = np.ndarray
 #: name -> (ids, gradients or rows)
 Pushes = Mapping[str, tuple[Ids, np.ndarray]]
 
+#: Bytes of one push: a route's part of it is one frame, which a head forwards inside another.
+LARGEST = (wire.MAX_FRAME * 3) // 4
 #: Batches of ids whose order is remembered: this step's, and the next one's that was prefetched.
 _KEPT = 2
 
@@ -41,6 +43,8 @@ class Since:
 
     table: str
     marks: np.ndarray
+    #: Per shard under whose headship the mark was read: another head may have counted other entries.
+    lives: tuple[tuple[int, int], ...]
 
 
 def connect(
@@ -168,10 +172,17 @@ class Client:
         """Ids and rows that changed since that mark (None: all there are), and the new mark. At most about `limit` rows: ask again."""
         with self._lock:
             spec = self._table(table)
-            marks = np.zeros(self._session.roads.shards, np.int64) if since is None else since.marks.copy()
+            marks, lives = np.zeros(self._session.roads.shards, np.int64), list(_lives(self.map))
+            if since is not None:
+                same = np.array([now == then for now, then in zip(lives, since.lives, strict=True)])
+                marks = np.where(same, since.marks, 0)
             found: list[tuple[np.ndarray, np.ndarray]] = []
 
             def ask(cover: np.ndarray) -> tuple[dict[str, Any], list[np.ndarray]]:
+                now = _lives(self.map)
+                for shard in cover:
+                    if now[shard] != lives[shard]:
+                        lives[shard], marks[shard] = now[shard], 0
                 return {"table": table, "wire": spec.dtype, "limit": limit}, [cover, marks[cover]]
 
             def take(cover: np.ndarray, frame: wire.Frame) -> None:
@@ -182,7 +193,7 @@ class Client:
             self._session.everywhere(wire.CHANGED, ask, take)
             ids = np.concatenate([ids for ids, _ in found])
             rows = np.concatenate([rows for _, rows in found])
-            return ids, rows, Since(table=table, marks=marks)
+            return ids, rows, Since(table=table, marks=marks, lives=tuple(lives))
 
     def clock(self) -> tuple[int, int]:
         """Steps that the slowest and the fastest worker have finished."""
@@ -262,6 +273,10 @@ class Client:
 
     def _send(self, parcel: Parcel, *, tick: bool) -> int:
         parcel.meta |= {"step": self.step, "tick": tick}
+        if parcel.size > LARGEST:
+            raise ServerError(
+                f"a push of {parcel.size >> 20} MiB; one is at most {LARGEST >> 20} MiB, push it in parts with tick=False but for the last"
+            )
         if self.settings.get("aggregate"):
             parcel.meta["aggregate"] = True
         number = self._session.send(parcel, window=self.window)
@@ -327,6 +342,8 @@ class Client:
         return pull
 
     def _take_prefetched(self, ids: Mapping[str, Ids]) -> Pull | None:
+        # Rows of an earlier step may be older than the bound allows.
+        self._prefetched = [each for each in self._prefetched if each[1].step >= self.step]
         for place, (kept, pull) in enumerate(self._prefetched):
             if kept.keys() == ids.keys() and all(np.array_equal(kept[name], ids[name]) for name in kept):
                 del self._prefetched[place]
@@ -374,6 +391,11 @@ def _ids(name: str, ids: Any) -> np.ndarray:
 def _expanded(wanted: Wanted, shape: tuple[int, ...]) -> np.ndarray:
     rows = wanted.order.expand(wanted.rows)
     return rows if len(shape) == 1 else rows.reshape(*shape, wanted.table.dim)
+
+
+def _lives(map: Map) -> tuple[tuple[int, int], ...]:
+    """Per shard since which version its head is head, and since which what it holds came out of a checkpoint."""
+    return tuple((epoch, map.sources.get(shard, ("", 0))[1]) for shard, epoch in enumerate(map.epochs))
 
 
 def _digests(frame: wire.Frame) -> list[str]:

@@ -56,7 +56,6 @@ class Herald:
         self._questions: list[_Question] = []
         self._fatal: EchelonError | None = None
         self._closing = False
-        self._numbers = 0
         self.connected = False
         self._thread = threading.Thread(target=self._run, name="echelon-herald", daemon=True)
         self._thread.start()
@@ -78,6 +77,11 @@ class Herald:
             self._questions.append(question)
         os.write(self._wake, b"!")
         return question.answer
+
+    def forget(self, answer: Future[wire.Frame]) -> None:
+        """Nobody waits for this answer any longer."""
+        with self._lock:
+            self._questions = [question for question in self._questions if question.answer is not answer]
 
     def close(self, *, leave: bool = True) -> None:
         """Leave the job (or only hang up) and end the thread."""
@@ -102,7 +106,7 @@ class Herald:
                     self._ring()
                     return
                 self.why = str(error)
-            except (OSError, EOFError, EchelonError) as error:
+            except (OSError, EOFError, EchelonError, KeyError, TypeError, ValueError) as error:
                 self.why = str(error) or "the connection ended"
             self.connected = False
             if not self._closing:

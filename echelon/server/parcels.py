@@ -17,6 +17,8 @@ from echelon.server.outbox import Route
 Rows = slice | np.ndarray
 #: In place of a route's number: the shard has no living replica.
 NOWHERE = 65535
+#: Bytes of rows that one frame brings at most: frames have a limit (wire.MAX_FRAME), and a server sends them one at a time.
+LARGE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +101,12 @@ class Parcel:
 
     def __post_init__(self) -> None:
         self._numbers = {id(route): number for number, route in enumerate(self.roads.routes)}
+
+    @property
+    def size(self) -> int:
+        """Bytes of ids and values."""
+        sparse = sum(each.values.nbytes + each.order.ids.nbytes for each in self.tables)
+        return sparse + sum(each.values.nbytes for each in self.dense)
 
     def part(self, route: Route, cover: np.ndarray) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """The ops of a frame for these shards, and its arrays."""
@@ -215,24 +223,42 @@ class Pull:
     tables: dict[str, Wanted] = field(default_factory=dict)
     dense: dict[str, WantedDense] = field(default_factory=dict)
     open: int = 0
+    #: What a server refused of it.
+    error: Exception | None = None
 
     def parts(self, roads: Roads) -> Iterator[tuple[Route | None, Part]]:
-        """Cut by route, the first time: rows lie together, and a route's frame covers all of it."""
+        """Cut by route, the first time: rows lie together, and a route's frame covers all of it. Large answers come in several."""
         for number, route in [*enumerate(roads.routes), (NOWHERE, None)]:
-            part = Part(self, np.empty(0, np.uint16), [], [])
-            for wanted in self.tables.values():
-                bounds = wanted.order.bounds
-                start = int(bounds[number if route else -1])
-                stop = int(bounds[number + 1]) if route else len(wanted.order.ids)
-                if stop > start:
-                    part.tables.append((wanted, slice(start, stop)))
-            for dense in self.dense.values():
-                blocks = np.flatnonzero(roads.of[dense.shards] == number)
-                if len(blocks):
-                    part.dense.append((dense, blocks))
+            cover = route.shards if route else np.empty(0, np.uint16)
+            part, room = Part(self, cover, [], []), LARGE
+            for each, rows, size in self._pieces(roads, number, route is not None):
+                if size > room and room < LARGE:
+                    yield route, part
+                    part, room = Part(self, cover, [], []), LARGE
+                room -= size
+                if isinstance(each, Wanted):
+                    part.tables.append((each, rows))
+                else:
+                    assert isinstance(rows, np.ndarray)
+                    part.dense.append((each, rows))
             if part.tables or part.dense:
-                part.cover = route.shards if route else part.cover
                 yield route, part
+
+    def _pieces(self, roads: Roads, number: int, routed: bool) -> Iterator[tuple[Wanted | WantedDense, Rows, int]]:
+        """A route's share, in pieces of at most LARGE bytes."""
+        for wanted in self.tables.values():
+            bounds, width = wanted.order.bounds, max(1, wanted.rows.itemsize * wanted.table.dim)
+            start = int(bounds[number if routed else -1])
+            stop = int(bounds[number + 1]) if routed else len(wanted.order.ids)
+            for first in range(start, stop, max(1, LARGE // width)):
+                last = min(stop, first + max(1, LARGE // width))
+                yield wanted, slice(first, last), (last - first) * width
+        for dense in self.dense.values():
+            blocks = np.flatnonzero(roads.of[dense.shards] == number)
+            count = max(1, LARGE // (BLOCK * dense.values.itemsize))
+            for first in range(0, len(blocks), count):
+                piece = blocks[first : first + count]
+                yield dense, piece, len(piece) * BLOCK * dense.values.itemsize
 
     def again(self, part: Part, roads: Roads) -> Iterator[tuple[Route | None, Part]]:
         """Cut a part by the routes of another map."""

@@ -18,6 +18,9 @@ from echelon.server.map import Map
 from echelon.server.outbox import Outbox, Route, Section
 from echelon.server.parcels import NOWHERE, Parcel, Part, Pull, Roads, shards_of_blocks
 
+#: Seconds that lost shards are given to come back: their server may, or another restores them out of a checkpoint.
+RESTORED = 6.0
+
 
 class Session:
     """Connections, the newest map, unacknowledged pushes and unanswered pulls of one worker."""
@@ -32,6 +35,7 @@ class Session:
         self.outbox: Outbox[Parcel]
         self.roads: Roads
         self._error: Exception | None = None
+        self._lost_since = 0.0
         self._stranded: list[Part] = []
         self._asked: set[Request] = set()
         join = {
@@ -103,6 +107,8 @@ class Session:
     def finish(self, pull: Pull) -> None:
         """Wait until all of it is here."""
         self.wait(lambda: pull.open == 0, "rows", bounded=pull.bound is not None)
+        if pull.error is not None:
+            raise pull.error
 
     def _fetch(self, route: Route | None, part: Part) -> None:
         if route is None or not self.courier.up(route.head):
@@ -134,7 +140,7 @@ class Session:
         else:
             part.pull.open -= 1
             names = [each.table.name for each, _ in part.tables] + [each.spec.name for each, _ in part.dense]
-            self._error = self._error or self._refusal(request, frame, f"pull of {', '.join(names)}")
+            part.pull.error = self._refusal(request, frame, f"pull of {', '.join(names)}")
 
     def _restart(self) -> None:
         """Ask again, by the present map, for what has lost its way."""
@@ -197,6 +203,8 @@ class Session:
         for server in new.servers:
             if not self.courier.up(server):
                 self.outbox.lose(server)
+        if new.lost and not (self.map is not None and self.map.lost):
+            self._lost_since = time.monotonic()
         self.map = new
         sections = self.outbox.install(new)
         self.roads = Roads.of_map(self.outbox.routes, new.shards)
@@ -250,7 +258,8 @@ class Session:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self.map is not None and self.map.lost:
+        lost_for = time.monotonic() - self._lost_since
+        if self.map is not None and self.map.lost and lost_for > min(RESTORED, self.patience):
             lost = sorted(self.map.lost)
             named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
             had = sorted({server for chain in self.map.lost.values() for server in chain})
@@ -294,6 +303,7 @@ class Session:
                 self.check()
             self.courier.turn(0.25)
             if time.monotonic() > deadline:
+                self.herald.forget(answer)
                 raise ServerError(
                     f"controller {self.herald.address}: no answer to {name} ({self.herald.why}); start it again, it goes on where it was"
                 )

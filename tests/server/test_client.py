@@ -79,6 +79,32 @@ def test_what_was_prefetched_is_taken_by_the_pull_of_the_same_ids(client, table)
     assert client.pull({table: ids})[table].all()
 
 
+def test_rows_that_were_prefetched_for_an_earlier_step_are_not_taken(client, table):
+    ids = np.arange(50)
+    client.prefetch({table: ids}, ahead=0)
+    client.push({table: (ids, -np.ones((50, 4)))})
+    assert client.pull({table: ids})[table].all()
+
+
+def test_large_answers_come_in_several_frames(client, table, monkeypatch):
+    monkeypatch.setattr("echelon.server.parcels.LARGE", 50_000)
+    spec = Dense(name=f"{table} dense", size=300_000, rule=SGD)
+    client.declare(spec, initial=np.arange(spec.size))
+    ids = np.arange(20_000)
+    client.push({table: (ids, -np.repeat(ids, 4))})
+    before = client.pull({table: ids}, dense=[spec.name])
+    assert np.array_equal(before[table][:, 3], ids)
+    assert np.array_equal(before[spec.name], np.arange(spec.size))
+
+
+def test_a_push_that_no_frame_holds_is_refused_before_it_is_numbered(client, table, monkeypatch):
+    monkeypatch.setattr("echelon.server.client.LARGEST", 1000)
+    with pytest.raises(ServerError, match="push it in parts"):
+        client.push({table: (np.arange(1000), np.ones((1000, 4)))})
+    monkeypatch.undo()
+    assert client.push({table: ([1], np.ones((1, 4)))}) == 1
+
+
 def test_dense_parameters_begin_with_the_first_workers_values(servers, client, request):
     spec = Dense(name=request.node.name, size=200_000, rule=SGD)
     client.declare(spec, initial=np.arange(spec.size))
