@@ -32,6 +32,7 @@ GRACE = 2.0
 CALM = 0.3
 #: A controller that did not get round to its ticks for so long judges nobody by what it did not hear.
 AWAY = 0.3
+SHUNNED = 10.0
 DRAIN_LIMIT = 1.5
 FORMAT = 1
 
@@ -70,7 +71,7 @@ class Controller:
         expect: int = 1,
         settings: Mapping[str, Any] | None = None,
         now: float = 0.0,
-        restore: tuple[str, Sequence[dict[str, Any]]] | None = None,
+        restore: tuple[str, Sequence[dict[str, Any]], int] | None = None,
     ) -> None:
         self.map, self.specs, self.replicas, self.expect = empty(shards), [], replicas, expect
         self.settings: dict[str, Any] = dict(settings or {})
@@ -80,7 +81,8 @@ class Controller:
         self.graves: dict[str, int] = {}
         self._restoring: str | None = None
         if restore is not None and document is None:
-            self._restoring, specs = restore
+            # Lives go on counting where the old job's stopped: windows in the checkpoint are of those.
+            self._restoring, specs, self.count = restore
             self.specs = list(specs)
             self.checkpoint = self._restoring
         if document is not None:
@@ -100,6 +102,8 @@ class Controller:
         self._writing: dict[str, Any] | None = None
         self._expiring: dict[int, tuple[Hashable, int, set[str]]] = {}
         self._numbers = 0
+        #: (head, replica): until when they are not paired again.
+        self._shunned: dict[tuple[str, str], float] = {}
         self._out: list[Action] = []
 
     def _read(self, document: Mapping[str, Any]) -> None:
@@ -115,6 +119,7 @@ class Controller:
             self.leaving = set(document["leaving"])
             self.checkpoint = document["checkpoint"]
             self.graves = {str(name): int(life) for name, life in document["graves"].items()}
+            self._restoring = document["restoring"]
         except (KeyError, TypeError, ValueError) as error:
             raise DocumentError(
                 f"controller: {type(error).__name__}: {error}; the document is not one of a controller"
@@ -133,6 +138,7 @@ class Controller:
             "leaving": sorted(self.leaving),
             "checkpoint": self.checkpoint,
             "graves": self.graves,
+            "restoring": self._restoring,
         }
 
     # What happens
@@ -227,6 +233,8 @@ class Controller:
             raise wire.WireError(f"{wire.NAMES.get(kind, kind)} of someone who has not joined")
         elif kind == wire.BEAT:
             if session.role == "server":
+                if meta.get("cut"):
+                    self._cut_off(now, session.name, [str(each) for each in meta["cut"]])
                 if "report" in meta:
                     self.reports[session.name] = meta["report"]
                 if int(meta["version"]) < self.map.version:
@@ -243,6 +251,8 @@ class Controller:
                 self._drained |= {shard for shard in meta["shards"] if self._head(session, int(shard))}
         elif kind == wire.LEAVE:
             self._leave(now, peer, request, session)
+        elif kind == wire.RETURN:
+            self._unreadable(session, int(meta["shard"]), str(meta["why"]), int(meta["version"]))
         elif kind == wire.WRITTEN:
             self._written(session, meta)
         elif kind == wire.DONE:
@@ -369,6 +379,7 @@ class Controller:
             chains[shard] = behind(order[place % len(order)], order, self.map.servers, self.replicas)
             if self._restoring is not None:
                 sources[shard] = (self._restoring, self.map.version + 1)
+        self._restoring = None
         self._publish(chains=tuple(chains), sources=sources)
 
     def _return(self, now: float, name: str, seat: Seat) -> None:
@@ -447,8 +458,16 @@ class Controller:
             lost=lost,
             workers={name: life for name, life in self.map.workers.items() if name not in workers},
         )
-        if gone and self.checkpoint is not None:
+        if gone:
             self._lost_since = now
+            if self._writing is not None:
+                writing, self._writing = self._writing, None
+                self._refuse(
+                    writing["peer"],
+                    writing["request"],
+                    "ShardsLost",
+                    f"shards {gone[:8]} were lost while it was written",
+                )
         self._settle_answers()
 
     def _revive(self, now: float) -> None:
@@ -464,7 +483,35 @@ class Controller:
             sources[shard] = (self.checkpoint, self.map.version + 1)
         self._out.append(Note("restored", {"shards": sorted(self.map.lost), "checkpoint": self.checkpoint}))
         self.graves.clear()
-        self._publish(chains=tuple(chains), sources=sources, lost={})
+        revived = self.map.revived | set(self.map.lost)
+        self._publish(chains=tuple(chains), sources=sources, lost={}, revived=revived)
+
+    def _unreadable(self, session: Session, shard: int, why: str, version: int) -> None:
+        """A shard could not be read out of its checkpoint: it is lost, and that checkpoint is not tried again."""
+        if not self._head(session, shard) or version < self.map.epochs[shard]:
+            return
+        self._out.append(Note("unreadable", {"shard": shard, "checkpoint": self.checkpoint, "why": why}))
+        self.checkpoint = None
+        chains, learners = list(self.map.chains), list(self.map.learners)
+        lost = {**self.map.lost, shard: chains[shard]}
+        chains[shard] = learners[shard] = ()
+        sources = {each: source for each, source in self.map.sources.items() if each != shard}
+        self._publish(chains=tuple(chains), learners=tuple(learners), lost=lost, sources=sources)
+
+    def _cut_off(self, now: float, head: str, servers: Sequence[str]) -> None:
+        """A head cannot reach replicas that we can: its chains go on without them, and that pair is not tried again for a while."""
+        chains, learners = list(self.map.chains), list(self.map.learners)
+        for server in servers:
+            if self._peer_of("server", server) is None:
+                continue  # its death is seen to otherwise
+            self._shunned[head, server] = now + SHUNNED
+            for shard, chain in enumerate(chains):
+                if chain[:1] == (head,):
+                    chains[shard] = tuple(name for name in chain if name != server)
+                    learners[shard] = tuple(name for name in learners[shard] if name != server)
+        if chains != list(self.map.chains) or learners != list(self.map.learners):
+            self._out.append(Note("cut off", {"head": head, "from": list(servers)}))
+            self._publish(chains=tuple(chains), learners=tuple(learners))
 
     def _declare(self, now: float, peer: Hashable, request: int, spec: dict[str, Any]) -> None:
         if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
@@ -499,7 +546,11 @@ class Controller:
             if not chain or chain == goal:
                 learners[shard] = ()
                 continue
-            missing = tuple(name for name in goal if name not in chain)
+            missing = tuple(
+                name for name in goal if name not in chain and self._shunned.get((chain[0], name), now) <= now
+            )
+            if not missing and not set(goal) <= set(chain):
+                continue
             if missing:
                 waiting.add(chain[0])
                 learners[shard] = missing
@@ -576,6 +627,9 @@ class Controller:
     # Checkpoints and expiry
 
     def _begin_checkpoint(self, now: float, peer: Hashable, request: int, path: str) -> None:
+        if self._writing is not None and self._writing["path"] == path:
+            self._writing |= {"peer": peer, "request": request}  # asked again after its connection ended
+            return
         if self._writing is not None:
             self._refuse(
                 peer, request, "ServerError", f"a checkpoint to {self._writing['path']} is being written; wait for it"
@@ -632,6 +686,7 @@ class Controller:
             "shards": self.map.shards,
             "specs": self.specs,
             "settings": self.settings,
+            "count": self.count,
             "files": {str(shard): writing["files"][shard] for shard in sorted(writing["files"])},
         }
         self._out += [Manifest(writing["path"], manifest), Persist(self.document())]
@@ -640,6 +695,9 @@ class Controller:
 
     def _expire(self, peer: Hashable, request: int, meta: dict[str, Any]) -> None:
         table, older = str(meta["table"]), int(meta["older"])
+        if older < 0:
+            self._refuse(peer, request, "ServerError", f"older: {older}; entries of the log are counted from 0")
+            return
         if not any(spec["name"] == table and spec.get("what") == "table" for spec in self.specs):
             self._refuse(peer, request, "ServerError", f"{table}: no table of that name is declared")
             return

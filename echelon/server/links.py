@@ -35,9 +35,14 @@ class Waiting:
 class Link:
     """To one replica, in one of its lives. Arrays are per shard."""
 
-    def __init__(self, server: str, incarnation: int, shards: int) -> None:
+    def __init__(self, server: str, incarnation: int, shards: int, number: int) -> None:
         self.server, self.incarnation = server, incarnation
+        #: Tells this link from earlier ones to the same replica: messages are numbered from 1 in each.
+        self.number = number
         self.up = False
+        self.down = float("inf")
+        #: The newest map that the replica is known to have. While ours is older, nothing is acknowledged by its answers.
+        self.newest = 0
         #: The number of the last message made, and of the last one answered.
         self.made = 0
         self.got = 0

@@ -116,7 +116,7 @@ class Loop:
             if state not in (0, errno.EINPROGRESS):
                 sock.close()
                 return None
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _hurry(sock)
         except OSError:
             sock.close()
             return None
@@ -196,14 +196,16 @@ class Loop:
         for _ in range(16):
             try:
                 sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
             except OSError:
+                time.sleep(0.01)  # no handles left: it would be told again at once
                 return
             if len(self._strangers) >= STRANGERS:
-                sock.close()
-                continue
+                self.close(next(iter(self._strangers.values())))
             sock.setblocking(False)
             with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _hurry(sock)
             connection = Connection(sock, Listener(self._secret), self._limit, None)
             self._add(connection)
             self._strangers[connection.handle] = connection
@@ -269,7 +271,7 @@ class Loop:
         self.got += count
         try:
             frames = connection.decoder.fill(count)
-        except wire.WireError:
+        except (wire.WireError, ValueError, OverflowError, MemoryError):
             self.close(connection)
             return
         for frame in frames:
@@ -309,6 +311,15 @@ class Loop:
         late = [each for each in self._connections.values() if each.greeting is not None and now - each.opened > LIMIT]
         for connection in late:
             self.close(connection)
+
+
+def _hurry(sock: socket.socket) -> None:
+    """Small frames go at once; a peer that vanished without a word is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_USER_TIMEOUT", 5000), ("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _widen(sock: socket.socket) -> None:

@@ -28,7 +28,8 @@ class Map:
 
     `chains[s]` are the servers of shard s, head first. `epochs[s]` is the version at which its head last changed. `learners[s]` are on
     their way into the chain. `lost` shards have no living replica and no chain; it names who had them last. `sources[s]` is the
-    checkpoint folder that a shard was last restored from, and the version that ordered it.
+    checkpoint folder that a shard was last restored from, and the version that ordered it; `revived` ones were lost while workers
+    went on, and went back to it.
     """
 
     version: int
@@ -39,6 +40,7 @@ class Map:
     workers: Mapping[str, int] = field(default_factory=dict)
     lost: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     sources: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    revived: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         shards = len(self.chains)
@@ -98,6 +100,7 @@ class Map:
             "epochs": list(self.epochs),
             "workers": dict(self.workers),
             "lost": {str(shard): list(chain) for shard, chain in self.lost.items()},
+            "revived": sorted(self.revived),
             "sources": {str(shard): list(source) for shard, source in self.sources.items()},
         }
 
@@ -116,6 +119,7 @@ class Map:
                 learners=tuple(kinds[number] for number in document["learners"]),
                 epochs=tuple(int(epoch) for epoch in document["epochs"]),
                 workers={str(name): int(incarnation) for name, incarnation in document["workers"].items()},
+                revived=frozenset(int(shard) for shard in document["revived"]),
                 lost={int(shard): tuple(map(str, chain)) for shard, chain in document["lost"].items()},
                 sources={
                     int(shard): (str(path), int(version)) for shard, (path, version) in document["sources"].items()

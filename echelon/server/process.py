@@ -32,6 +32,10 @@ REPORT = 1.0
 RETRY = 0.05
 #: A loop that has not turned for so long is not alive, whatever its threads say.
 STUCK = 10.0
+#: Blocks of one dense parameter: a slip of the pen must not take all servers' memory.
+LARGEST = 1 << 24
+#: Replicas take what their head took, beyond the bound that heads keep: which of them is fuller is chance.
+SLACK = 1.25
 
 Say = Callable[[str, Mapping[str, Any]], None]
 
@@ -70,7 +74,8 @@ class ControllerProcess:
         restored = None
         if restore is not None and document is None:
             manifest = checkpoint.read_manifest(restore)
-            shards, restored = int(manifest["shards"]), (str(restore.resolve()), manifest["specs"])
+            shards = int(manifest["shards"])
+            restored = (str(restore.resolve()), manifest["specs"], int(manifest["count"]))
         self.core = Controller(
             document,
             shards=shards,
@@ -114,10 +119,14 @@ class ControllerProcess:
 
     def _declarable(self, connection: Connection, frame: wire.Frame) -> bool:
         """A spec that no server could take must not reach the document."""
-        from echelon.server.kinds import spec_from_plain
+        from echelon.server.kinds import Dense, spec_from_plain
 
         try:
-            spec_from_plain(frame.meta["spec"], "spec")
+            spec = spec_from_plain(frame.meta["spec"], "spec")
+            if isinstance(spec, Dense) and spec.blocks > LARGEST:
+                raise ServerError(
+                    f"{spec.name}.size: {spec.size}; servers hold at most {LARGEST} blocks of one parameter"
+                )
         except EchelonError as error:
             refusal = {"error": type(error).__name__, "message": str(error)}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -320,9 +329,14 @@ class ServerProcess:
         if self.replica is not None:
             self._do(self.replica.on_tick(now))
             self._call(now)
+            while self.replica is not None and self.replica.loading and time.monotonic() - now < 0.2:
+                self._do(self.replica.on_load(now))
         if self._joined and self._control is not None and now - self._beat >= BEAT and self.replica is not None:
             self._beat = now
             meta: dict[str, Any] = {"version": self.replica.map.version}
+            cut = self.replica.cut_off(now)
+            if cut:
+                meta["cut"] = cut
             if now - self._reported >= REPORT:
                 self._reported = now
                 meta["report"] = self._report(now)
@@ -362,7 +376,8 @@ class ServerProcess:
         from echelon.server.kinds import spec_from_plain
         from echelon.server.store import Store
 
-        self._store = store = Store(shards=shards, memory=self._memory, spill=self._spill)
+        memory = None if self._memory is None else int(self._memory * SLACK)
+        self._store = store = Store(shards=shards, memory=memory, spill=self._spill)
         self.replica = Replica(
             name=self.name or "",
             incarnation=self.incarnation,
@@ -370,6 +385,7 @@ class ServerProcess:
             shards=shards,
             load=lambda folder, shard: checkpoint.load(Path(folder), shard),
             declare=lambda spec: store.declare(spec_from_plain(spec)),
+            full=lambda: store.bytes if self._memory is not None and store.bytes >= self._memory else 0,
         )
 
     def _anew(self) -> None:

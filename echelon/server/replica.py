@@ -21,18 +21,20 @@ blocks per op -> ROWS {counts}. PUSH {version, worker, incarnation, seq, step, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
-from echelon.errors import DocumentError, EchelonError
+from echelon.errors import DocumentError, EchelonError, ServerError
 from echelon.server import wire
 from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Note, Send
 from echelon.server.covers import Cover, Covers
+from echelon.server.kinds import StoreFull
 from echelon.server.links import Link, Sent, Waiting
 from echelon.server.map import Map, empty
-from echelon.server.state import Diverged, Part, State, Store
+from echelon.server.state import Diverged, Part, State, Store, named
 from echelon.server.windows import ABSENT, FAR
 
 LEASE = 0.3
@@ -41,11 +43,12 @@ DRAIN_LIMIT = 1.0
 COMMIT, ENROL, EXPIRE = wire.COMMIT, wire.ENROL, wire.EXPIRE
 
 #: What a frame with other contents than its kind should have makes a handler raise.
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, MemoryError)
 
 
 class Replica:
-    """The state machine. `load(folder, shard)` reads a shard out of a checkpoint; `declare(spec document)` makes a table known."""
+    """The state machine. `load(folder, shard)` reads a shard out of a checkpoint; `declare(spec document)` makes a table known;
+    `full()` says how many bytes are held, where that is the bound."""
 
     def __init__(
         self,
@@ -57,20 +60,26 @@ class Replica:
         lease: float = LEASE,
         load: Callable[[str, int], Sequence[Part]] | None = None,
         declare: Callable[[dict[str, Any]], None] | None = None,
+        full: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name, self.incarnation, self.lease = name, incarnation, lease
         self.state = State(store, shards)
         self.covers = Covers(shards)
         self.map: Map = empty(shards)
         self.specs: list[dict[str, Any]] = []
-        self._load, self._declare = load, declare
+        self._load, self._declare, self._full = load, declare, full
         self._out: list[Action] = []
         # As head.
         self.links: dict[str, Link] = {}
         self.headed = np.zeros(shards, bool)
+        #: Shards that are yet to be read out of a checkpoint: folder, and the version that ordered it.
+        self.loading: dict[int, tuple[str, int]] = {}
+        self._unloaded = np.zeros(shards, bool)
         self.ready = np.zeros(shards, bool)
         self.draining = np.zeros(shards, bool)
         self._drains: list[tuple[float, np.ndarray, bool]] = []
+        self._links_made = 0
+        self._asked_at = 0.0
         self._reads_from = np.full(shards, -np.inf)
         self._parked: list[Waiting] = []
         self._pushes: list[tuple[Hashable, wire.Frame]] = []
@@ -79,7 +88,9 @@ class Replica:
         self._floor: np.ndarray | None = None
         # As backup.
         self._heads: dict[Hashable, tuple[str, int]] = {}
-        self._received: dict[tuple[str, int], int] = {}
+        #: Of each head: the number of its link, and of the last message of that; and shards of which it was refused something.
+        self._received: dict[tuple[str, int], tuple[int, int]] = {}
+        self._refused: dict[tuple[str, int], set[int]] = {}
         self._stalled: dict[Hashable, list[wire.Frame]] = {}
         self._arriving: dict[int, list[Part]] = {}
         self._answered: dict[str, float] = {}
@@ -116,6 +127,7 @@ class Replica:
                 "head": self.name,
                 "incarnation": self.incarnation,
                 "member": link.incarnation,
+                "link": link.number,
                 "v": self.map.version,
             }
             self._link(server, wire.HAIL, meta)
@@ -125,6 +137,7 @@ class Replica:
         """Our connection to another server is gone."""
         if server in self.links:
             self.links[server].lost()
+            self.links[server].down = min(now, self.links[server].down)
         return self._actions()
 
     def on_peer_lost(self, now: float, peer: Hashable) -> list[Action]:
@@ -162,6 +175,14 @@ class Replica:
                     self._caughtup(link, shard)
         return self._actions()
 
+    def cut_off(self, now: float, longer: float = 1.0) -> list[str]:
+        """Replicas without whose answer nothing goes on, and that cannot be reached for so long."""
+        return [
+            server
+            for server, link in self.links.items()
+            if now - link.down > longer and (link.backup.any() or link.required.any())
+        ]
+
     def on_tick(self, now: float) -> list[Action]:
         """Time passes: call it every 50 ms or so."""
         for link in self.links.values():
@@ -171,10 +192,25 @@ class Replica:
                 link.beats.append((number, now))
                 self._link(link.server, wire.BEAT, {"n": number, "v": self.map.version})
             self._pump(now, link)
+        for link in [each for each in self.links.values() if now - each.down > 1.0 and each.sent]:
+            if not link.backup.any() and not link.required.any():
+                # A learner that is away: what is kept for it would grow without end. It begins anew when it is back.
+                learner = link.learner
+                self._drop_link(link.server)
+                self._fresh_link(now, link.server, link.incarnation)
+                self.links[link.server].learner = learner
         for entry in [each for each in self._drains if each[0] <= now]:
             self._drains.remove(entry)
             self.draining[entry[1]] = False
             self._readiness()
+            self._enrol(now)
+            self._commit(now)
+        if now - self._asked_at > 0.5:
+            # Replicas do not answer for shards that they are still loading.
+            self._asked_at = now
+            for link in self.links.values():
+                link.asked[:] = False
+                self._ask(link)
         self._again(now)
         return self._actions()
 
@@ -240,8 +276,12 @@ class Replica:
         if type(meta["worker"]) is not str or type(meta["ops"]) is not list:
             raise wire.WireError("PUSH: a worker's name and a list of operations are expected")
         rates = meta.get("lr")
-        if rates and not all(isinstance(rate, int | float) for rate in rates.values()):
-            raise wire.WireError("PUSH: learning rates are numbers by name")
+        if rates and not all(isinstance(rate, int | float) and math.isfinite(rate) for rate in rates.values()):
+            raise wire.WireError("PUSH: learning rates are finite numbers by name")
+        if len(meta["ops"]) > 1:
+            names = [named(op) for op in meta["ops"]]
+            if len(set(names)) < len(names):
+                raise wire.WireError("PUSH: one operation per table or dense parameter")
 
     def _push(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
         """Take a push, or refuse it; False: it must wait."""
@@ -260,11 +300,21 @@ class Replica:
             return False
         answer = (wire.ACK, {"seq": meta["seq"]})
         new = fresh is None or bool(fresh.any())
+        if fresh is not None and self.state.refused_before(frame, cover):
+            why = f"push {meta['seq']} was refused before, and its answer lost; nothing of it was applied"
+            answer = (wire.REFUSED, {"error": "ServerError", "message": why})
         if new:
             here = cover if fresh is None else cover.part(fresh)
             void = False
             try:
+                held = self._full()
+                if held and meta["ops"]:
+                    raise StoreFull(
+                        f"this server holds {held} bytes, its bound; raise memory=, give spill=, expire rows or add servers"
+                    )
                 self.state.push(frame, here, version=self.map.version, whole=fresh is None, void=False)
+            except Diverged:
+                raise
             except EchelonError as error:
                 # Counted, on all replicas, or the next one would wait for it.
                 self.state.push(frame, here, version=self.map.version, whole=fresh is None, void=True)
@@ -299,11 +349,18 @@ class Replica:
         while progress:
             waiting = sorted(self._pushes, key=lambda each: (each[1].meta["worker"], each[1].meta["seq"]))
             self._pushes = []
-            left = [each for each in waiting if not self._push(now, *each)]
+            left = [each for each in waiting if not self._tried(now, *each)]
             progress = len(left) < len(waiting) and bool(left)
             self._pushes = left + self._pushes
         if self._pulls:
             self._pulls = [each for each in self._pulls if not self._pull(now, *each)]
+
+    def _tried(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
+        try:
+            return self._push(now, peer, frame)
+        except (wire.WireError, *MALFORMED) as error:
+            self._garbage(peer, frame, error)
+            return True
 
     def floor(self) -> np.ndarray:
         """Per shard the least clock of the workers that are counted."""
@@ -328,7 +385,7 @@ class Replica:
                 return False
             self._stale(peer, frame)
             return True
-        if not self._leased(now, cover):
+        if not self._leased(now, cover) or (self.loading and self._unloaded[cover.at].any()):
             return False
         try:
             return self._read(peer, frame)
@@ -344,6 +401,11 @@ class Replica:
         if frame.kind == wire.PULL:
             if meta["bound"] is not None and int(self.floor()[cover.at].min()) < meta["step"] - meta["bound"]:
                 return False
+            if meta["bound"] is not None and any(
+                step < meta["step"] and any(np.isin(held.shards, cover.shards).any() for held in waiting)
+                for step, waiting in self.state.pending.items()
+            ):
+                return False  # its commit is yet to be logged
             store, found, counts = self.state.store, [], []
             for op, ids in zip(meta["ops"], arrays[1:], strict=True):
                 part = (
@@ -352,6 +414,8 @@ class Replica:
                 self.counts["rows"] += len(ids)
                 found += part
                 counts.append(len(part))
+            if sum(each.nbytes for each in found) > wire.MAX_FRAME - wire.MAX_META:
+                raise ServerError(f"an answer of more than {wire.MAX_FRAME >> 20} MiB; ask for fewer rows at once")
             self.counts["pulls"] += 1
             self._send(peer, wire.ROWS, frame.request, {"counts": counts}, found)
         elif frame.kind == wire.CHANGED:
@@ -363,7 +427,8 @@ class Replica:
             self._send(peer, wire.ROWS, frame.request, {"counts": [1, len(rows), 1]}, [ids, *rows, until])
         elif frame.kind == wire.CLOCK:
             slot = self.state.windows.slots.get((meta["worker"], meta["incarnation"]))
-            if slot is None or (self.state.windows.clock[slot][cover.at] == ABSENT).any():
+            windows = self.state.windows
+            if slot is None or ((windows.clock[slot] == ABSENT) & ~windows.restored)[cover.at].any():
                 return False
             floor = self.floor()[cover.at]
             most = max((int(self.state.windows.clock[live][cover.at].max()) for live in self._live), default=0)
@@ -416,7 +481,8 @@ class Replica:
             self._settle(waiting)
 
     def _settle(self, waiting: Waiting) -> None:
-        if any(link.lacks(waiting.cover) for link in self.links.values()):
+        version, cover = self.map.version, waiting.cover
+        if any(link.lacks(cover) or (link.newest > version and link.needed(cover)) for link in self.links.values()):
             self._parked.append(waiting)
             return
         if waiting.peer is not None:
@@ -446,7 +512,7 @@ class Replica:
         windows = self.state.windows
         for worker, incarnation in sorted(self.map.workers.items()):
             slot = windows.slot(worker, incarnation)
-            new = np.flatnonzero(self.ready & (windows.clock[slot] == ABSENT))
+            new = np.flatnonzero(self.ready & (windows.clock[slot] == ABSENT) & ~windows.restored)
             if len(new):
                 floor = self.floor()[new]
                 starts = np.where(floor == FAR, np.maximum(windows.clock[:, new].max(axis=0), 0), floor)
@@ -485,11 +551,14 @@ class Replica:
             self._out.append(Close(LINK, link.server))
             return
         current = meta["v"] <= self.map.version
+        link.newest = max(link.newest, meta["v"])
         if not current and self._asked < meta["v"]:
             self._asked = meta["v"]
             self._link(link.server, wire.BEHIND, {"version": self.map.version})
         if kind == wire.HAILED:
-            link.up = True
+            link.up, link.down = True, float("inf")
+            if meta.get("refused"):
+                link.refused[meta["refused"]] = True
             self._got(now, link, meta["last"], current)
             for sent in link.sent:
                 self._link(link.server, sent.kind, sent.meta, sent.arrays)
@@ -511,6 +580,8 @@ class Replica:
 
     def _got(self, now: float, link: Link, number: int, current: bool) -> None:
         """Everything up to a number is there."""
+        if number > link.made:
+            raise Diverged(f"{link.server} has message {number} of {link.made}")
         link.got = max(link.got, number)
         while link.sent and link.sent[0].number <= number:
             sent = link.sent.popleft()
@@ -544,7 +615,7 @@ class Replica:
 
     def _ask(self, link: Link) -> None:
         """Ask how far the replica is with shards of which we do not know it."""
-        unknown = (link.backup | link.learner) & ~link.flowing & ~link.asked
+        unknown = (link.backup | link.learner) & ~link.flowing & ~link.asked & ~self._unloaded
         unknown[list(link.todo)] = False
         shards = np.flatnonzero(unknown)
         if link.up and len(shards):
@@ -560,7 +631,7 @@ class Replica:
         for shard, stamp, lsn in zip(shards.tolist(), stamps.tolist(), lsns.tolist(), strict=True):
             if not link.asked[shard]:
                 continue
-            link.asked[shard] = False
+            link.asked[shard] = link.refused[shard] = False
             if lsn == self.state.lsn[shard] and stamp == self.state.stamp[shard]:
                 link.flowing[shard] = True
                 self._equal(now, link, shard)
@@ -601,7 +672,7 @@ class Replica:
             link.began = now
 
     def _readiness(self) -> None:
-        ready = self.headed & ~self.draining
+        ready = self.headed & ~self.draining & ~self._unloaded
         for link in self.links.values():
             ready &= ~link.backup | link.synced
         self.ready = ready
@@ -653,7 +724,7 @@ class Replica:
             self._reads_from[shard] = answered + self.lease
         self.draining &= self.headed & ~changed
         self._drains = [each for each in self._drains if self.draining[each[1]].all()]
-        self._relink(new, changed)
+        self._relink(now, new, changed)
         self._live = [self.state.windows.slot(worker, incarnation) for worker, incarnation in new.workers.items()]
         self._floor = None
         self._readiness()
@@ -676,18 +747,51 @@ class Replica:
         self._commit(now)
 
     def _restore(self, held: np.ndarray) -> None:
-        """Load shards that the map orders out of a checkpoint, and that we do not have from it yet."""
-        for shard, (folder, version) in self.map.sources.items():
-            if held[shard] and self.name in self.map.chains[shard] and self.state.stamp[shard] < version:
-                if self._load is None:
-                    raise Diverged(
-                        f"shard {shard} is to be restored from {folder}, and nothing here can read checkpoints"
-                    )
-                self.state.install(shard, self._load(folder, shard))
-                self.state.stamp[shard] = version
-                self.state.windows.loose[:, shard] = True
+        """Which shards the map orders out of a checkpoint, and we do not have from it yet."""
+        self.loading = {
+            shard: (folder, version)
+            for shard, (folder, version) in self.map.sources.items()
+            if held[shard] and self.name in self.map.chains[shard] and self.state.stamp[shard] < version
+        }
+        self._unloaded[:] = False
+        self._unloaded[list(self.loading)] = True
 
-    def _relink(self, new: Map, changed: np.ndarray) -> None:
+    def on_load(self, now: float) -> list[Action]:
+        """Read the next shard that is to come out of a checkpoint (`loading`); one at a time, as each may take a while."""
+        if not self.loading:
+            return []
+        shard, (folder, version) = next(iter(self.loading.items()))
+        del self.loading[shard]
+        self._unloaded[shard] = False
+        try:
+            if self._load is None:
+                raise ServerError("nothing here can read checkpoints")
+            self.state.install(shard, self._load(folder, shard))
+            self.state.stamp[shard] = version
+            if shard in self.map.revived:
+                self.state.windows.restore(shard)
+        except (EchelonError, OSError, *MALFORMED) as error:
+            # A backup gets it from its head; without the head's the shard stays lost. The others here are as good as before.
+            self.state.drop(shard)
+            self._out.append(Note("unreadable", {"shard": shard, "folder": folder, "why": str(error)}))
+            if self.headed[shard]:
+                self._unloaded[shard] = True
+                self._tell(wire.RETURN, {"shard": shard, "why": str(error), "version": self.map.version})
+        self._floor = None
+        self._readiness()
+        for link in self.links.values():
+            self._ask(link)
+        self._again(now)
+        self._enrol(now)
+        self._commit(now)
+        return self._actions()
+
+    def _fresh_link(self, now: float, server: str, incarnation: int) -> None:
+        self._links_made += 1
+        self.links[server] = Link(server, incarnation, self.map.shards, self._links_made)
+        self.links[server].down = now
+
+    def _relink(self, now: float, new: Map, changed: np.ndarray) -> None:
         wanted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for shard in np.flatnonzero(self.headed):
             for place, servers in enumerate((new.chains[shard][1:], new.learners[shard])):
@@ -701,7 +805,9 @@ class Replica:
             incarnation = new.servers[server].incarnation
             if server in self.links and self.links[server].incarnation != incarnation:
                 self._drop_link(server)
-            link = self.links.setdefault(server, Link(server, incarnation, new.shards))
+            if server not in self.links:
+                self._fresh_link(now, server, incarnation)
+            link = self.links[server]
             again = link.refused & (backup | learner)
             link.forget(changed | again | ~(backup | learner))
             link.backup, link.learner = backup, learner
@@ -755,14 +861,25 @@ class Replica:
             del self._heads[other]
             self._stalled.pop(other, None)
         self._heads[peer] = who
-        self._send(peer, wire.HAILED, 0, {"last": self._received.get(who, 0), "v": self.map.version})
+        number = int(meta["link"])
+        if self._received.get(who, (0, 0))[0] != number:
+            self._received[who] = (number, 0)
+            self._refused.pop(who, None)
+        answer: dict[str, Any] = {"last": self._received[who][1], "v": self.map.version}
+        self._send(peer, wire.HAILED, 0, self._with_refused(who, answer))
+
+    def _with_refused(self, who: tuple[str, int], answer: dict[str, Any]) -> dict[str, Any]:
+        """Said until the head asks again how far these shards are: an answer that names them may be lost."""
+        if self._refused.get(who):
+            answer["refused"] = sorted(self._refused[who])
+        return answer
 
     def _accepts(self, head: str, version: int, cover: Cover) -> np.ndarray:
         """Per shard whether an entry of this head is taken."""
         if head not in self._taking:
             held = self.map.held_by(self.name) if head != self.name else np.zeros(self.map.shards, bool)
             self._taking[head] = held & self.map.headed_by(head)
-        return self._taking[head][cover.at] & (self._epochs[cover.at] <= version)
+        return self._taking[head][cover.at] & (self._epochs[cover.at] <= version) & ~self._unloaded[cover.at]
 
     def _follow(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
         meta, kind, who = frame.meta, frame.kind, self._heads[peer]
@@ -774,6 +891,8 @@ class Replica:
         if kind == wire.SYNC:
             shards = frame.arrays[0]
             shards = shards[self._accepts(head, version, self.covers.of(shards))]
+            if who in self._refused:
+                self._refused[who] -= set(shards.tolist())
             self._send(
                 peer,
                 wire.SYNCED,
@@ -783,18 +902,16 @@ class Replica:
             )
             return
         number = meta["n"]
-        last = self._received.get(who, 0)
+        link, last = self._received[who]
         if number > last:
             if number != last + 1:
                 raise wire.WireError(f"message {number} of {head} after {last}")
-            self._received[who] = number
+            self._received[who] = (link, number)
             refused = self._entry(now, head, frame) if kind == wire.ENTRY else self._part(now, head, frame)
-            answer: dict[str, Any] = {"n": number, "v": self.map.version}
             if len(refused):
-                answer["refused"] = refused.tolist()
-            self._send(peer, wire.GOT, 0, answer)
-        else:
-            self._send(peer, wire.GOT, 0, {"n": last, "v": self.map.version})
+                self._refused.setdefault(who, set()).update(refused.tolist())
+            last = number
+        self._send(peer, wire.GOT, 0, self._with_refused(who, {"n": last, "v": self.map.version}))
 
     def _entry(self, now: float, head: str, outer: wire.Frame) -> np.ndarray:
         """Apply an entry; the shards for which it is not taken."""
@@ -838,6 +955,12 @@ class Replica:
         parts.append((meta["meta"], frame.arrays))
         if len(parts) == meta["parts"]:
             del self._arriving[shard]
-            self.state.install(shard, parts)
+            try:
+                self.state.install(shard, parts)
+            except EchelonError as error:
+                # No room here: the shard goes without this replica, which is no reason to take all others with it.
+                self.state.drop(shard)
+                self._out.append(Note("refused", {"shard": shard, "why": str(error)}))
+                return one
             self._floor = None
         return one[:0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from echelon.errors import ServerError
 from echelon.server import wire
 from echelon.server.covers import Cover
+from echelon.server.kinds import Dense, StoreError, Table
 from echelon.server.windows import ABSENT, Windows
 
 Part = tuple[dict[str, Any], list[np.ndarray]]
@@ -25,6 +26,8 @@ Values = Any
 class Store(Protocol):
     """Of the store, what a replica calls."""
 
+    @property
+    def specs(self) -> Mapping[str, Table | Dense]: ...
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray: ...
     def prepare(self, entry: Iterable[tuple[str, np.ndarray, Values]], step: int | None) -> None: ...
     def apply(
@@ -81,7 +84,8 @@ def operations(frame: wire.Frame) -> Iterator[tuple[dict[str, Any], np.ndarray, 
         raise wire.WireError(f"PUSH: {len(arrays)} arrays where its operations have {at}")
 
 
-def _named(op: dict[str, Any]) -> str:
+def named(op: dict[str, Any]) -> str:
+    """What an operation is on."""
     name = op.get("table") or op.get("dense") or op.get("set")
     if not isinstance(name, str):
         raise wire.WireError(f"PUSH: an operation on {name!r}; it names a table or a dense parameter")
@@ -114,9 +118,14 @@ class State:
             return None, False
         ahead = last + 1 < seq
         if ahead.any():
-            loose = self.windows.loose[slot][cover.at] & ahead
+            loose = self.windows.restored[cover.at] & ~self.windows.since[slot][cover.at] & ahead
             return fresh | loose, bool((ahead & ~loose).any())
         return fresh, False
+
+    def refused_before(self, frame: wire.Frame, cover: Cover) -> bool:
+        """Whether a push that is sent again was counted, but not applied."""
+        slot = self.windows.slot(frame.meta["worker"], frame.meta["incarnation"])
+        return bool((self.windows.void[slot][cover.at] == frame.meta["seq"]).any())
 
     def push(self, frame: wire.Frame, cover: Cover, *, version: int, whole: bool, void: bool) -> None:
         """Apply a push to `cover` (`whole`: that is all that it covers). `void`: only count it. An error: nothing has changed."""
@@ -133,7 +142,9 @@ class State:
         self.stamp[at] = version
         slot = self.windows.slot(meta["worker"], meta["incarnation"])
         self.windows.last[slot][at] = meta["seq"]
-        self.windows.loose[slot][at] = False
+        self.windows.since[slot][at] = True
+        if void:
+            self.windows.void[slot][at] = meta["seq"]
         if meta.get("tick"):
             clock = self.windows.clock[slot]
             clock[at] = np.maximum(clock[at], meta["step"] + 1)
@@ -144,16 +155,32 @@ class State:
         cut = list(self._cut(frame, fresh))
         if held or len(cut) > 1:
             # One operation alone is refused before anything changes; of several none may be applied if one is refused.
-            self.store.prepare([(_named(op), ids, values) for op, ids, values in cut], step)
+            self._fitting(cut)
+            self.store.prepare([(named(op), ids, values) for op, ids, values in cut], step)
         rates = meta.get("lr") or {}
-        for op, ids, values in cut:
-            name = _named(op)
-            if "set" in op:
-                self.store.set_blocks(name, ids, values, lsn=self.lsn)
-            elif op.get("assign"):
-                self.store.assign(name, ids, values, lsn=self.lsn)
-            elif not held:
-                self.store.apply(name, ids, values, lr=rates.get(name), lsn=self.lsn, step=step)
+        for place, (op, ids, values) in enumerate(cut):
+            name = named(op)
+            try:
+                if "set" in op:
+                    self.store.set_blocks(name, ids, values, lsn=self.lsn)
+                elif op.get("assign"):
+                    self.store.assign(name, ids, values, lsn=self.lsn)
+                elif not held:
+                    self.store.apply(name, ids, values, lr=rates.get(name), lsn=self.lsn, step=step)
+            except Exception as error:
+                if place == 0:
+                    raise
+                raise Diverged(f"half of push {meta['seq']} is applied, and then: {error}") from error
+
+    def _fitting(self, cut: Sequence[tuple[dict[str, Any], np.ndarray, Values]]) -> None:
+        """Each operation is one that its table or dense parameter has."""
+        specs = self.store.specs
+        for op, _, _ in cut:
+            spec, dense = specs.get(named(op)), "table" not in op
+            if spec is None or isinstance(spec, Dense) != dense:
+                raise StoreError(
+                    f"{named(op)}: no {'dense parameter' if dense else 'table'} of that name is declared here"
+                )
 
     def commit(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
         """Add up what is pending of a step, in the order of workers, and apply it once."""
@@ -174,7 +201,7 @@ class State:
                 if _at_once(op):
                     continue
                 rates = held.frame.meta.get("lr") or {}
-                entry = together.setdefault(_named(op), (op, [], [], rates.get(_named(op))))
+                entry = together.setdefault(named(op), (op, [], [], rates.get(named(op))))
                 entry[1].append(ids)
                 entry[2].append(values)
         if rest:
@@ -210,7 +237,7 @@ class State:
         members = np.zeros(self.shards, bool)
         members[fresh] = True
         for op, ids, values in operations(frame):
-            here = members[self.store.shards_of(_named(op), ids)]
+            here = members[self.store.shards_of(named(op), ids)]
             if here.all():
                 yield op, ids, values
             elif here.any():
@@ -232,7 +259,12 @@ class State:
                     arrays += [ids, values] if "table" in op else [ids, *values]
                 meta = held.frame.meta | {"ops": [op for op, _, _ in cut]}
                 frames.append(wire.joined(wire.encode(wire.PUSH, 0, meta, arrays)))
-        front = {"lsn": int(self.lsn[shard]), "stamp": int(self.stamp[shard]), "windows": self.windows.column(shard)}
+        front = {
+            "lsn": int(self.lsn[shard]),
+            "stamp": int(self.stamp[shard]),
+            "windows": self.windows.column(shard),
+            "restored": bool(self.windows.restored[shard]),
+        }
         return [(front, frames), *self.store.snapshot(shard)]
 
     def install(self, shard: int, parts: Sequence[Part]) -> None:
@@ -240,7 +272,7 @@ class State:
         self.drop(shard)
         front, frames = parts[0]
         self.lsn[shard], self.stamp[shard] = front["lsn"], front["stamp"]
-        self.windows.install(shard, front["windows"])
+        self.windows.install(shard, front["windows"], restored=bool(front["restored"]))
         for raw in frames:
             frame = wire.parse(raw)
             self.pending.setdefault(frame.meta["step"], []).append(Held(frame, np.array([shard])))

@@ -19,8 +19,12 @@ class Windows:
         self.slots: dict[tuple[str, int], int] = {}
         self.last = np.zeros((4, shards), np.int64)
         self.clock = np.full((4, shards), ABSENT, np.int64)
-        #: Where a checkpoint put the last push back: the next one may leave a gap, once.
-        self.loose = np.zeros((4, shards), bool)
+        #: The last push that was counted and not applied.
+        self.void = np.zeros((4, shards), np.int64)
+        #: Shards that went back to a checkpoint while workers went on: of these a worker's first push `since` may leave a gap, and
+        #: its clock does not count before.
+        self.restored = np.zeros(shards, bool)
+        self.since = np.zeros((4, shards), bool)
 
     def slot(self, worker: str, incarnation: int) -> int:
         """The row of a worker, made if it is new."""
@@ -31,13 +35,17 @@ class Windows:
             if found == len(self.last):
                 self.last = np.concatenate([self.last, np.zeros_like(self.last)])
                 self.clock = np.concatenate([self.clock, np.full_like(self.clock, ABSENT)])
-                self.loose = np.concatenate([self.loose, np.zeros_like(self.loose)])
+                self.void = np.concatenate([self.void, np.zeros_like(self.void)])
+                self.since = np.concatenate([self.since, np.zeros_like(self.since)])
         return found
 
     def floor(self, live: list[int]) -> np.ndarray:
         """Per shard the least clock of these rows; FAR where it counts none of them."""
         clocks = self.clock[live]
-        return np.where(clocks == ABSENT, FAR, clocks).min(axis=0, initial=FAR)
+        counted = clocks != ABSENT
+        if self.restored.any():
+            counted &= ~self.restored | self.since[live]
+        return np.where(counted, clocks, FAR).min(axis=0, initial=FAR)
 
     def column(self, shard: int) -> list[list[Any]]:
         """All that is known of one shard, as JSON, in one order everywhere."""
@@ -47,19 +55,29 @@ class Windows:
                 incarnation,
                 int(self.last[slot, shard]),
                 int(self.clock[slot, shard]),
-                bool(self.loose[slot, shard]),
+                int(self.void[slot, shard]),
+                bool(self.since[slot, shard]),
             ]
             for (worker, incarnation), slot in sorted(self.slots.items())
             if self.last[slot, shard] or self.clock[slot, shard] != ABSENT
         ]
 
-    def install(self, shard: int, column: list[list[Any]]) -> None:
+    def install(self, shard: int, column: list[list[Any]], *, restored: bool) -> None:
         """Replace what is known of one shard."""
         self.forget(shard)
-        for worker, incarnation, last, clock, loose in column:
+        self.restored[shard] = restored
+        for worker, incarnation, last, clock, void, since in column:
             slot = self.slot(str(worker), int(incarnation))
-            self.last[slot, shard], self.clock[slot, shard], self.loose[slot, shard] = last, clock, loose
+            self.last[slot, shard], self.clock[slot, shard] = last, clock
+            self.void[slot, shard], self.since[slot, shard] = void, since
+
+    def restore(self, shard: int) -> None:
+        """A shard went back to a checkpoint while workers went on."""
+        self.restored[shard] = True
+        self.since[:, shard] = False
 
     def forget(self, shard: int) -> None:
         """Nothing is known of one shard."""
-        self.last[:, shard], self.clock[:, shard], self.loose[:, shard] = 0, ABSENT, False
+        self.last[:, shard], self.clock[:, shard] = 0, ABSENT
+        self.void[:, shard], self.since[:, shard] = 0, False
+        self.restored[shard] = False

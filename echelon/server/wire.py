@@ -77,6 +77,9 @@ _DTYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")
 _CODES = {np.dtype("<" + name): code for code, name in enumerate(_DTYPES, start=1)}
 _KINDS = {code: dtype for dtype, code in _CODES.items()}
 
+#: Of an array's extents, which may be many where another is zero.
+_LARGEST = 1 << 40
+
 Buffer = bytes | bytearray | memoryview
 
 _write = json.JSONEncoder(separators=(",", ":")).encode
@@ -197,8 +200,12 @@ def layout(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[
     for dtype, shape in described:
         at += _padding(at)
         size = dtype.itemsize
+        span = 1
         for extent in shape:
+            span *= extent or 1
             size *= extent
+        if span > _LARGEST:
+            raise WireError(f"frame {NAMES.get(kind, kind)}: an array of shape {shape}")
         places.append((dtype, shape, at))
         at += size
         if at > end:

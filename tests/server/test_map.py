@@ -23,6 +23,7 @@ def example() -> Map:
         workers={"0": 4},
         lost={3: ("c", "b")},
         sources={2: ("/checkpoint", 5)},
+        revived=frozenset({2}),
     )
 
 
