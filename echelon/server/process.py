@@ -34,8 +34,6 @@ RETRY = 0.05
 STUCK = 10.0
 #: Blocks of one dense parameter: a slip of the pen must not take all servers' memory.
 LARGEST = 1 << 24
-#: Replicas take what their head took, beyond the bound that heads keep: which of them is fuller is chance.
-SLACK = 1.25
 
 Say = Callable[[str, Mapping[str, Any]], None]
 
@@ -376,8 +374,7 @@ class ServerProcess:
         from echelon.server.kinds import spec_from_plain
         from echelon.server.store import Store
 
-        memory = None if self._memory is None else int(self._memory * SLACK)
-        self._store = store = Store(shards=shards, memory=memory, spill=self._spill)
+        self._store = store = Store(shards=shards, memory=self._memory, spill=self._spill)
         self.replica = Replica(
             name=self.name or "",
             incarnation=self.incarnation,
@@ -385,7 +382,6 @@ class ServerProcess:
             shards=shards,
             load=lambda folder, shard: checkpoint.load(Path(folder), shard),
             declare=lambda spec: store.declare(spec_from_plain(spec)),
-            full=lambda: store.bytes if self._memory is not None and store.bytes >= self._memory else 0,
         )
 
     def _anew(self) -> None:

@@ -31,7 +31,6 @@ from echelon.errors import DocumentError, EchelonError, ServerError
 from echelon.server import wire
 from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Note, Send
 from echelon.server.covers import Cover, Covers
-from echelon.server.kinds import StoreFull
 from echelon.server.links import Link, Sent, Waiting
 from echelon.server.map import Map, empty
 from echelon.server.state import Diverged, Part, State, Store, named
@@ -47,8 +46,7 @@ MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overfl
 
 
 class Replica:
-    """The state machine. `load(folder, shard)` reads a shard out of a checkpoint; `declare(spec document)` makes a table known;
-    `full()` says how many bytes are held, where that is the bound."""
+    """The state machine. `load(folder, shard)` reads a shard out of a checkpoint; `declare(spec document)` makes a table known."""
 
     def __init__(
         self,
@@ -60,14 +58,13 @@ class Replica:
         lease: float = LEASE,
         load: Callable[[str, int], Sequence[Part]] | None = None,
         declare: Callable[[dict[str, Any]], None] | None = None,
-        full: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name, self.incarnation, self.lease = name, incarnation, lease
         self.state = State(store, shards)
         self.covers = Covers(shards)
         self.map: Map = empty(shards)
         self.specs: list[dict[str, Any]] = []
-        self._load, self._declare, self._full = load, declare, full
+        self._load, self._declare = load, declare
         self._out: list[Action] = []
         # As head.
         self.links: dict[str, Link] = {}
@@ -307,11 +304,6 @@ class Replica:
             here = cover if fresh is None else cover.part(fresh)
             void = False
             try:
-                held = self._full()
-                if held and meta["ops"]:
-                    raise StoreFull(
-                        f"this server holds {held} bytes, its bound; raise memory=, give spill=, expire rows or add servers"
-                    )
                 self.state.push(frame, here, version=self.map.version, whole=fresh is None, void=False)
             except Diverged:
                 raise
@@ -931,7 +923,9 @@ class Replica:
                     )
                 void = bool(outer.meta.get("void"))
                 try:
-                    self.state.push(frame, here, version=version, whole=only is None and every, void=void)
+                    # Heads keep to the memory's bound; replicas take what their head took, or they would part from it.
+                    with self.state.store.unbounded():
+                        self.state.push(frame, here, version=version, whole=only is None and every, void=void)
                 except EchelonError as error:
                     raise Diverged(f"{self.name} cannot take what the head took: {error}") from error
                 self._floor = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from echelon.errors import ServerError
 from echelon.server import wire
 from echelon.server.covers import Cover
-from echelon.server.kinds import Dense, StoreError, Table
 from echelon.server.windows import ABSENT, Windows
 
 Part = tuple[dict[str, Any], list[np.ndarray]]
@@ -26,10 +26,9 @@ Values = Any
 class Store(Protocol):
     """Of the store, what a replica calls."""
 
-    @property
-    def specs(self) -> Mapping[str, Table | Dense]: ...
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray: ...
-    def prepare(self, entry: Iterable[tuple[str, np.ndarray, Values]], step: int | None) -> None: ...
+    def prepare(self, entry: Iterable[tuple[Any, ...]], step: int | None, rates: Mapping[str, Any] | None) -> None: ...
+    def unbounded(self) -> AbstractContextManager[None]: ...
     def apply(
         self, name: str, ids: np.ndarray, grads: Values, *, lr: float | None, lsn: np.ndarray, step: int | None
     ) -> None: ...
@@ -90,6 +89,10 @@ def named(op: dict[str, Any]) -> str:
     if not isinstance(name, str):
         raise wire.WireError(f"PUSH: an operation on {name!r}; it names a table or a dense parameter")
     return name
+
+
+def _how(op: dict[str, Any]) -> str:
+    return "set" if "set" in op else "assign" if op.get("assign") else "apply"
 
 
 def _at_once(op: dict[str, Any]) -> bool:
@@ -155,8 +158,8 @@ class State:
         cut = list(self._cut(frame, fresh))
         if held or len(cut) > 1:
             # One operation alone is refused before anything changes; of several none may be applied if one is refused.
-            self._fitting(cut)
-            self.store.prepare([(named(op), ids, values) for op, ids, values in cut], step)
+            entry = [(named(op), ids, values, _how(op)) for op, ids, values in cut]
+            self.store.prepare(entry, step, meta.get("lr"))
         rates = meta.get("lr") or {}
         for place, (op, ids, values) in enumerate(cut):
             name = named(op)
@@ -171,16 +174,6 @@ class State:
                 if place == 0:
                     raise
                 raise Diverged(f"half of push {meta['seq']} is applied, and then: {error}") from error
-
-    def _fitting(self, cut: Sequence[tuple[dict[str, Any], np.ndarray, Values]]) -> None:
-        """Each operation is one that its table or dense parameter has."""
-        specs = self.store.specs
-        for op, _, _ in cut:
-            spec, dense = specs.get(named(op)), "table" not in op
-            if spec is None or isinstance(spec, Dense) != dense:
-                raise StoreError(
-                    f"{named(op)}: no {'dense parameter' if dense else 'table'} of that name is declared here"
-                )
 
     def commit(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
         """Add up what is pending of a step, in the order of workers, and apply it once."""
@@ -208,7 +201,9 @@ class State:
             self.pending[step] = rest
         for name, (op, keys, grads, rate) in sorted(together.items()):
             joined: Values = np.concatenate(grads) if "table" in op else [each for part in grads for each in part]
-            self.store.apply(name, np.concatenate(keys), joined, lr=rate, lsn=self.lsn, step=step + 1)
+            # What was acknowledged is applied, whatever the memory's bound.
+            with self.store.unbounded():
+                self.store.apply(name, np.concatenate(keys), joined, lr=rate, lsn=self.lsn, step=step + 1)
 
     def enrol(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
         """Count a worker from a clock on, where it is not counted yet. Arrays: cover, clocks."""
@@ -276,7 +271,8 @@ class State:
         for raw in frames:
             frame = wire.parse(raw)
             self.pending.setdefault(frame.meta["step"], []).append(Held(frame, np.array([shard])))
-        self.store.install(shard, parts[1:])
+        with self.store.unbounded():
+            self.store.install(shard, parts[1:])
 
     def drop(self, shard: int) -> None:
         """Hold nothing of one shard."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from echelon.server.kinds import StoreError, Table
+from echelon.server.kinds import StoreError
 from echelon.server.state import Part
 
 
@@ -18,19 +19,14 @@ class TinyStore:
         self.shards = shards
         self.rows = np.zeros(shards, np.int64)
 
-    @property
-    def specs(self) -> dict[str, Table]:
-        return {"t": Table(name="t", dim=1)}
-
-    @property
-    def bytes(self) -> int:
-        return 0
+    def unbounded(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray:
         return ids % self.shards
 
-    def prepare(self, entry: Iterable[tuple[str, np.ndarray, Any]], step: int | None) -> None:
-        for name, _, values in entry:
+    def prepare(self, entry: Iterable[tuple[Any, ...]], step: int | None, rates: Mapping[str, Any] | None) -> None:
+        for name, _, values, *_ in entry:
             self._check(name, values)
 
     def _check(self, name: str, values: np.ndarray) -> None:
