@@ -45,6 +45,10 @@ class Blocks:
         full = len(self.held) - (last in self.held)
         return full * (self.cost(0) if full else 0) + (self.cost(last) if last in self.held else 0)
 
+    def of(self, shard: int) -> list[int]:
+        """The blocks of a shard that are here, in order."""
+        return sorted(block for block in self.held if self.shard[block] == shard)
+
     def need(self, blocks: np.ndarray) -> int:
         """Bytes that blocks not yet here would take."""
         return sum(self.cost(int(block)) for block in set(blocks.tolist()) - set(self.held))

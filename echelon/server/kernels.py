@@ -48,10 +48,23 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
 _LOW = np.uint64(0xFFFFFFFF)
-_HALF = np.uint64(0xFFFF)
-_compiled: Any = njit(cache=True, nogil=True, error_model="numpy")
-_inlined: Any = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 _intrinsic: Any = intrinsic
+
+
+def _compiling(**options: Any) -> Any:
+    """A decorator: compiled when first called, kept beside this file or in the user's cache, or nowhere if neither can be written."""
+
+    def decorate(function: Any) -> Any:
+        try:
+            return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+        except RuntimeError:
+            return njit(nogil=True, error_model="numpy", **options)(function)
+
+    return decorate
+
+
+_compiled = _compiling()
+_inlined = _compiling(forceinline=True)
 
 
 @_intrinsic

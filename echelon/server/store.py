@@ -5,8 +5,6 @@ One thread at a time. What is absent reads as its initial value; a push creates 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,16 +15,15 @@ from typing import Any
 import numpy as np
 
 from echelon.server import kernels as k
-from echelon.server.blocks import Block, Blocks
+from echelon.server import moves
+from echelon.server.blocks import Blocks
 from echelon.server.combine import group, table_for
+from echelon.server.given import blocks_of, check_rate, distinct, ids_of, rows_of
 from echelon.server.hashing import bits_of, shard_of
-from echelon.server.kinds import SIZES, Dense, Init, Rule, StoreError, StoreFull, Table, spec_to_plain
+from echelon.server.kinds import Dense, Init, Rule, StoreError, StoreFull, Table
+from echelon.server.moves import Part
 from echelon.server.narrow import narrow
-from echelon.server.rows import Rows, state_of, weights_of
-
-#: About how many bytes one part of a snapshot has.
-PART = 1 << 20
-Part = tuple[dict[str, Any], list[np.ndarray]]
+from echelon.server.rows import Rows, weights_of
 
 
 class Store:
@@ -80,8 +77,8 @@ class Store:
     def shards_of(self, name: str, ids: np.ndarray) -> np.ndarray:
         """The shard of each id, or of each block of a dense parameter."""
         if name not in self._blocks:
-            return shard_of(_ids(ids), self.shards)
-        dense, blocks = self._blocks[name], _ids(ids)
+            return shard_of(ids_of(ids), self.shards)
+        dense, blocks = self._blocks[name], ids_of(ids)
         for block in blocks.tolist():
             dense.spec.length(block)
         return dense.shard[blocks]
@@ -100,7 +97,7 @@ class Store:
     def read(self, name: str, ids: np.ndarray, wire: str = "f4") -> list[np.ndarray]:
         """Rows in the order of ids as `wire` (for i2 and i1: and their scales)."""
         table = self._table(name)
-        ids = _ids(ids)
+        ids = ids_of(ids)
         if wire != table.spec.stored or wire[0] == "f":
             return narrow(table.read(ids), wire)
         # Integers as they are stored: rounded again they would have other scales.
@@ -114,7 +111,7 @@ class Store:
     def read_blocks(self, name: str, blocks: np.ndarray) -> list[np.ndarray]:
         """Each block's values, read-only views that stay as they are while somebody holds them."""
         dense = self._dense(name)
-        return [dense.read(block) for block in _ids(blocks).tolist()]
+        return [dense.read(block) for block in ids_of(blocks).tolist()]
 
     def ids(self, name: str, shard: int) -> np.ndarray:
         """The ids that have rows in a shard, in no order."""
@@ -153,7 +150,7 @@ class Store:
         if name not in self._blocks:
             return self._table(name).written(shard, since)
         dense = self._blocks[name]
-        here = [b for b in sorted(dense.held) if dense.shard[b] == shard and dense.held[b].lsn > since]
+        here = [b for b in dense.of(shard) if dense.held[b].lsn > since]
         return np.array(here, np.int64), np.array([dense.held[b].lsn for b in here], np.int64)
 
     # Writing
@@ -172,8 +169,8 @@ class Store:
 
         `lsn`: of each of all shards, the log number of this entry; `step`: counted from 1, for rules that go by it.
         """
-        ids = _ids(ids)
-        _rate(name, lr)
+        ids = ids_of(ids)
+        check_rate(name, lr)
         if name in self._blocks:
             self._apply_blocks(self._blocks[name], ids, grads, lr=lr, lsn=lsn, step=step)
             return
@@ -190,8 +187,8 @@ class Store:
     def assign(self, name: str, ids: np.ndarray, values: np.ndarray, *, lsn: np.ndarray) -> None:
         """Sets rows as they are, with the state of a fresh row; admission does not ask. Of an id that is there twice, the last counts."""
         table = self._table(name)
-        ids = _ids(ids)
-        values = _values(table, ids, values)
+        ids = ids_of(ids)
+        values = rows_of(table, ids, values)
         if not k.unique(ids, table_for(len(ids))):
             _, last = np.unique(ids[::-1], return_index=True)
             ids, values = ids[len(ids) - 1 - last], values[len(ids) - 1 - last]
@@ -207,8 +204,8 @@ class Store:
     ) -> None:
         """First values of blocks; those that have values keep them."""
         dense = self._dense(name)
-        blocks = _ids(blocks)
-        new = _block_values(dense, blocks, values)
+        blocks = ids_of(blocks)
+        new = blocks_of(dense, blocks, values)
         self._make_room([], dense.need(blocks))
         for block, value in zip(blocks.tolist(), new, strict=True):
             if block not in dense.held:
@@ -225,26 +222,26 @@ class Store:
         assigned: dict[str, list[np.ndarray]] = {}
         blocks: dict[str, list[np.ndarray]] = {}
         for name, keys, values, *how in entry:
-            ids = _ids(keys)
+            ids = ids_of(keys)
             what = how[0] if how else "apply"
-            _rate(name, (rates or {}).get(name))
+            check_rate(name, (rates or {}).get(name))
             if what == "set" or (what == "apply" and name in self._blocks):
                 dense = self._dense(name)
-                _block_values(dense, ids, values)
+                blocks_of(dense, ids, values)
                 if what == "apply":
                     dense.check(sorted(set(ids.tolist())), step)
                 blocks.setdefault(name, []).append(ids)
                 continue
             table = self._table(name)
-            _values(table, ids, values)
+            rows_of(table, ids, values)
             if what == "apply":
                 table.check(step)
             (pushed if what == "apply" else assigned).setdefault(name, []).append(ids)
         needs: list[tuple[Rows, np.ndarray]] = []
         for name, parts in assigned.items():
-            needs.append((self._table(name), self._table(name).find(_distinct(parts))[1]))
+            needs.append((self._table(name), self._table(name).find(distinct(parts))[1]))
         for name, parts in pushed.items():
-            ids = _distinct(parts)
+            ids = distinct(parts)
             _, missing, absent = self._table(name).find(ids)
             if absent and name in self._waiting:
                 needs += self._split(self._table(name), ids)[3]
@@ -271,120 +268,41 @@ class Store:
 
     def snapshot(self, shard: int) -> list[Part]:
         """All of a shard, copied now, in parts of about 1 MiB: for `install` on any server that knows the same specs."""
-        parts: list[Part] = []
-        for kind, tables in (("rows", self._rows), ("waiting", self._waiting)):
-            for name in sorted(tables):
-                table = tables[name]
-                rows = table.of(shard)
-                size = max(1, PART // table.layout.stride)
-                for first in range(0, len(rows), size):
-                    parts.append(({"kind": kind, "name": name}, [table.whole(rows[first : first + size])]))
-        for name in sorted(self._blocks):
-            dense = self._blocks[name]
-            for block in sorted(b for b in dense.held if dense.shard[b] == shard):
-                held = dense.held[block]
-                meta = {"kind": "block", "name": name, "block": block, "lsn": held.lsn}
-                parts.append((meta, [dense.read(block), held.state.copy()]))
-        return parts
+        return moves.snapshot(shard, self._rows, self._waiting, self._blocks)
 
     def install(self, shard: int, parts: Sequence[Part]) -> None:
         """A shard as `snapshot` gave it, instead of what was here of it. Raises before anything changes."""
-        tables: dict[tuple[str, str], list[np.ndarray]] = {}
-        blocks: list[tuple[Blocks, int, Block]] = []
-        for meta, arrays in parts:
-            kind, name = meta["kind"], meta["name"]
-            if kind == "block":
-                blocks.append(self._installed_block(shard, meta, arrays))
-            else:
-                tables.setdefault((kind, name), []).append(self._installed_rows(shard, kind, name, arrays))
-        needs, before = [], {}
-        for (kind, name), chunks in tables.items():
-            table = self._kept(kind)[name]
+        tables, blocks = moves.arrived(shard, parts, self._rows, self._waiting, self._blocks)
+        needs = []
+        for table, chunks in tables:
             missing = np.zeros(self.shards, np.int64)
-            # The rows that are dropped first are used again.
-            before[id(table)] = int(table.used[shard])
-            missing[shard] = sum(len(chunk) for chunk in chunks) - before[id(table)]
+            # Of rows that are dropped first, as many are used again.
+            missing[shard] = sum(len(chunk) for chunk in chunks) - table.used[shard]
             needs.append((table, missing))
-        held = sum(dense.cost(b) for dense in self._blocks.values() for b in dense.held if dense.shard[b] == shard)
+        held = sum(dense.cost(block) for dense in self._blocks.values() for block in dense.of(shard))
         self._check(needs, sum(dense.cost(block) for dense, block, _ in blocks) - held)
         for table, missing in needs:
             table.claim(missing)
         self.drop(shard)
-        for table, missing in needs:
-            missing[shard] += before[id(table)]
+        for (table, missing), (_, chunks) in zip(needs, tables, strict=True):
+            missing[shard] = sum(len(chunk) for chunk in chunks)
             table.grow(missing)
-        for (kind, name), chunks in tables.items():
             for chunk in chunks:
-                self._kept(kind)[name].insert(chunk)
+                table.insert(chunk)
         for dense, block, values in blocks:
             dense.held[block] = values
-
-    def _kept(self, kind: str) -> dict[str, Rows]:
-        return self._rows if kind == "rows" else self._waiting
-
-    def _installed_rows(self, shard: int, kind: str, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        table = self._kept(kind).get(name)
-        if table is None:
-            raise StoreError(
-                f"{name}: {kind} of a table that is not declared here; declare it before installing shard {shard}"
-            )
-        rows = arrays[0]
-        if rows.ndim != 2 or rows.dtype != np.int64 or rows.shape[1] != table.words:
-            raise StoreError(f"{name}: rows of shape {rows.shape} {rows.dtype}; expected (n, {table.words}) int64")
-        if (shard_of(rows[:, 0], self.shards) != shard).any():
-            raise StoreError(
-                f"{name}: rows of other shards than {shard} in a snapshot of it; was it mixed up on the way?"
-            )
-        rows = np.ascontiguousarray(rows)
-        return rows if rows.flags.writeable else rows.copy()
-
-    def _installed_block(
-        self, shard: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]
-    ) -> tuple[Blocks, int, Block]:
-        name, block = meta["name"], int(meta["block"])
-        dense = self._dense(name)
-        length = dense.spec.length(block)
-        states = state_of(dense.spec.rule, length)[0]
-        kind = np.dtype(dense.spec.dtype)
-        values, state = arrays
-        if values.shape != (length,) or state.shape != (states,) or values.dtype != kind or state.dtype != kind:
-            raise StoreError(
-                f"{name}: block {block} of {values.shape} {values.dtype} with {state.shape}; expected {length} and {states} of {kind}"
-            )
-        if dense.shard[block] != shard:
-            raise StoreError(
-                f"{name}: block {block} is of shard {dense.shard[block]}, not of {shard}; was it mixed up on the way?"
-            )
-        return dense, block, Block(values.copy(), state.copy(), int(meta["lsn"]))
 
     def drop(self, shard: int) -> None:
         """Forgets a shard."""
         for table in (*self._rows.values(), *self._waiting.values()):
             table.of(shard, clear=True)
         for dense in self._blocks.values():
-            for block in [b for b in dense.held if dense.shard[b] == shard]:
+            for block in dense.of(shard):
                 del dense.held[block]
 
     def digest(self, shard: int) -> bytes:
         """SHA-256 of all of a shard, whatever the order in which it came to be."""
-        total = hashlib.sha256()
-        for kind, tables in (("rows", self._rows), ("waiting", self._waiting)):
-            for name in sorted(tables):
-                table = tables[name]
-                rows = table.sorted(shard)
-                if len(rows):
-                    total.update(json.dumps([kind, spec_to_plain(table.spec), len(rows)], sort_keys=True).encode())
-                size = max(1, PART // table.layout.stride)
-                for first in range(0, len(rows), size):
-                    total.update(table.whole(rows[first : first + size]).data)
-        for name in sorted(self._blocks):
-            dense = self._blocks[name]
-            for block in sorted(b for b in dense.held if dense.shard[b] == shard):
-                held = dense.held[block]
-                total.update(json.dumps(["block", spec_to_plain(dense.spec), block, held.lsn], sort_keys=True).encode())
-                total.update(held.values.data)
-                total.update(held.state.data)
-        return total.digest()
+        return moves.digest(shard, self._rows, self._waiting, self._blocks)
 
     def stats(self) -> dict[str, Any]:
         """Rows and bytes per name, rows per shard, bytes in sum and their bound."""
@@ -433,7 +351,7 @@ class Store:
             ) from None
 
     def _summed(self, table: Rows, ids: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        values = _values(table, ids, grads)
+        values = rows_of(table, ids, grads)
         if k.unique(ids, table_for(len(ids))):
             return ids, values
         grouped = group(ids, np.zeros(self.shards, np.uint16), 1)
@@ -471,7 +389,7 @@ class Store:
     def _apply_blocks(
         self, dense: Blocks, blocks: np.ndarray, grads: Any, *, lr: float | None, lsn: np.ndarray, step: int | None
     ) -> None:
-        values = _block_values(dense, blocks, grads)
+        values = blocks_of(dense, blocks, grads)
         names = blocks.tolist()
         if len(set(names)) != len(names):
             sums: dict[int, np.ndarray] = {}
@@ -508,49 +426,3 @@ def _free(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _ids(ids: np.ndarray) -> np.ndarray:
-    array = np.asarray(ids)
-    if array.size and array.dtype.kind not in "iu":
-        raise StoreError(f"ids: {array.dtype}; expected integers of 64 bits")
-    array = np.ascontiguousarray(array, np.int64).reshape(-1)
-    # The kernels are compiled for writable arrays only: one compilation instead of two.
-    return array if array.flags.writeable else array.copy()
-
-
-def _distinct(parts: Sequence[np.ndarray]) -> np.ndarray:
-    ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return ids if k.unique(ids, table_for(len(ids))) else np.unique(ids)
-
-
-def _rate(name: str, lr: Any) -> None:
-    if lr is None:
-        return
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not -1e300 < lr < 1e300:
-        raise StoreError(f"{name}: a rate of {lr!r}; use a finite number")
-
-
-def _values(table: Rows, ids: np.ndarray, values: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(values, table.spec.dtype)
-    if array.shape != (len(ids), table.spec.dim):
-        raise StoreError(
-            f"{table.spec.name}: values of shape {array.shape} for {len(ids)} ids; expected ({len(ids)}, {table.spec.dim})"
-        )
-    return array if array.flags.writeable else array.copy()
-
-
-def _block_values(dense: Blocks, blocks: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    spec = dense.spec
-    if len(values) != len(blocks):
-        raise StoreError(f"{spec.name}: {len(values)} arrays for {len(blocks)} blocks; expected one each")
-    out = []
-    for block, value in zip(blocks.tolist(), values, strict=True):
-        array = np.ascontiguousarray(value, spec.dtype).reshape(-1)
-        if len(array) != spec.length(block):
-            raise StoreError(f"{spec.name}: {len(array)} values for block {block}, which has {spec.length(block)}")
-        out.append(array if array.flags.writeable else array.copy())
-    return out
-
-
-__all__ = ["PART", "SIZES", "Part", "Store", "StoreFull"]
