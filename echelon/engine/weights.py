@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
+from echelon.engine.keeper import FOLDER
 from echelon.engine.layout import Piece, regions, whole_shape
 from echelon.engine.stored import MANIFEST, Reader, quietly, read_manifest, require_whole
 from echelon.errors import CheckpointError, EchelonError, JobError
@@ -137,8 +138,16 @@ def _open_checkpoint(folder: Path) -> _Checkpoint:
         if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
     }
 
+    tables = {
+        name: tuple(manifest["parameters"][name])
+        for name in (manifest.get("served") or {}).get("trained", ())
+        if name not in entries
+    }
+
     def fill(targets: Mapping[str, Tensor]) -> None:
-        wanted = {f"{_MODEL}{name}": target.detach() for name, target in targets.items()}
+        for name in tables.keys() & targets.keys():
+            _fill_table(targets[name], folder / FOLDER, name)
+        wanted = {f"{_MODEL}{name}": target.detach() for name, target in targets.items() if name not in tables}
         try:
             with quietly():
                 load_tensors(cast(dict[str, Any], wanted), storage_reader=reader, no_dist=True)
@@ -146,10 +155,30 @@ def _open_checkpoint(folder: Path) -> _Checkpoint:
             raise CheckpointError(f"{folder}: could not be read ({error})") from error
 
     return _Checkpoint(
-        shapes={name: tuple(entry.size) for name, entry in entries.items()},
+        shapes={name: tuple(entry.size) for name, entry in entries.items()} | tables,
         fill=fill,
-        dtypes={name: entry.properties.dtype for name, entry in entries.items()},
+        dtypes={name: entry.properties.dtype for name, entry in entries.items()} | dict.fromkeys(tables, torch.float32),
     )
+
+
+def _fill_table(target: Tensor, folder: Path, name: str) -> None:
+    """A table whole, from what servers wrote of it."""
+    from echelon.server.export import rows
+
+    if isinstance(target, DTensor):
+        raise JobError(
+            f"weights=: {name} is a table of a parameter server's, and zero shards it here; export the checkpoint to a file first "
+            "(echelon export), or use zero=0"
+        )
+    count = 0
+    for ids, values in rows(folder, name, "f8" if target.dtype == torch.float64 else "f4"):
+        target[torch.from_numpy(ids)] = torch.from_numpy(values).to(target.device, target.dtype)
+        count += len(ids)
+    if count != len(target):
+        raise CheckpointError(
+            f"{folder}: {name} has {count:,} of {len(target):,} rows, the others were never trained and begin as their ids say: such a table "
+            "is no tensor of a file; `echelon server export` writes the rows that there are"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,23 @@ def _stored(path: Path) -> dict[str, Tensor]:
     }
     with quietly():
         load_tensors(held, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model/"): value for name, value in held.items()}
+    return {name.removeprefix("model/"): value for name, value in held.items()} | _tables(folder)
+
+
+def _tables(folder: Path) -> dict[str, Tensor]:
+    """Of a checkpoint with a parameter server: its tables, as tensors."""
+    if not (folder / "server" / "manifest.json").is_file():
+        return {}
+    from echelon.server.export import rows
+
+    shapes, found = json.loads((folder / MANIFEST).read_text())["parameters"], {}
+    for spec in json.loads((folder / "server" / "manifest.json").read_text())["specs"]:
+        if spec["what"] == "table":
+            table = torch.empty(shapes[spec["name"]])
+            for ids, values in rows(folder / "server", spec["name"]):
+                table[torch.from_numpy(ids)] = torch.from_numpy(values)
+            found[spec["name"]] = table
+    return found
 
 
 def cast(batch: Any, device: torch.device) -> Any:

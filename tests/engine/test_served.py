@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from echelon.engine.build import unmade
 from echelon.engine.rules import rule_of
+from echelon.engine.weights import export_weights
 from echelon.errors import ForeignCheckpoint, JobError
 from echelon.plan.served import Served
 from echelon.testing.ranks import Pool
@@ -31,6 +33,15 @@ def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: 
     assert mine.keys() == true.keys()
     for name, value in true.items():
         assert torch.allclose(mine[name], value, rtol=1e-4, atol=1e-6), name
+    exported = export_weights(saved, tmp_path / "clicks.safetensors")
+    with safe_open(tmp_path / "clicks.safetensors", "pt") as file:
+        assert set(file.keys()) == {*true}
+        assert file.get_tensor("users.weight").shape == (60, 4)
+    assert exported.tensors == len(true)
+    # Weights from a checkpoint into servers, and from the file into a rank: the same first loss.
+    (_, from_file), *_ = ranks.run(1, train, "dp=1", stop=1, weights=str(tmp_path / "clicks.safetensors"))
+    (_, to_servers), *_ = ranks.run(1, train, "dp=1 exchange=server", stop=1, weights=saved, timeout=120)
+    assert to_servers[0] == pytest.approx(from_file[0], rel=1e-6)
     with pytest.raises(Exception, match=r"items\.0\.weight was trained by a parameter server there") as refused:
         ranks.run(1, train, "dp=1", stop=6, load=saved)
     assert isinstance(refused.value.__cause__, ForeignCheckpoint)

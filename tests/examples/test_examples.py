@@ -12,7 +12,7 @@ from echelon.events import Event
 from echelon.observer import read_events
 from tests.machine import ROOT, environment
 
-DIGITS, GPT = (str(ROOT / "examples" / name) for name in ("digits.py", "gpt.py"))
+DIGITS, GPT, RECOMMENDER = (str(ROOT / "examples" / name) for name in ("digits.py", "gpt.py", "recommender.py"))
 
 
 def run(known_machine: Path, folder: Path, *command: str) -> list[Event]:
@@ -65,3 +65,13 @@ def test_every_way_to_start_gives_the_same_losses(known_machine: Path, tmp_path:
     assert found["torchrun"] == found["echelon"]
     assert found["echelon"] == pytest.approx(found["python"], rel=1e-4)
     assert found["python"][-1] < 0.75 * found["python"][0]
+
+
+@pytest.mark.slow
+def test_the_recommender_learns_with_its_tables_on_a_server(known_machine: Path, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    events = run(known_machine, tmp_path, RECOMMENDER)
+    metrics = [event.data["metrics"] for event in events if event.kind == "evaluation"]
+    assert len(metrics) == 3  # after the warm-up and after each epoch
+    assert metrics[0]["right"] < 0.61 < 0.64 < metrics[-1]["right"]
+    assert len(losses(events)) == 12 + 2 * 118
