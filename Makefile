@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 JOB := examples/digits.py
-BENCHES := overhead startup axes memory recompute parity zoo verify faults resume forecast data damage waiting
+BENCHES := overhead startup axes memory recompute parity zoo verify faults resume forecast data damage waiting dlrm
 
 .PHONY: help demo test check format clean $(BENCHES:%=bench-%)
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from echelon.errors import TrainingError
+from echelon.errors import PlanError, TrainingError
 from echelon.plan.served import Served
 
 
@@ -29,6 +30,44 @@ class Rows:
             return None
         found = torch.searchsorted(self.places, ids).clamp_(max=len(self.ids) - 1)
         return found if bool((self.places[found] == ids).all()) else None
+
+
+class Standin(nn.Parameter):
+    """What a module holds in place of a table that is a server's: a name, a dtype and a width, without rows. While `inside()`, nothing can be
+    computed with it, which would give other numbers than with the table."""
+
+    title: str
+    inside: Callable[[], bool]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") not in _HARMLESS:
+                for each in tree_leaves((args, kwargs)):
+                    if isinstance(each, Standin) and getattr(each, "inside", _never)():
+                        raise PlanError(
+                            f"exchange=server: forward computes with {each.title} itself, of which a rank has only the rows of its batch; read it by "
+                            "calling its module, or keep it with the ranks (a larger rows=)"
+                        )
+            return func(*args, **(kwargs or {}))
+
+
+#: What is asked of a tensor and computes nothing with it.
+_HARMLESS = (
+    "__get__",
+    "dim",
+    "size",
+    "numel",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "__hash__",
+    "__repr__",
+)
+
+
+def _never() -> bool:
+    return False
 
 
 #: Gives rows that hold all of these ids, and where each of them lies, flat.

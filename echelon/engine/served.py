@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from echelon.data.loader import StepBatch
 from echelon.engine.foresight import Foresight
 from echelon.engine.keeper import Keeper
-from echelon.engine.lookup import Rows, install
+from echelon.engine.lookup import Rows, Standin, install
 from echelon.engine.ranks import Group
 from echelon.engine.rules import rate_of, rule_of
 from echelon.errors import JobError, PlanError
@@ -51,7 +51,9 @@ def take(model: nn.Module, tables: Sequence[Served], *, keep: bool) -> dict[str,
             )
         if keep and table.start == "model":
             values[table.path] = weight.detach()
-        module.weight = nn.Parameter(torch.empty((0, table.dim), dtype=weight.dtype), requires_grad=True)
+        standin = Standin(torch.empty((0, table.dim), dtype=weight.dtype), True)
+        standin.title = table.name
+        module.weight = standin
     return values
 
 
@@ -76,6 +78,7 @@ class Hub:
         self._rows: dict[str, list[Rows]] = {}
         self._made: dict[str, tuple[np.ndarray, Tensor]] = {}
         self._coming: StepBatch | None = None
+        self._inside = False
         #: Updates that were made, which Adagrad's decay of the rate counts.
         self.updates = 0
         with run.ranks.together():
@@ -85,8 +88,12 @@ class Hub:
         try:
             self._keeper.open()
             self._declare(first)
+            self._restore.append(self._watch(run.model))
             for path, table in self._tables.items():
-                self._restore.append(install(run.model.get_submodule(path), table, self._fetch))
+                module = run.model.get_submodule(path)
+                self._restore.append(install(module, table, self._fetch))
+                if isinstance(module.weight, Standin):
+                    module.weight.inside = lambda: self._inside
         except BaseException:
             self.close()
             raise
@@ -100,6 +107,23 @@ class Hub:
     def ranks(self) -> int:
         """That push."""
         return self._run.data.size
+
+    def _watch(self, model: nn.Module) -> Callable[[], None]:
+        """Know when forward runs; returns what ends that."""
+
+        def enter(*_: Any) -> None:
+            self._inside = True
+
+        def leave(*_: Any) -> None:
+            self._inside = False
+
+        hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+
+        def forget() -> None:
+            for hook in hooks:
+                hook.remove()
+
+        return forget
 
     # The beginning
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.foresight import Foresight, find
-from echelon.engine.lookup import Rows, install
-from echelon.errors import TrainingError
+from echelon.engine.lookup import Rows, Standin, install
+from echelon.errors import PlanError, TrainingError
 from echelon.plan.served import Served
 
 IDS = torch.arange(60).reshape(10, 6)
@@ -113,6 +113,22 @@ def test_an_id_beyond_the_table_is_refused() -> None:
     served(module, torch.zeros(20, 4))
     with pytest.raises(TrainingError, match="table: the ids 1 to 20 are looked up in a table of 20 rows"):
         module(torch.tensor([1, 20]))
+
+
+def test_a_table_that_is_not_here_cannot_be_computed_with() -> None:
+    """A penalty on all of its rows would be zero, in silence."""
+    standin = Standin(torch.empty(0, 4), True)
+    standin.title = "users.weight"
+    assert standin.pow(2).sum().item() == 0
+    standin.inside = lambda: True
+    assert (standin.shape, standin.grad, standin.dim(), standin.numel()) == ((0, 4), None, 2, 0)
+    for compute in (
+        lambda: standin.pow(2).sum(),
+        lambda: torch.ones(2, 4) @ standin.T,
+        lambda: nn.functional.linear(torch.ones(2, 4), standin),
+    ):
+        with pytest.raises(PlanError, match=r"forward computes with users\.weight itself"):
+            compute()
 
 
 def test_rows_are_found_only_where_all_are_there() -> None:

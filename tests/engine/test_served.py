@@ -48,8 +48,7 @@ def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: 
 
 
 def test_ranks_that_do_not_wait_stop_at_the_same_step(ranks: Pool) -> None:
-    for lead in (1, 3):
-        assert len(set(ranks.run(3, stop_together, 5, lead))) == 1
+    assert ranks.run(2, stop_together, 5, 3) == [9, 9]  # asked at 5: one may be 3 steps further by then
 
 
 def test_rules_that_servers_cannot_keep_are_refused() -> None:
