@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from echelon.cli import cache, data, doctor, explain, export, pack, plan, report, simulate, train, verify
+from echelon.cli import cache, data, doctor, explain, export, pack, plan, report, serve, server, simulate, train, verify
 from echelon.cli.common import wants_traceback
 from echelon.errors import EchelonError
 from echelon.launchers.handover import in_words
@@ -47,10 +47,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # help in plain text: drawing it with rich takes longer than everything else
 )
-for verb in (doctor, plan, explain, simulate, verify, train, pack, report, export):
+for verb in (doctor, plan, explain, simulate, verify, train, pack, report, export, serve):
     app.command()(getattr(verb, verb.__name__.rpartition(".")[2]))
 app.add_typer(data.app, name="data")
 app.add_typer(cache.app, name="cache")
+app.add_typer(server.app, name="server")
 
 
 def main() -> None:

@@ -728,10 +728,14 @@ class Controller:
             "shards": known.shards,
             "replicas": self.replicas,
             "unplaced": sum(not chain for shard, chain in enumerate(known.chains) if shard not in known.lost),
-            "short": sum(0 < len(chain) < min(self.replicas, max(1, len(known.servers))) for chain in known.chains),
+            "short": sum(
+                0 < len(chain) < min(self.replicas, max(1, len(set(known.servers) - self.leaving)))
+                for chain in known.chains
+            ),
             "learning": sum(bool(each) for each in known.learners),
             "lost": {str(shard): list(chain) for shard, chain in known.lost.items()},
             "restored": {str(shard): list(source) for shard, source in known.sources.items()},
+            "revived": sorted(known.revived),
             "checkpoint": self.checkpoint,
             "settings": self.settings,
             "specs": self.specs,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError, ServerError
+from echelon.server.loop import split
 from echelon.server.secret import make_secret
 
 PATIENCE = 120.0
@@ -95,6 +96,8 @@ class Servers:
         folder: Path | None = None,
         secret: bytes | None = None,
         bind: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
         hosts: list[str] | None = None,
     ) -> None:
         if n < 1 or not 1 <= replicas <= 3:
@@ -117,9 +120,12 @@ class Servers:
         }
         self.servers: dict[str, Child] = {}
         self._started = 0
-        self.controller = Child({**self._config, "bind": f"{bind}:0"}, self.folder / "controller.log")
+        self._advertise = advertise
+        self.controller = Child({**self._config, "bind": f"{bind}:{port}"}, self.folder / "controller.log")
         try:
-            self.address = self.controller.address()
+            self._listens = self.controller.address()
+            #: What others call: bound to all interfaces it listens at no address that they could.
+            self.address = f"{advertise}:{split(self._listens)[1]}" if advertise else self._listens
             for _ in range(n):
                 self.start()
             self.wait()
@@ -137,6 +143,7 @@ class Servers:
             "secret": self.secret.hex(),
             "controller": self.address,
             "bind": f"{self._bind}:0",
+            "advertise": self._advertise,
             "name": name,
             "host": host,
             "memory": self._memory,
@@ -148,8 +155,8 @@ class Servers:
     def restart_controller(self) -> None:
         """A new life of the controller, at the same address, from its file (after it was killed)."""
         self.controller.stop(0.0)
-        self.controller = Child({**self._config, "bind": self.address}, self.folder / "controller.log")
-        if self.controller.address() != self.address:
+        self.controller = Child({**self._config, "bind": self._listens}, self.folder / "controller.log")
+        if self.controller.address() != self._listens:
             raise LaunchError(f"the controller came back at another address than {self.address}")
 
     def wait(self, patience: float = PATIENCE) -> None:

@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 from echelon.errors import ServerError
+from echelon.plan.figures import size
 from echelon.server import wire
 from echelon.server.loop import split
 from echelon.server.secret import ADMIN, greet
@@ -35,3 +36,58 @@ def request(address: str, secret: bytes, kind: int, meta: dict[str, Any], *, pat
 def ask(address: str, secret: bytes) -> dict[str, Any]:
     """The controller's report."""
     return request(address, secret, wire.STATUS, {})
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """A line of figures for each server: name, heads, replicas, rows, memory, pushes/s, rows/s, lag, clock."""
+    lines = []
+    for name, each in sorted(found["servers"].items()):
+        rates, lag = each.get("rates", {}), each.get("lag", {})
+        behind = sum(link["entries"] for link in lag.values())
+        missing = sum(link["shards"] for link in lag.values())
+        low, high = each.get("clock", [0, 0])
+        state = "" if each["here"] else " (away)"
+        lines.append(
+            [
+                name + state + (" (leaving)" if each["leaving"] else ""),
+                str(each["heads"]),
+                str(each["replicas"]),
+                str(each.get("rows", "")),
+                size(each["bytes"]) if "bytes" in each else "",
+                f"{rates.get('pushes', 0):g}",
+                f"{rates.get('rows', 0):g}",
+                f"{behind}" + (f", {missing} shards" if missing else ""),
+                f"{low}" if low == high else f"{low}-{high}",
+            ]
+        )
+    return lines
+
+
+def in_words(found: dict[str, Any]) -> list[str]:
+    """What the figures do not say."""
+    bound = found["settings"].get("staleness")
+    lines = [
+        f"{found['shards']} shards, {found['replicas']} replicas wished, map {found['version']}; "
+        + ("workers never wait" if bound is None else f"workers are at most {bound} steps ahead")
+    ]
+    if found["short"] or found["learning"]:
+        lines.append(f"{found['short']} shards have fewer replicas than wished, {found['learning']} are being copied")
+    if found["unplaced"]:
+        lines.append(f"{found['unplaced']} shards wait for servers to be placed on")
+    if found["lost"]:
+        names = ", ".join(sorted(found["lost"], key=int)[:8])
+        lines.append(
+            f"LOST: {len(found['lost'])} shards ({names}): all their replicas are gone; "
+            + (
+                "they come back from the last checkpoint"
+                if found["checkpoint"]
+                else "there is no checkpoint, start anew"
+            )
+        )
+    if found["revived"]:
+        lines.append(f"WENT BACK: {len(found['revived'])} shards were lost and are as they were in a checkpoint")
+    here = sum(each["here"] for each in found["workers"].values())
+    lines.append(
+        f"{len(found['workers'])} workers, {here} of them here; checkpoint: {found['checkpoint'] or 'none yet'}"
+    )
+    return lines

@@ -1,0 +1,144 @@
+"""`echelon serve`: parameter servers by hand; the same processes that a training starts for itself."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from echelon.cli.common import Debug, Json, print_json
+from echelon.errors import ServerError
+
+
+def serve(
+    servers: Annotated[int, typer.Option(min=0, help="How many servers to run here; 0: the controller alone.")] = 1,
+    controller: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Join this controller with one server; else start one here.")
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The job's secret (mode 600); made with a new controller where there is none."
+        ),
+    ] = None,
+    bind: Annotated[
+        str, typer.Option(metavar="HOST[:PORT]", help="Where to listen; beyond this machine only if you say so.")
+    ] = "127.0.0.1",
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST", help="The name that others call this machine by.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="What tells this machine from others (replicas go to different ones).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The server's name.")] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Where the controller's file and the logs are; a controller goes on from there.")
+    ] = Path("runs/servers"),
+    replicas: Annotated[int, typer.Option(min=1, max=3, help="Replicas of each shard.")] = 2,
+    shards: Annotated[int, typer.Option(help="Virtual shards, a power of two, for the job's life.")] = 256,
+    expect: Annotated[int | None, typer.Option(min=1, help="Servers to wait for before shards are placed.")] = None,
+    staleness: Annotated[
+        int | None, typer.Option(min=0, help="Steps that a worker may be ahead; else it never waits.")
+    ] = None,
+    aggregate: Annotated[
+        bool, typer.Option(help="With staleness 0: add up a step's gradients and apply them once.")
+    ] = False,
+    memory: Annotated[float | None, typer.Option(metavar="GIB", help="Bound of each server's memory.")] = None,
+    spill: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where rows beyond memory go.")] = None,
+    restore: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A checkpoint of servers to begin from.")
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run parameter servers until interrupted."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    where, _, port = bind.rpartition(":") if bind.rpartition(":")[2].isdigit() else (bind, "", "0")
+    limit = None if memory is None else int(memory * 2**30)
+    if controller is not None:
+        secret = _secret(secret_file, make=False)
+        options: dict[str, Any] = {"memory": limit, "spill": spill, "host": host, "advertise": advertise, "name": name}
+        _join(controller, secret, f"{where}:{port}", options, json)
+        return
+    if restore is not None and not restore.is_dir():
+        raise ServerError(f"{restore}: no such checkpoint; give the folder of one")
+    secret = _secret(secret_file or folder / "secret", make=True)
+    job: dict[str, Any] = {"replicas": replicas, "shards": shards, "restore": restore}
+    if servers == 0:
+        settings = {"staleness": staleness, "aggregate": aggregate}
+        _control(
+            secret, folder, f"{where}:{port}", advertise, {**job, "expect": expect or 1, "settings": settings}, json
+        )
+        return
+    from echelon.server.embedded import Servers
+
+    with Servers(
+        servers, **job, staleness=staleness, aggregate=aggregate, memory=limit, spill=spill, folder=folder, secret=secret,
+        bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,
+    ) as running:  # fmt: skip
+        _say(json, running.address, secret_file or folder / "secret", {"servers": sorted(running.servers)})
+        _wait(running)
+
+
+def _secret(path: Path | None, *, make: bool) -> bytes:
+    from echelon.server.secret import make_secret, read_secret, write_secret
+
+    if path is None:
+        raise ServerError(
+            "--secret-file: the job's secret is needed to join; copy the file from where the controller runs"
+        )
+    if make and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_secret(path, make_secret())
+    return read_secret(path)
+
+
+def _say(json: bool, address: str, secret: Path, more: dict[str, Any]) -> None:
+    if json:
+        print_json({"controller": address, "secret_file": str(secret), **more})
+        return
+    typer.echo(f"controller at {address}, secret in {secret}; interrupt to end")
+    typer.echo(f"echelon server status --controller {address} --secret-file {secret}")
+
+
+def _wait(running: Any) -> None:
+    import time
+
+    try:
+        while running.controller.process.poll() is None:
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        return
+    raise ServerError(f"the controller ended with {running.controller.process.returncode}: {running.controller.said()}")
+
+
+def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], json: bool) -> None:
+    from echelon.server.process import ServerProcess
+
+    process = ServerProcess(secret=secret, controller=controller, bind=bind, **options)
+    if json:
+        print_json({"controller": controller, "address": process.address})
+    else:
+        typer.echo(f"server at {process.address}, for the controller at {controller}; interrupt to end")
+    _run(process)
+
+
+def _control(
+    secret: bytes, folder: Path, bind: str, advertise: str | None, options: dict[str, Any], json: bool
+) -> None:
+    from echelon.server.loop import split
+    from echelon.server.process import ControllerProcess
+
+    process = ControllerProcess(secret=secret, folder=folder, bind=bind, **options)
+    address = f"{advertise}:{split(process.address)[1]}" if advertise else process.address
+    _say(json, address, folder / "secret", {"servers": []})
+    _run(process)
+
+
+def _run(process: Any) -> None:
+    try:
+        process.run()
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,91 @@
+"""`echelon serve` and `echelon server`, as one types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli.app import app
+from echelon.server import Rule, Table, connect
+from echelon.server.secret import read_secret
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A controller and a server, by the command; the controller's address and the secret's file."""
+    folder = tmp_path_factory.mktemp("served") / "job"
+    command = [sys.executable, "-m", "echelon", "serve", "--servers", "1", "--replicas", "1", "--shards", "4", "--json"]
+    with subprocess.Popen(
+        [*command, "--folder", str(folder)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        text = ""
+        while not text.rstrip().endswith("}"):
+            line = process.stdout.readline()
+            assert line, "it ended"
+            text += line
+        said = json.loads(text)
+        yield said["controller"], Path(said["secret_file"])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def server(*arguments: str, code: int = 0) -> str:
+    """Run `echelon server ...`."""
+    answer = CliRunner().invoke(app, ["server", *arguments])
+    assert answer.exit_code == code, answer.output
+    return answer.output
+
+
+def test_a_job_by_hand(served: tuple[str, Path], tmp_path: Path) -> None:
+    """Train, look, checkpoint, export."""
+    address, secret = served
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    here = ["--controller", address, "--secret-file", str(secret)]
+    with connect(address, secret=read_secret(secret)) as client:
+        client.declare(Table(name="emb", dim=4, rule=Rule(kind="sgd", lr=1.0)))
+        before = client.pull({"emb": np.arange(10)})["emb"]
+        client.push({"emb": (np.arange(10), np.ones((10, 4), np.float32))})
+        client.flush()
+        shown = server("status", *here)
+        assert "s1" in shown
+        assert "4 shards, 1 replicas wished" in shown
+        found = json.loads(server("status", *here, "--json"))
+        assert found["workers"]["0"]["here"]
+        assert found["servers"]["s1"]["heads"] == 4
+        assert "holds nothing" not in server("drain", "s1", *here, code=1)
+        assert "no server of that name" in server("drain", "s9", *here, code=1)
+        server("checkpoint", str(tmp_path / "kept"), *here)
+        output = tmp_path / "emb.safetensors"
+        assert "10 rows" in server("export", str(tmp_path / "kept"), "emb", str(output))
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "thesis.txt").touch()
+        assert "checkpoint" in server("checkpoint", str(tmp_path / "mine"), *here, code=1)
+        assert (tmp_path / "mine" / "thesis.txt").exists()
+        server("expire", "emb", "0", *here)
+        assert np.array_equal(client.pull({"emb": np.arange(10)})["emb"], before)
+        assert "no table" in server("expire", "nope", "3", *here, code=1)
+
+
+def test_strangers(served: tuple[str, Path], tmp_path: Path) -> None:
+    """Another secret, an open file, no controller: each says what to do."""
+    address, secret = served
+    other = tmp_path / "other"
+    other.write_text("ab" * 32)
+    assert "chmod 600" in server("status", "--controller", address, "--secret-file", str(other), code=1)
+    os.chmod(other, 0o600)
+    assert "secret" in server("status", "--controller", address, "--secret-file", str(other), code=1)
+    assert "is it running" in server("status", "--controller", "127.0.0.1:1", "--secret-file", str(secret), code=1)
+    answer = CliRunner().invoke(app, ["serve", "--controller", address])
+    assert answer.exit_code == 1
+    assert "--secret-file" in answer.output
