@@ -524,7 +524,7 @@ class Replica:
     def _expire(self, now: float, frame: wire.Frame) -> None:
         cover = np.flatnonzero(self.ready)
         if len(cover):
-            before = np.maximum(self.state.lsn[cover] - int(frame.meta["older"]), 0)
+            before = np.maximum(self.state.lsn[cover] - int(frame.meta["older"]) + 1, 0)
             self._log(now, EXPIRE, {"table": frame.meta["table"]}, [cover.astype(np.uint16), before])
         self._tell(wire.DONE, {"of": frame.meta.get("of")})
 
