@@ -42,14 +42,18 @@ class Standin(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") not in _HARMLESS:
-                for each in tree_leaves((args, kwargs)):
-                    if isinstance(each, Standin) and getattr(each, "inside", _never)():
-                        raise PlanError(
-                            f"exchange=server: forward computes with {each.title} itself, of which a rank has only the rows of its batch; read it by "
-                            "calling its module, or keep it with the ranks (a larger rows=)"
-                        )
-            return func(*args, **(kwargs or {}))
+            out = None
+            if getattr(func, "__name__", "") in _HARMLESS:
+                out = func(*args, **(kwargs or {}))
+                if not isinstance(out, Tensor):  # `.T` and `.data` are asked for in order to compute with them
+                    return out
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Standin) and getattr(each, "inside", _never)():
+                    raise PlanError(
+                        f"exchange=server: forward computes with {each.title} itself, of which a rank has only the rows of its batch; read it by "
+                        "calling its module, or keep it with the ranks (a larger rows=)"
+                    )
+            return func(*args, **(kwargs or {})) if out is None else out
 
 
 #: What is asked of a tensor and computes nothing with it.
