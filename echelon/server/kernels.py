@@ -695,7 +695,7 @@ def _take(ri, words, free):
 
 @_compiled
 def remove(index, starts, masks, used, shift, ri, words, free, ids):
-    """Takes ids out of the index and their rows back; what follows in the probe's way moves up, so no tombs are left."""
+    """Takes ids out of the index and their rows back, those that are here; what follows in a probe's way moves up: no tombs."""
     for wanted in ids:
         h = mix64(np.uint64(wanted))
         s = np.int64(h >> shift) if shift < 64 else 0
@@ -703,9 +703,11 @@ def remove(index, starts, masks, used, shift, ri, words, free, ids):
         at = np.int64(tag) & mask
         while True:
             slot = index[start + at]
-            if slot >> np.uint64(32) == tag and ri[np.int64(slot & _LOW) * words] == wanted:
+            if slot == 0 or (slot >> np.uint64(32) == tag and ri[np.int64(slot & _LOW) * words] == wanted):
                 break
             at = (at + 1) & mask
+        if slot == 0:
+            continue
         row = np.int64(slot & _LOW)
         for k in range(row * words, row * words + words):
             ri[k] = 0

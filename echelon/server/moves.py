@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from echelon.server import kernels as k
 from echelon.server.blocks import Block, Blocks
+from echelon.server.combine import table_for
 from echelon.server.hashing import shard_of
 from echelon.server.kinds import StoreError, spec_to_plain
 from echelon.server.rows import Rows, state_of
@@ -72,6 +74,12 @@ def arrived(shard: int, parts: Sequence[Part], rows: Tables, waiting: Tables, de
                 f"{name}: {kind} of a table that is not declared here; declare it before installing shard {shard}"
             )
         tables.setdefault((kind, name), (table, []))[1].append(_rows(shard, table, arrays[0]))
+    for table, chunks in tables.values():
+        ids = np.concatenate([chunk[:, 0] for chunk in chunks])
+        if not k.unique(ids, table_for(len(ids))):
+            raise StoreError(
+                f"{table.spec.name}: ids twice in a snapshot of shard {shard}; was a part of it sent twice?"
+            )
     return list(tables.values()), blocks
 
 

@@ -383,7 +383,7 @@ class Rows:
         )
 
     def remove(self, ids: np.ndarray) -> None:
-        """Takes rows out; all of them are here, none twice."""
+        """Takes rows out, those that are here."""
         self._writes += 1
         k.remove(self.index, self.starts, self.masks, self.used, self._shift, self.ri, self.words, self.free, ids)
 

@@ -292,6 +292,8 @@ def test_what_does_not_belong_is_refused():
     other.declare(Table(name="t", dim=4))
     with pytest.raises(StoreError, match="rows of other shards than 2"):
         other.install(2, parts)
+    with pytest.raises(StoreError, match="t: ids twice in a snapshot of shard 1"):
+        other.install(1, parts * 2)
     other.declare(Table(name="u", dim=400))
     with pytest.raises(StoreError, match="u: rows of shape"):
         other.install(1, [({**meta, "name": "u"}, arrays) for meta, arrays in parts])
