@@ -238,6 +238,8 @@ class Replica:
             self._checked_push(frame)
             if not self._push(now, peer, frame):
                 self._pushes.append((peer, frame))
+            elif self._pushes:
+                self._again(now)
         elif kind in (wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST):
             self._checked(frame)
             if not self._pull(now, peer, frame):
@@ -630,9 +632,9 @@ class Replica:
             else:
                 link.todo.append(shard)
         self._readiness()
-        self._again(now)
         self._enrol(now)
         self._commit(now)
+        self._again(now)
 
     def _equal(self, now: float, link: Link, shard: int) -> None:
         """A replica has what we have of a shard, but for entries under way."""
@@ -646,9 +648,9 @@ class Replica:
         else:
             self._readiness()
             self._unpark()
-            self._again(now)
             self._enrol(now)
             self._commit(now)
+            self._again(now)
 
     def _pump(self, now: float, link: Link) -> None:
         """Send the next snapshot, if one is due and none is under way."""
@@ -734,9 +736,9 @@ class Replica:
                     self._receive(now, peer, frame)
                 except (wire.WireError, *MALFORMED) as error:
                     self._garbage(peer, frame, error)
-        self._again(now)
         self._enrol(now)
         self._commit(now)
+        self._again(now)
 
     def _restore(self, held: np.ndarray) -> None:
         """Which shards the map orders out of a checkpoint, and we do not have from it yet."""
@@ -773,9 +775,9 @@ class Replica:
         self._readiness()
         for link in self.links.values():
             self._ask(link)
-        self._again(now)
         self._enrol(now)
         self._commit(now)
+        self._again(now)
         return self._actions()
 
     def _fresh_link(self, now: float, server: str, incarnation: int) -> None:
@@ -916,8 +918,8 @@ class Replica:
             here = cover if every else cover.part(taken)
             self.counts["entries"] += 1
             if frame.kind == wire.PUSH:
-                fresh, _ = self.state.due(frame, here)
-                if fresh is not None:
+                fresh, gap = self.state.due(frame, here)
+                if gap or (fresh is not None and not fresh.all()):
                     raise Diverged(
                         f"push {frame.meta['seq']} of worker {frame.meta['worker']} does not follow here on {here.wire}"
                     )
