@@ -1,0 +1,161 @@
+"""Servers and workers join and leave under load: throughput never below half for longer than 2 s, no update lost.
+
+    python -m bench.moves [--json OUT] [--seconds 6]
+
+Two workers push to three servers (two replicas). Then, one after another: a server joins, a server is drained and leaves, a worker joins,
+a worker leaves, a server joins and another is killed. Every push is written down (histories.py); the history is checked at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common import Row, publish
+from bench.crash_worker import TABLE, live
+from bench.crashes import Result, Schedule, Yard
+from bench.histories import KEYS, Life
+from echelon.server import connect
+
+#: Issue 6.
+SLOW_LIMIT = 2.0
+#: Seconds of one reading of the throughput.
+BIN = 0.25
+
+
+class Moves(Yard):
+    """The yard of bench.crashes, with members that come and go instead of faults."""
+
+    def begin(self, slot: int, folder: Path, number: int) -> tuple[Any, Any, Path, int]:
+        """A worker under load."""
+        path = folder / f"moves-{number}.jsonl"
+        here, there = self._context.Pipe()
+        who = (self.servers.address, self.servers.secret, f"worker{slot}")
+        process = self._context.Process(target=live, args=(*who, 0, number, number, str(path), there), daemon=True)
+        process.start()
+        return process, here, path, number
+
+    def settle(self, ready: Callable[[], bool], what: str, result: Result) -> None:
+        """Wait for the map to say so."""
+        with connect(self.servers.address, secret=self.servers.secret, worker="watcher") as client:
+            self.client = client
+            self._until(ready, what, result)
+
+
+def drained(yard: Moves, name: str) -> Callable[[], bool]:
+    """Whether a server holds nothing any more."""
+    return lambda: not any(name in chain for chain in (*yard.client.map.chains, *yard.client.map.learners))
+
+
+def run(folder: Path, seconds: float) -> tuple[Result, list[tuple[str, float, float]], list[Life]]:
+    """All moves. Result, (what, from, until) of each phase, histories."""
+    from echelon.server import wire
+    from echelon.server.status import request
+
+    yard = Moves(folder, servers=3, replicas=2, workers=2, staleness=None)
+    result = Result(Schedule(number=0, faults=(), seconds=0.0))
+    phases: list[tuple[str, float, float]] = []
+    try:
+        lives = [yard.begin(slot, folder, slot) for slot in range(2)]
+        yard._until(lambda: all(path.exists() and path.stat().st_size for *_, path, _ in lives), "workers", result)
+
+        def phase(what: str, act: Callable[[], None]) -> None:
+            began = time.monotonic()
+            act()
+            time.sleep(max(0.0, began + seconds - time.monotonic()))
+            phases.append((what, began, time.monotonic()))
+
+        def join() -> None:
+            yard.count += 1
+            yard.settle(yard.whole, "a joined server to hold its part", result)
+
+        def leave() -> None:
+            name = yard.names()[0]
+            yard.count -= 1
+            request(yard.servers.address, yard.servers.secret, wire.DRAIN, {"server": name}, patience=60.0)
+            yard.settle(drained(yard, name), f"{name} to be drained", result)
+            yard.servers.servers.pop(name).stop()
+
+        def end(place: int) -> None:
+            lives[place][1].send("stop")
+            lives[place][0].join(30)
+
+        phase("quiet", lambda: None)
+        phase("a server joins", join)
+        phase("a server leaves", leave)
+        phase("a worker joins", lambda: lives.append(yard.begin(2, folder, 2)))
+        phase("a worker leaves", lambda: end(2))
+        yard._stop(lives, result)
+        histories = [Life.read(path, column) for _, _, path, column in lives]
+        yard._judge(result.schedule, histories, result)
+        return result, phases, histories
+    finally:
+        yard.close()
+
+
+def slow(lives: Sequence[Life], phases: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+    """Per phase: pushes acknowledged per second, and for how long at a stretch it was below half of the quiet phase's."""
+    times = np.sort([when for life in lives for when in _acknowledgements(life)])
+    base = 0.0
+    found = {}
+    for what, began, ended in phases:
+        edges = np.arange(began, ended + 1e-9, BIN)
+        counts = np.diff(np.searchsorted(times, edges)) / BIN
+        if what == "quiet":
+            base = float(np.median(counts))
+        longest = stretch = 0
+        for count in counts:
+            stretch = stretch + 1 if count < base / 2 else 0
+            longest = max(longest, stretch)
+        found[what] = (float(counts.mean()), longest * BIN)
+    return found
+
+
+def _acknowledgements(life: Life) -> list[float]:
+    """When each push of a life was known to be acknowledged."""
+    found, before = [], 0
+    for number, when in life.acknowledged:
+        found += [when] * (number - before)
+        before = number
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each phase, at least")
+    settings = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        result, phases, lives = run(Path(scratch), settings.seconds)
+    rows = [
+        Row(
+            what={"phase": what, "figure": "longest below half"},
+            value=below,
+            text=f"{below:.2f} s ({rate:.0f} pushes/s)",
+            limit=SLOW_LIMIT,
+        )
+        for what, (rate, below) in slow(lives, phases).items()
+    ]
+    pushes = sum(len(life.pushes) for life in lives)
+    rows.append(
+        Row(
+            what={"phase": "all", "figure": "lost, doubled, unequal"},
+            value=len(result.wrong),
+            text=f"{len(result.wrong)} of {pushes}",
+            limit=0,
+        )
+    )
+    return publish(
+        "Join and leave under load", rows, json_path=settings.json, notes=[f"{KEYS} ids of {TABLE}", *result.wrong[:10]]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
