@@ -135,7 +135,10 @@ class Yard:
     def __init__(self, folder: Path, *, servers: int, replicas: int, workers: int, staleness: int | None) -> None:
         self.folder, self.workers, self.replicas, self.count = folder, workers, replicas, servers
         self.servers = Servers(
-            servers, replicas=replicas, staleness=staleness, folder=folder / f"servers-{os.getpid()}-{id(self):x}"
+            servers,
+            replicas=replicas,
+            staleness=staleness,
+            folder=Path(tempfile.mkdtemp(prefix="servers-", dir=folder)),
         )
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["bench.crash_worker"])
