@@ -340,7 +340,10 @@ class Rows:
         """The numbers of a shard's rows; with `clear` they are given back."""
         self._writes += clear
         rows = np.empty(int(self.used[shard]), np.int64)
-        k.walk(self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, self.free, clear, rows)
+        found = k.walk(
+            self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, self.free, clear, rows
+        )
+        assert found == len(rows), (self.spec.name, shard, found, len(rows))
         if clear:
             self.used[shard] = 0
             self._let_go(int(self.starts[shard]), int(self.masks[shard]) + 1)

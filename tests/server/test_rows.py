@@ -167,7 +167,8 @@ def test_the_index_is_a_dictionary(shards, data):
     stamp = np.arange(shards, dtype=np.int64)
     for _ in range(data.draw(st.integers(1, 12))):
         ids = np.array(data.draw(st.lists(st.sampled_from(universe), unique=True, max_size=40)), np.int64)
-        if data.draw(st.booleans()):
+        what = data.draw(st.sampled_from(["write"] * 4 + ["remove"] * 2 + ["clear"]))
+        if what == "write":
             where, missing, absent = rows.find(ids)
             assert absent == missing.sum() == sum(int(i) not in model for i in ids)
             assert [bool(w) for w in where] == [int(i) in model for i in ids]
@@ -175,11 +176,13 @@ def test_the_index_is_a_dictionary(shards, data):
             rows.write(ids, rows.find(ids)[0], -np.ones((len(ids), 1)), stamp, lr=1.0, step=None, setting=False)
             for i in ids.tolist():
                 model[i] = model.get(i, 0.0) + 1
+        elif what == "remove":
+            rows.remove(ids)  # those that are not here are nothing to it
+            model = {i: count for i, count in model.items() if i not in ids.tolist()}
         else:
-            gone = np.array([i for i in ids.tolist() if i in model], np.int64)
-            rows.remove(gone)
-            for i in gone.tolist():
-                del model[i]
+            shard = data.draw(st.integers(0, shards - 1))
+            rows.of(shard, clear=True)
+            model = {i: count for i, count in model.items() if shard_of(np.array([i]), shards)[0] != shard}
         assert rows.count == len(model)
         known = np.array(sorted(universe), np.int64)
         assert rows.read(known)[:, 0].tolist() == [model.get(i, 0.0) for i in known.tolist()]
