@@ -72,5 +72,5 @@ def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path:
         (copy / checkpoint.MANIFEST).write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match=message):
             checkpoint.load(copy, 3)
-    with pytest.raises(CheckpointError, match="shard-00004.*older checkpoint"):
+    with pytest.raises(CheckpointError, match=r"shard-00004.*older checkpoint"):
         checkpoint.load(copy, 4)
