@@ -1,0 +1,323 @@
+"""The controller by itself, on a clock: who is in the map, and that it is on the disk before anyone hears of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echelon.errors import DocumentError
+from echelon.server import wire
+from echelon.server.actions import Manifest, Note, Persist, Send
+from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller
+from echelon.server.map import Map
+from echelon.server.placement import behind, ring, wish
+
+
+class Job:
+    """A controller, and everyone who speaks to it."""
+
+    def __init__(self, document: dict[str, Any] | None = None, **options: Any) -> None:
+        self.now = 100.0
+        self.disk = document
+        self.core = Controller(document, now=self.now, **{"shards": 8, "replicas": 2, "expect": 2, **options})
+        self.heard: list[tuple[Any, int, int, dict[str, Any]]] = []
+        self.notes: list[str] = []
+        self.names: dict[Any, str] = {}
+        self.manifests: list[dict[str, Any]] = []
+
+    def do(self, actions: list[Any]) -> None:
+        """What it wants; maps must be on the disk before they are sent."""
+        for action in actions:
+            if isinstance(action, Persist):
+                self.disk = action.document
+            elif isinstance(action, Send):
+                if "map" in action.meta:
+                    assert self.disk is not None
+                    assert self.disk["map"] == action.meta["map"], "seen before it was written"
+                self.heard.append((action.whom, action.kind, action.request, action.meta))
+            elif isinstance(action, Note):
+                self.notes.append(action.event)
+            elif isinstance(action, Manifest):
+                self.manifests.append(action.document)
+
+    def say(self, peer: Any, kind: int, meta: dict[str, Any], request: int = 1) -> list[tuple[int, dict[str, Any]]]:
+        """A frame of somebody; what that one hears."""
+        self.heard.clear()
+        frame = wire.parse(wire.joined(wire.encode(kind, request, meta)))
+        self.do(self.core.on_frame(self.now, peer, frame))
+        return [(kind, meta) for whom, kind, _, meta in self.heard if whom == peer]
+
+    def join(self, name: str, role: str = "server", life: int | None = None, host: str = "") -> dict[str, Any]:
+        """Somebody joins; what was answered."""
+        meta = {"role": role, "id": name, "incarnation": life, "address": f"{name}:1", "host": host or name}
+        self.names[name] = name
+        answers = self.say(name, wire.JOIN, meta)
+        self.install()
+        mine = [meta for whom, kind, _, meta in self.heard if whom == name and kind in (wire.MAP, wire.REFUSED)]
+        return mine[-1] if mine else dict(answers[-1][1]) if answers else {}
+
+    def install(self) -> None:
+        """All servers have the map."""
+        for peer, session in list(self.core.sessions.items()):
+            if session.role == "server":
+                frame = wire.parse(wire.joined(wire.encode(wire.INSTALLED, 0, {"version": self.core.map.version})))
+                self.do(self.core.on_frame(self.now, peer, frame))
+
+    def pass_time(self, seconds: float, *silent: str) -> None:
+        """Time passes; all but these are heard of and install what they are given."""
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            self.now += 0.05
+            for peer in list(self.core.sessions):
+                if peer not in silent:
+                    self.core.sessions[peer].heard = self.now
+            self.do(self.core.on_tick(self.now))
+            for peer, session in self.core.sessions.items():
+                if session.role == "server" and peer not in silent:
+                    session.installed = self.core.map.version
+
+    def learn(self) -> None:
+        """Every learner catches up, every handing over is drained, until nothing moves."""
+        for _ in range(50):
+            before = self.core.map.version
+            known = self.core.map
+            for shard, learners in enumerate(known.learners):
+                for learner in learners:
+                    life = known.servers[learner].incarnation
+                    meta = {"shard": shard, "learner": learner, "incarnation": life, "version": known.version}
+                    self.say(known.heads[shard], wire.CAUGHTUP, meta)
+            self.heard.clear()
+            self.pass_time(CALM + 0.2)
+            for head, kind, _, meta in list(self.heard):
+                if kind == wire.HANDOVER:
+                    self.say(head, wire.DRAINED, {"shards": meta["shards"], "version": self.core.map.version})
+                    self.pass_time(0.2)
+            if self.core.map.version == before:
+                return
+        raise AssertionError("it never settles")
+
+
+@pytest.fixture
+def job() -> Job:
+    """Two servers and a worker."""
+    made = Job()
+    for name in ("a", "b"):
+        made.join(name)
+    made.join("0", "worker")
+    return made
+
+
+def test_shards_are_placed_when_all_expected_are_here() -> None:
+    """And spread over hosts and servers."""
+    made = Job(expect=3)
+    made.join("a", host="one")
+    made.join("b", host="one")
+    assert not any(made.core.map.chains)
+    made.join("c", host="two")
+    known = made.core.map
+    assert {len(chain) for chain in known.chains} == {2}
+    assert all(len({known.servers[name].host for name in chain}) == 2 for chain in known.chains)
+    assert wish(known, 2) == list(known.chains)
+
+
+def test_a_worker_is_answered_when_all_servers_count_it(job: Job) -> None:
+    """Before, another could run ahead of it unseen."""
+    job.heard.clear()
+    assert job.say("1", wire.JOIN, {"role": "worker", "id": "1", "incarnation": None, "address": "", "host": ""}) == []
+    job.install()
+    assert [kind for whom, kind, _, _ in job.heard if whom == "1"] == [wire.MAP]
+    assert set(job.core.map.workers) == {"0", "1"}
+
+
+def test_a_dead_server_leaves_its_chains(job: Job) -> None:
+    """When it is silent, or a moment after its connection ends; its successor heads what it headed."""
+    job.pass_time(SERVER_LEASE + 0.2, "a")
+    known = job.core.map
+    assert set(known.servers) == {"b"}
+    assert set(known.chains) == {("b",)}
+    assert known.epochs[0] == known.version
+    assert job.join("a", life=1)["error"] == "Out"
+    again = job.join("a")
+    assert again["incarnation"] > 2
+    job.learn()
+    assert {len(chain) for chain in job.core.map.chains} == {2}
+
+
+def test_a_connection_that_is_made_again_is_no_death(job: Job) -> None:
+    """A cut is mended within a moment; a kill is not."""
+    version = job.core.map.version
+    job.do(job.core.on_lost(job.now, "a"))
+    job.pass_time(RECONNECT / 2)
+    job.join("a", life=job.core.map.servers["a"].incarnation)
+    job.pass_time(1.0)
+    assert job.core.map.version == version
+    job.do(job.core.on_lost(job.now, "a"))
+    job.pass_time(RECONNECT + 0.1)
+    assert set(job.core.map.servers) == {"b"}
+
+
+def test_shards_without_a_replica_are_lost_until_theirs_is_back(job: Job) -> None:
+    """One that was only stopped comes back with what nobody else has; one that was killed does not."""
+    lives = {name: seat.incarnation for name, seat in job.core.map.servers.items()}
+    job.pass_time(1.0, "b")
+    job.pass_time(1.0, "a", "b")
+    assert len(job.core.map.lost) == 8
+    assert job.join("b", life=lives["b"])["error"] == "Out"
+    back = job.join("a", life=lives["a"])
+    assert "error" not in back
+    assert set(job.core.map.chains) == {("a",)}
+    assert not job.core.map.lost
+    job.pass_time(1.0, "a")
+    job.join("a")
+    assert len(job.core.map.lost) == 8
+    job.pass_time(GRACE + 1)
+    assert len(job.core.map.lost) == 8
+
+
+def test_lost_shards_go_back_to_the_checkpoint(job: Job) -> None:
+    """After a grace; and stay lost if it cannot be read."""
+    job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)
+    for shard in range(8):
+        meta = {"id": 1, "shard": shard, "file": f"{shard}", "sha256": "", "bytes": 1, "lsn": 3}
+        job.say(job.core.map.heads[shard], wire.WRITTEN, meta)
+    assert job.manifests[0]["count"] == job.core.count
+    assert job.core.checkpoint == "folder"
+    job.pass_time(1.0, "a", "b")
+    job.join("c")
+    assert len(job.core.map.lost) == 8
+    job.pass_time(GRACE + 1)
+    known = job.core.map
+    assert not known.lost
+    assert known.sources[0][0] == "folder"
+    assert known.revived == set(range(8))
+    assert "restored" in job.notes
+    job.say("c", wire.RETURN, {"shard": 5, "why": "damaged", "version": known.version})
+    job.pass_time(GRACE + 1)
+    assert list(job.core.map.lost) == [5]
+
+
+def test_join_and_drain_move_shards_and_keep_replicas(job: Job) -> None:
+    """Every chain always has as many members as before; at the end all is balanced, and nothing is on who leaves."""
+    job.join("c")
+    job.learn()
+    known = job.core.map
+    heads = {name: known.heads.count(name) for name in "abc"}
+    assert sorted(heads.values()) == [2, 3, 3]
+    assert {len(chain) for chain in known.chains} == {2}
+    job.say("admin", wire.DRAIN, {"server": "a"}, 5)
+    job.learn()
+    known = job.core.map
+    assert not any("a" in chain for chain in known.chains)
+    assert {len(chain) for chain in known.chains} == {2}
+    assert job.say("admin", wire.DRAIN, {"server": "x"})[0][0] == wire.REFUSED
+
+
+def test_a_learner_is_taken_in_under_the_head_that_said_so(job: Job) -> None:
+    """What a head that is gone said of it counts no more."""
+    job.join("c")
+    job.pass_time(CALM + 0.2)
+    known = job.core.map
+    shard = next(number for number, learners in enumerate(known.learners) if "c" in learners)
+    meta = {"shard": shard, "learner": "c", "incarnation": known.servers["c"].incarnation, "version": known.version}
+    head = known.heads[shard]
+    job.say(head, wire.CAUGHTUP, meta)
+    job.do(job.core.on_lost(job.now, head))
+    job.core.absent["server", head] = job.now
+    job.pass_time(0.05)
+    assert "c" not in job.core.map.chains[shard]
+
+
+def test_pairs_that_do_not_reach_each_other_are_parted(job: Job) -> None:
+    """The head's word counts; the other one is not dead."""
+    job.say("a", wire.BEAT, {"version": job.core.map.version, "cut": ["b"]})
+    known = job.core.map
+    assert set(known.servers) == {"a", "b"}
+    assert {chain for chain in known.chains if chain[0] == "a"} == {("a",)}
+    assert {chain for chain in known.chains if chain[0] == "b"} == {("b", "a")}
+    job.pass_time(2.0)
+    assert not any(job.core.map.learners[shard] for shard, chain in enumerate(job.core.map.chains) if chain == ("a",))
+
+
+def test_workers_leave_by_lease(job: Job) -> None:
+    """A silent one is not waited for; one that was started again goes before its former life."""
+    job.pass_time(WORKER_LEASE + 0.2, "0")
+    assert job.core.map.workers == {}
+    life = job.join("0", "worker")["incarnation"]
+    assert job.join("0", "worker", life=life - 1)["error"] == "Superseded"
+    assert [kind for kind, _ in job.say("0", wire.LEAVE, {})] == [wire.DONE]
+    assert job.core.map.workers == {}
+
+
+def test_a_new_life_goes_on_from_the_disk(job: Job) -> None:
+    """It knows the map, and waits for its members before it judges them."""
+    job.say("0", wire.DECLARE, {"spec": {"what": "table", "name": "emb", "dim": 2}})
+    again = Job(job.disk)
+    assert again.core.map == job.core.map
+    assert again.core.specs == job.core.specs
+    again.pass_time(GRACE - 0.1)
+    assert set(again.core.map.servers) == {"a", "b"}
+    again.join("a", life=again.core.map.servers["a"].incarnation)
+    again.pass_time(0.3)
+    assert set(again.core.map.servers) == {"a"}
+    with pytest.raises(DocumentError, match="format"):
+        Controller({"format": 99})
+    with pytest.raises(DocumentError, match="not one of a controller"):
+        Controller({"format": 1})
+
+
+def test_a_restore_is_not_forgotten() -> None:
+    """Neither by a crash before the first placement, nor the lives that its windows know."""
+    made = Job(restore=("folder", [{"what": "table", "name": "emb"}], 40))
+    assert made.join("a")["incarnation"] == 41
+    again = Job(made.disk)
+    again.join("a", life=41)
+    again.join("b")
+    assert again.core.map.sources[3][0] == "folder"
+    assert not again.core.map.revived
+
+
+def test_declared_once(job: Job) -> None:
+    """The same again is answered, another under the same name refused; all servers have it first."""
+    spec = {"what": "table", "name": "emb", "dim": 2}
+    assert job.say("0", wire.DECLARE, {"spec": spec}) == []
+    job.install()
+    assert [meta["first"] for whom, kind, _, meta in job.heard if kind == wire.DONE] == [True]
+    assert job.say("0", wire.DECLARE, {"spec": spec})[0][1]["first"] is False
+    assert job.say("0", wire.DECLARE, {"spec": spec | {"dim": 3}})[0][0] == wire.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("kind", "meta"),
+    [
+        (wire.JOIN, {}),
+        (wire.JOIN, {"role": "king"}),
+        (wire.JOIN, {"role": "worker", "id": "x", "incarnation": -5}),
+        (wire.WATCH, {"after": "x"}),
+        (wire.DECLARE, {"spec": 3}),
+        (wire.CAUGHTUP, {"shard": 0}),
+        (wire.BEAT, {"version": 1}),
+        (wire.EXPIRE, {"table": "emb", "older": -1}),
+        (wire.CHECKPOINT, {}),
+        (99, {}),
+    ],
+)
+def test_garbage(job: Job, kind: int, meta: dict[str, Any]) -> None:
+    """Refused or hung up on; the map stays as it is."""
+    before = job.core.map
+    job.say("stranger", kind, meta)
+    assert job.core.map == before
+    assert Map.from_document(job.core.map.document()) == before
+
+
+def test_rings() -> None:
+    """Neighbours are on different hosts, and a chain leaves its host as soon as it can."""
+    made = Job(expect=9)
+    for name, host in zip("abcdef", "xxxyyz", strict=True):
+        made.join(name, host=host)
+    servers = made.core.map.servers
+    order = ring(servers)
+    assert sorted(order) == list("abcdef")
+    assert [servers[name].host for name in order[:3]] == ["x", "y", "z"]
+    for name in order:
+        assert len({servers[each].host for each in behind(name, order, servers, 3)}) == 3
