@@ -52,7 +52,7 @@ class Member:
         self.asked = self.heard = time.monotonic()
         self.pid: int | None = None
         self.address: str | None = None
-        self.joined = self.leaving = False
+        self.joined = self.leaving = self.unreachable = False
 
 
 class RayServers:
@@ -193,8 +193,8 @@ class RayServers:
             for number in range(count):
                 begin(number, 0)
             while under_way:
-                done, _ = ray.wait(list(under_way), timeout=0.5)
                 self._check()
+                done, _ = ray.wait(list(under_way), timeout=0.5)
                 for each in done:
                     number, life, actor = under_way[each]
                     try:
@@ -207,12 +207,14 @@ class RayServers:
                             raise LaunchError(
                                 f"worker {number} was lost {lives} times, the last time so: {_brief(error)}; see Ray's logs of that node"
                             ) from None
+                        ray.kill(actor)  # it may only be out of reach
                         begin(number, life + 1)
                     del under_way[each]
                     ray.kill(actor)
         finally:
             for _, _, actor in under_way.values():
-                ray.kill(actor)
+                if ray.is_initialized():  # else the call would connect again
+                    ray.kill(actor)
         return [results[number] for number in range(count)]
 
     def wait(self, patience: float = PATIENCE) -> None:
@@ -315,6 +317,8 @@ class RayServers:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._closing.is_set():
+            raise ServerError("the servers are closed; what runs with them must end before")
 
     def _tend(self) -> None:
         """Until closed: what died is replaced, what is crowded is spread."""
@@ -340,6 +344,7 @@ class RayServers:
         try:
             return str(self._ray.get(member.stays))
         except self._ray.exceptions.RayError as error:
+            member.unreachable = isinstance(error, self._ray.exceptions.ActorUnavailableError)
             return _brief(error)
 
     def _settle(self, members: Sequence[Member]) -> None:
@@ -371,7 +376,7 @@ class RayServers:
                     self._lost(member, _brief(error))
 
     def _lost(self, member: Member, why: str) -> None:
-        if self._closing.is_set():
+        if self._closing.is_set() or (member is not self.controller and member.name not in self.servers):
             return
         say("lost", {"server": member.name, "node": member.node, "why": why})
         self._kill(member)
@@ -385,7 +390,8 @@ class RayServers:
             if self._failures >= FAILURES:
                 raise LaunchError(f"{self._failures} servers in a row could not be started; the last one: {why}")
             if sum(not each.leaving for each in self.servers.values()) < self._wanted:
-                self._launch(avoid=member.node)
+                # Where a process died the next may live; a node that does not answer Ray may take long to be given up.
+                self._launch(avoid=member.node if member.unreachable else None)
 
     def _again(self) -> None:
         """The controller, from its file, at the same address: everyone else calls there until it answers."""

@@ -20,7 +20,7 @@ def choose(
 ) -> str | None:
     """The node for one more server: that with the fewest of ours, then the largest; None where it fits on none.
 
-    `avoid`: where one was just lost; only if there is no other.
+    `avoid`: one that does not answer; only if there is no other.
     """
     fitting = [
         node
@@ -29,7 +29,7 @@ def choose(
     ]
     best = min(
         fitting,
-        key=lambda node: (taken.get(node.id, 0), node.id == avoid, -node.cpus, -node.memory, node.id),
+        key=lambda node: (node.id == avoid, taken.get(node.id, 0), -node.cpus, -node.memory, node.id),
         default=None,
     )
     return None if best is None else best.id

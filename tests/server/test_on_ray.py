@@ -18,15 +18,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from echelon.errors import LaunchError, ServerError
+from echelon.server import on_ray
 from echelon.server.client import Client, connect
+from echelon.server.hashing import shard_of
 from echelon.server.kinds import Init, Rule, Table
 from echelon.server.on_ray import RayServers, Worker
 from echelon.server.spread import Node, choose, crowded
 
 NODES = [Node(id=name, cpus=4.0, memory=100.0) for name in "abc"]
 IDS = np.arange(64)
-#: The rows in which each life of each worker counts its pushes.
+#: Rows of which each life of each worker has so many of its own, in all shards, beside those that all push to.
 OWN = 1000
+SHARDS = 16
+
+
+def own(number: int, life: int) -> int:
+    """The first of them."""
+    return OWN * (1 + number * 10 + life)
 
 
 def test_servers_go_where_the_fewest_are():
@@ -36,7 +45,7 @@ def test_servers_go_where_the_fewest_are():
         assert node is not None
         taken[node] = taken.get(node, 0) + 1
     assert sorted(taken.values()) == [2, 2, 3]
-    assert choose(NODES, {"a": 1, "b": 0, "c": 0}, avoid="b") == "c"
+    assert choose(NODES, {"a": 1, "b": 0, "c": 2}, avoid="b") == "a"
     assert choose(NODES[:1], {}, avoid="a") == "a"
 
 
@@ -62,8 +71,6 @@ def test_importing_the_servers_does_not_load_ray():
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    from echelon.errors import ServerError
-
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ServerError, match=r"need Ray.*pip install 'echelon\[ray\]'"):
         RayServers(2)
@@ -73,6 +80,7 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two nodes with addresses of their own, on one machine."""
     monkeypatch.setenv("RAY_worker_niceness", "0")  # else they start only once nobody else wants the processor
+    monkeypatch.setenv("RAY_health_check_period_ms", "1000")  # a node that is gone without a word: 5 s, not 15
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'echelon[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -99,8 +107,41 @@ def until(what: Callable[[], Any], patience: float = 240.0) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(cluster: Any, tmp_path: Path):
+def test_errors_of_workers_and_of_the_cluster_are_told(cluster: Any):
+    def wrong(client: Client, worker: Worker) -> None:
+        raise ValueError(f"of worker {worker.number}")
+
+    def lost(client: Client, worker: Worker) -> None:
+        os._exit(3)
+
+    with pytest.raises(LaunchError, match=r"0 of 2 servers came up within 4 s; each asks for .*100"):
+        RayServers(2, cpus=100.0, patience=4.0)
+    with RayServers(1, replicas=1, shards=4, cpus=0.0) as servers:
+        with pytest.raises(ValueError, match="of worker 0"):
+            servers.run(wrong, 1)
+        with pytest.raises(LaunchError, match="worker 0 was lost 2 times"):
+            servers.run(lost, 1, lives=2)
+        with pytest.raises(ServerError, match="no server of that name"):
+            servers.stop("s7")
+        # Neither Ray nor the system tells the secret.
+        said = [file for file in Path(cluster.head_node.get_session_dir_path()).rglob("*") if file.is_file()]
+        process = Path(f"/proc/{servers.status()['servers']['s1']['pid']}")
+        said += [process / "cmdline", process / "environ"]
+        assert len(said) > 10
+        for file in said:
+            text = file.read_bytes()
+            assert servers.secret not in text, file
+            assert servers.secret.hex().encode() not in text, file
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     import ray
+
+    monkeypatch.setattr(on_ray, "SILENT", 3.0)
 
     path = tmp_path / "said"
     path.mkdir()
@@ -108,17 +149,16 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(cluster: Any
     def work(client: Client, worker: Worker) -> int:
         """Push ones until told to end; what was sent and what was acknowledged is on the disk before the next."""
         client.declare(Table(name="sums", dim=4, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros")))
-        own = OWN + worker.number * 100 + worker.life
-        ids = np.append(IDS, own)
-        pid = path / f"{own}.pid"
-        (path / f"{own}.node").write_text(worker.node)
-        pid.write_text(str(os.getpid()))
+        mine = own(worker.number, worker.life)
+        ids = np.append(IDS, np.arange(mine, mine + OWN))
+        (path / f"{mine}.node").write_text(worker.node)
+        (path / f"{mine}.pid").write_text(str(os.getpid()))
         count = 0
-        with open(path / f"{own}.sent", "w") as sent, open(path / f"{own}.acknowledged", "w") as acknowledged:
+        with open(path / f"{mine}.sent", "w") as sent, open(path / f"{mine}.acknowledged", "w") as acknowledged:
             while not (path / "enough").exists():
                 count += 1
                 print(count, file=sent, flush=True)
-                client.push({"sums": (ids, np.full((65, 4), -1.0, np.float32))})
+                client.push({"sums": (ids, np.full((len(ids), 4), -1.0, np.float32))})
                 print(client.acknowledged(), file=acknowledged, flush=True)
                 time.sleep(0.01)
         return count
@@ -134,7 +174,7 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(cluster: Any
         except Exception:
             return None
         seats = report["servers"]
-        held = all(each["replicas"] == 32 and each["here"] for each in seats.values())
+        held = all(each["replicas"] == SHARDS and each["here"] for each in seats.values())
         right = len(seats) == 2 and held and not (report["short"] or report["learning"] or report["unplaced"])
         return report if right and len({each["host"] for each in seats.values()}) == nodes else None
 
@@ -149,7 +189,7 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(cluster: Any
     def lives() -> int:
         return len(list(path.glob("*.pid")))
 
-    with RayServers(2, replicas=2, shards=32, cpus=0.5) as servers:
+    with RayServers(2, replicas=2, shards=SHARDS, cpus=0.5) as servers:
         first = until(lambda: whole(servers, 2))
         addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
         for name, seat in first["servers"].items():
@@ -176,13 +216,21 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(cluster: Any
         assert until(lambda: whole(servers, 2))["version"] >= version
         assert until(lambda: servers.controller.pid) != pid
 
+        # A server's process is stopped: Ray does not see it, the controller does.
+        stopped = next(iter(servers.servers.values()))
+        os.kill(stopped.pid, signal.SIGSTOP)
+        go_on()
+        until(lambda: stopped.name not in (whole(servers, 2) or {"servers": {stopped.name}})["servers"])
+        until(lambda: not Path(f"/proc/{stopped.pid}").exists())
+        assert stopped.name not in until(lambda: whole(servers, 2))["servers"]
+
         # A worker's process: it is replaced under a new incarnation.
-        os.kill(int((path / f"{OWN}.pid").read_text()), signal.SIGKILL)
+        os.kill(int((path / f"{own(0, 0)}.pid").read_text()), signal.SIGKILL)
         until(lambda: lives() == 3)
         go_on()
 
-        # A node with all that is on it: its server, and a worker if one is there.
-        cluster.remove_node(cluster.second)
+        # A node with all that is on it, without a word: its server, and a worker if one is there.
+        cluster.remove_node(cluster.second, allow_graceful=False)
         go_on()
         until(lambda: whole(servers, 1))
         go_on()
@@ -192,24 +240,40 @@ def test_actors_and_a_node_die_and_no_push_is_lost_or_applied_twice(cluster: Any
         until(lambda: whole(servers, 2))
         go_on()
 
+        # One server more, one fewer.
+        extra = servers.start()
+        until(lambda: servers.status()["servers"].get(extra, {}).get("heads"))
+        servers.stop(extra)
+        until(lambda: whole(servers, 2))
+
         (path / "enough").touch()
         workers.join(240.0)
         assert not workers.is_alive()
         (counts,) = results
         with connect(servers.address, secret=servers.secret, worker="reader") as reader:
             reader.declare(Table(name="sums", dim=4, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros")))
-            rows = reader.pull({"sums": np.append(IDS, np.arange(OWN, OWN + 200))})["sums"]
-            digests = reader.digests()
-    own = rows[64:, 0]
-    assert all(len(each) == 2 and len(set(each.values())) == 1 for each in digests.values())
-    applied = 0
-    for file in path.glob("*.sent"):
-        number = int(file.stem) - OWN
-        assert last(file.with_suffix(".acknowledged")) <= own[number] <= last(file), file.stem
-        applied += int(own[number])
-    assert applied == own.sum()
-    assert (rows[:64] == applied).all()
+            lived = sorted(int(file.stem) for file in path.glob("*.sent"))
+            found = {mine: reader.pull({"sums": np.arange(mine, mine + OWN)})["sums"][:, 0] for mine in lived}
+            shared = reader.pull({"sums": IDS})["sums"][:, 0]
+
+            def equal() -> bool:
+                return all(len(each) == 2 and len(set(each.values())) == 1 for each in reader.digests().values())
+
+            # That the reader came is an entry too, which the other replica may hear of after it was answered.
+            until(equal, 20.0)
+    # Every shard has everything acknowledged and nothing twice. What a life that was killed had not heard of yet may be in some only.
+    for mine, rows in found.items():
+        least, most = last(path / f"{mine}.acknowledged"), last(path / f"{mine}.sent")
+        assert ((least <= rows) & (rows <= most)).all(), (mine, least, most, rows)
     for number, count in enumerate(counts):
         # The last life of each ended well: each of its pushes, exactly once.
-        life = max(int(file.stem) for file in path.glob("*.sent") if (int(file.stem) - OWN) // 100 == number)
-        assert own[life - OWN] == count
+        mine = max(each for each in lived if (each // OWN - 1) // 10 == number)
+        assert (found[mine] == count).all()
+    for row in IDS:
+        # And so has every row that all of them pushed to: as often as rows of the same shard.
+        of_shard = [
+            rows[shard_of(np.arange(mine, mine + OWN), SHARDS) == shard_of(np.array([row]), SHARDS)]
+            for mine, rows in found.items()
+        ]
+        assert all(len(set(rows)) == 1 for rows in of_shard)
+        assert shared[row] == sum(rows[0] for rows in of_shard)
