@@ -60,7 +60,7 @@ class Case:
     join: int = 0
     drain: int = 0
     aggregate: bool = False
-    #: What has happened already (labels of steps); the budget pays for it.
+    #: What has happened already (labels of steps; "calm": until nothing moves); the budget pays for it.
     before: tuple[str, ...] = ()
 
 
@@ -614,6 +614,15 @@ class World:
             for name in names:
                 yield f"drain {name}", lambda world, name=name: world.drain(name)
 
+    def calm(self) -> None:
+        """Everything that is under way arrives, everything that can wait is done; no new pushes."""
+        for _ in range(40):
+            while busy := [(ends, bool(each.back)) for ends, each in self.wires.items() if each.there or each.back]:
+                for ends, back in busy:
+                    if ends in self.wires and (self.wires[ends].back if back else self.wires[ends].there):
+                        self.deliver(ends, back)
+            self.tick()
+
     def tick(self) -> None:
         """The controller does what can wait."""
         self.act("controller", self.run("controller", "tick", None))
@@ -835,7 +844,7 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int 
     try:
         first = begin(case)
         for label in case.before:
-            dict(first.steps())[label](first)
+            dict(first.steps() if label != "calm" else {"calm": World.calm}.items())[label](first)
         seen = {first.key()}
         stack = deque([first])
         ends = 0

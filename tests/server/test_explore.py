@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from echelon.server import wire
+from echelon.server.links import Link
 from echelon.server.replica import Replica
 from echelon.server.state import State
 from tests.server.explore import Broken, Case, explore
@@ -40,6 +41,8 @@ def test_every_interleaving(case: Case) -> None:
     [
         Case(pushes=1, judge=1),
         Case(pushes=1, servers=3, judge=1, crash=1),
+        Case(pushes=1, judge=1, cut=1),
+        Case(pushes=2, shards=2, join=1, crash=2, before=("push w0", "calm", "join", "calm", "crash s2")),
         Case(pushes=1, servers=3, replicas=3, workers=2, crash=1),
         Case(pushes=1, servers=3, shards=2, drain=1),
         Case(pushes=1, workers=2, aggregate=True, crash=1),
@@ -117,6 +120,18 @@ def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Replica, "on_link_lost", lost)
 
 
+def refusals_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "_with_refused", lambda self, who, answer: answer)
+    patch.setattr(Link, "newest", property(lambda self: 0, lambda self, version: None), raising=False)
+
+
+def links_numbered_alike(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Link, "number", property(lambda self: 1, lambda self, number: None), raising=False)
+
+
+USED = ("push w0", "calm", "join", "calm", "crash s2")
+
+
 @pytest.mark.parametrize(
     ("mistake", "case"),
     [
@@ -126,6 +141,8 @@ def alone_by_itself(patch: pytest.MonkeyPatch) -> None:
         (learner_too_soon, Case(pushes=1, crash=1, join=1, before=("crash s1", "join"))),
         (repeated_too_soon, Case(pushes=1, cut=1, crash=1)),
         (alone_by_itself, Case(pushes=1, cut=1, crash=1)),
+        (refusals_lost, Case(pushes=1, judge=1, cut=1)),
+        (links_numbered_alike, Case(pushes=2, shards=2, join=1, crash=2, before=USED)),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
