@@ -9,14 +9,16 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from echelon.server import kernels as k
-from echelon.server.hashing import bits_of, name_key
+from echelon.server.hashing import bits_of, name_key, shard_of
 from echelon.server.kinds import INITS, RULES, SIZES, Init, Rule, StoreError, StoreFull, Table
+from echelon.server.recent import MOST_SHARDS, Recent
 
 #: Most of a shard's slots that may be in use before it doubles.
 LOAD = 0.8
@@ -150,7 +152,7 @@ def reserve(size: int, what: str) -> mmap.mmap:
 class Rows:
     """The rows of one table."""
 
-    def __init__(self, spec: Table, *, shards: int, room: int, spill: Path | None) -> None:
+    def __init__(self, spec: Table, *, shards: int, room: int, spill: Path | None, logged: bool = True) -> None:
         self.spec = spec
         self.shards = shards
         self.layout = layout_of(spec)
@@ -182,6 +184,7 @@ class Rows:
         self._seed = seed_of(spec.name, spec.init)
         self._float = np.dtype(spec.dtype)
         self._writes = 0
+        self._recent = Recent(shards) if logged and shards <= MOST_SHARDS else None
         self._found: tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray, int]] | None = None
         self._nearest = np.full(spec.dim, 1 << 15, np.uint16)
         self._draws = np.zeros(spec.dim, np.uint16)
@@ -324,6 +327,8 @@ class Rows:
     ) -> None:
         """Updates or sets rows; ids are unique, `where` is fresh and there is room."""
         self._writes += 1
+        if self._recent is not None:
+            self._recent.add(ids, lsn, self.count)
         p = scalars_of(self.spec.rule, lr, self.spec.dim)
         switches = switches_of(
             self.spec.rule, self.layout.count, sparse=True, step=1 if setting else step, name=self.spec.name
@@ -350,8 +355,22 @@ class Rows:
             self.starts[shard], self.masks[shard] = self._region(_LEAST), _LEAST - 1
         return rows
 
-    def written(self, shard: int, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and log numbers of a shard's rows that were written after a log number."""
+    def written(self, shards: np.ndarray, since: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each shard: ids and log numbers of the rows that were written after a log number."""
+        known, late = np.zeros(len(shards), bool), np.empty(0, np.int64)
+        if self._recent is not None:
+            known, late = self._recent.since(shards, since)
+        where = self.find(late)[0]
+        late, where = late[where != 0], where[where != 0]
+        lsns, homes = self.column(where, 1), shard_of(late, self.shards)
+        for shard, after, logged in zip(shards.tolist(), since.tolist(), known, strict=True):
+            if logged:
+                mine = (homes == shard) & (lsns > after)
+                yield late[mine], lsns[mine]
+            else:
+                yield self._walked(shard, after)
+
+    def _walked(self, shard: int, since: int) -> tuple[np.ndarray, np.ndarray]:
         ids, lsns = np.empty((2, int(self.used[shard])), np.int64)
         n = k.written(
             self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, since, ids, lsns
@@ -371,8 +390,10 @@ class Rows:
         return out.reshape(len(rows), self.words)
 
     def insert(self, rows: np.ndarray) -> None:
-        """Rows that `whole` gave, whose ids are not here; there is room."""
+        """Rows of one shard that `whole` gave, whose ids are not here; there is room."""
         self._writes += 1
+        if self._recent is not None and len(rows):
+            self._recent.replaced(int(shard_of(rows[:1, 0], self.shards)[0]), int(rows[:, 1].max()))
         k.copy_in(
             self.index,
             self.starts,

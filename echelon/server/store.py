@@ -66,7 +66,7 @@ class Store:
             count = Table(
                 name=spec.name, dim=1, rule=Rule(kind="sgd"), init=Init(kind="zeros"), dtype="f8", stored="f8"
             )
-            self._waiting[spec.name] = Rows(count, shards=self.shards, room=self._bound // 2, spill=None)
+            self._waiting[spec.name] = Rows(count, shards=self.shards, room=self._bound // 2, spill=None, logged=False)
 
     @property
     def specs(self) -> dict[str, Table | Dense]:
@@ -132,10 +132,9 @@ class Store:
         found: list[np.ndarray] = []
         until = np.array(since, np.int64)
         left = np.iinfo(np.int64).max if limit is None else limit
-        for i, shard in enumerate(shards):
+        for i, (ids, lsns) in enumerate(self._written(name, np.array(shards, np.int64), until.copy())):
             if left <= 0:
                 break
-            ids, lsns = self._written(name, int(shard), int(until[i]))
             if not len(ids):
                 continue
             order = np.argsort(lsns, kind="stable")
@@ -146,12 +145,14 @@ class Store:
             left -= cut
         return np.concatenate(found) if found else np.empty(0, np.int64), until
 
-    def _written(self, name: str, shard: int, since: int) -> tuple[np.ndarray, np.ndarray]:
+    def _written(self, name: str, shards: np.ndarray, since: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         if name not in self._blocks:
-            return self._table(name).written(shard, since)
+            yield from self._table(name).written(shards, since)
+            return
         dense = self._blocks[name]
-        here = [b for b in dense.of(shard) if dense.held[b].lsn > since]
-        return np.array(here, np.int64), np.array([dense.held[b].lsn for b in here], np.int64)
+        for shard, after in zip(shards.tolist(), since.tolist(), strict=True):
+            here = [b for b in dense.of(shard) if dense.held[b].lsn > after]
+            yield np.array(here, np.int64), np.array([dense.held[b].lsn for b in here], np.int64)
 
     # Writing
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.server import recent
 from echelon.server.hashing import shard_of
 from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, StoreFull, Table
 from echelon.server.store import Store
@@ -61,9 +62,15 @@ def where(i: int) -> int:
 small = st.lists(st.integers(-20, 20), max_size=12)
 
 
-@given(st.integers(1, 3), st.data())
+@given(st.integers(1, 3), st.sampled_from([0, 40, recent.LEAST]), st.data())
 @settings(max_examples=60)
-def test_a_table_is_a_dictionary_of_rows(admit, data):
+def test_a_table_is_a_dictionary_of_rows(admit, logged, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recent, "LEAST", logged)
+        check_a_table(admit, data)
+
+
+def check_a_table(admit: int, data: st.DataObject) -> None:
     rule = Rule(kind="adagrad", lr=0.5)
     spec = Table(
         name="t", dim=3, rule=rule, init=Init(kind="constant", value=0.25), dtype="f8", stored="f8", admit=admit
@@ -110,6 +117,9 @@ def test_a_table_is_a_dictionary_of_rows(admit, data):
     for shard in range(SHARDS):
         twin.install(shard, store.snapshot(shard))
     assert digests(twin) == digests(store)
+    for since in range(-1, 4):
+        expected = sorted(i for i, row in model.rows.items() if row[2] > since)
+        assert sorted(twin.changed("t", range(SHARDS), stamps(since)).tolist()) == expected
 
 
 @pytest.mark.parametrize("stored", ["f4", "f2", "i2", "i1"])
@@ -161,6 +171,21 @@ def test_changes_come_oldest_first_and_go_on_where_they_ended():
         since = after
     assert sorted(seen) == list(range(60, 210))
     assert len(store.changed("t", range(SHARDS), stamps(20), 5)) == 0
+
+
+@pytest.mark.parametrize("least", [0, recent.LEAST])
+def test_what_changed_is_the_same_by_the_log_and_by_a_walk(least, monkeypatch):
+    monkeypatch.setattr(recent, "LEAST", least)
+    store = Store(shards=SHARDS, memory=MEMORY)
+    store.declare(Table(name="t", dim=1))
+    store.declare(Table(name="fresh", dim=1))
+    for lsn in range(1, 200):
+        store.apply("t", np.arange(lsn * 3, lsn * 3 + 9), np.ones((9, 1)), lsn=stamps(lsn))
+        reach = store._rows["t"]._recent.since(np.arange(SHARDS), stamps(lsn - 50))[0]
+        assert reach.all() == (least > 0)
+        ids = store.changed("t", range(SHARDS), stamps(lsn - 10))
+        assert sorted(ids.tolist()) == list(range(max(3, 3 * lsn - 27), 3 * lsn + 9))
+    assert len(store.changed("fresh", range(SHARDS), stamps(-1))) == 0
 
 
 def test_memory_ends_with_an_error_and_nothing_applied(tmp_path):
