@@ -58,7 +58,7 @@ class Space:
         self.profile, self.cluster, self.ranks, self.beyond = profile, cluster, ranks, beyond
         self.precisions = precisions
         self.quotes = Quotes(profile, cluster)
-        self.devices = sum(len(node.devices) for node in self.quotes.cluster.nodes)
+        self.devices = self.quotes.devices
         self._efficiency: list[float] | None = None
         self._splits: dict[tuple[object, ...], tuple[int, ...] | None] = {}
         node = self.quotes.cluster.nodes[0]
@@ -171,7 +171,7 @@ class Space:
                 continue
             pace = self.pace(plan)
             # Stages that match unequal devices may not fit where stages that are alike do.
-            for stages in {self._split(plan, each) for each in (pace, ())}:
+            for stages in {self._split(plan, each) for each in ((pace, ()) if pace else ((),))}:
                 if stages is not None:
                     yield replace(plan, stages=stages)
 

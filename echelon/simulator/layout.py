@@ -117,16 +117,18 @@ def lay_out(
     *,
     largest: int | None = None,
     here: tuple[int, ...] | None = None,
+    devices: int | None = None,
 ) -> Layout:
     """`plan` on `cluster`, whose devices are alike; refuses what cannot be. `largest`: samples of the rank that has most, where it is
-    not the one of all that counts; `here`: the ranks of pp that are on such devices, where it is not all."""
+    not the one of all that counts; `here`: the ranks of pp that are on such devices, where it is not all;
+    `devices`: of the cluster, where they were counted."""
     device = cluster.nodes[0].devices[0]
     mesh = plan.mesh
     if device.sheet is None:
         raise PlanError(f"{cluster.name}: {device.name} has no data sheet; give its rates in the cluster's file")
     if batch < mesh.dp:
         raise PlanError(f"dp={mesh.dp}: a batch of {batch} cannot feed so many ranks; use dp={batch} or less")
-    have = sum(len(node.devices) for node in cluster.nodes)
+    have = devices or sum(len(node.devices) for node in cluster.nodes)
     if device.kind == "cuda" and plan.ranks > have:
         raise PlanError(f'"{plan}" needs {plan.ranks} devices, {cluster.name} has {have}')
     if mesh.ep > 1 and not work.experts:
@@ -176,11 +178,13 @@ def _stages(work: Work, plan: Plan, stack: Stack) -> Parted:
 
 def _at(work: Work, plan: Plan) -> Parted:
     """By the places where stages begin."""
-    ranges = [range(len(work.places))] if not plan.stages else stage_ranges(plan, len(work.places))
+    places = work.places
+    ranges = [range(len(places))] if not plan.stages else stage_ranges(plan, len(places))
+    blocks, elements = [place.blocks for place in places], [place.elements for place in places]
     return (
-        tuple(sum(work.places[at].blocks for at in places) for places in ranges),
-        tuple(sum(work.places[at].elements for at in places) for places in ranges),
-        tuple(work.places[places.start].crossing for places in ranges),
+        tuple(sum(blocks[each.start : each.stop]) for each in ranges),
+        tuple(sum(elements[each.start : each.stop]) for each in ranges),
+        tuple(places[each.start].crossing for each in ranges),
     )
 
 

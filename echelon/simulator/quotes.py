@@ -29,6 +29,7 @@ class Quotes:
         self.clusters = kinds(cluster)
         #: For each rank that there may be, the kind of its device.
         self.on = kinds_of_ranks(cluster)
+        self.devices = sum(len(node.devices) for node in self.clusters[0].nodes)
         self._known: list[Known] = [{} for _ in self.clusters]
         self._works: dict[object, Work] = {}
         self._parts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
@@ -40,9 +41,13 @@ class Quotes:
 
     def placed(self, plan: Plan) -> list[Placed]:
         """The plan on devices of each kind that ranks are on; refuses what cannot be."""
-        work, shares = self._work(plan), shares_of_kinds(self.batch, plan, self.on)
+        work, shares = self._work(plan), shares_of_kinds(self.batch, plan, self.on, len(self.clusters))
         return [
-            Placed(lay_out(work, self.batch, cluster, plan, self.stack, largest=largest, here=here), cluster, known)
+            Placed(
+                lay_out(work, self.batch, cluster, plan, self.stack, largest=largest, here=here, devices=self.devices),
+                cluster,
+                known,
+            )
             for cluster, known, (largest, here) in zip(self.clusters, self._known, shares, strict=True)
             if here
         ]
@@ -64,7 +69,11 @@ class Quotes:
         if key not in self._parts:
             alone = replace(plan, mesh=replace(mesh, pp=1), stages=(), schedule="1f1b")
             self._parts[key] = [
-                passes(lay_out(self._work(plan), self.batch, cluster, alone, self.stack), self.fitted, known)
+                passes(
+                    lay_out(self._work(plan), self.batch, cluster, alone, self.stack, devices=self.devices),
+                    self.fitted,
+                    known,
+                )
                 for cluster, known in zip(self.clusters, self._known, strict=True)
             ]
         return self._parts[key]

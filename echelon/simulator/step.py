@@ -55,10 +55,11 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
 
 def laid_out(profile: Profile, cluster: Cluster, plan: Plan, stack: Stack | None = None) -> list[Placed]:
     """The plan on each kind of device of the cluster that ranks are on."""
-    work, on = distil(profile, plan), kinds_of_ranks(cluster)
+    work, alike = distil(profile, plan), kinds(cluster)
+    shares = shares_of_kinds(profile.batch, plan, kinds_of_ranks(cluster), len(alike))
     return [
         Placed(lay_out(work, profile.batch, each, plan, stack or Stack(), largest=largest, here=here), each)
-        for each, (largest, here) in zip(kinds(cluster), shares_of_kinds(profile.batch, plan, on), strict=True)
+        for each, (largest, here) in zip(alike, shares, strict=True)
         if here
     ]
 
@@ -71,12 +72,14 @@ def kinds_of_ranks(cluster: Cluster) -> list[int]:
     return [known[id(device)] for device in ranks]
 
 
-def shares_of_kinds(batch: int, plan: Plan, on: Sequence[int]) -> list[tuple[int | None, tuple[int, ...]]]:
-    """For each kind of device the most samples that a rank on one has (None: as many as any), and the ranks of pp that are on such.
+def shares_of_kinds(batch: int, plan: Plan, on: Sequence[int], number: int) -> list[tuple[int | None, tuple[int, ...]]]:
+    """For each of so many kinds of device the most samples that a rank on one has (None: as many as any), and the ranks of pp that are on such.
 
     Without a pipeline all ranks do the same, wherever they come to be: what is unequal then are shares of the batch.
     """
-    mesh, number = plan.mesh, max(on) + 1
+    mesh = plan.mesh
+    if mesh.pp > 1 and number == 1:
+        return [(None, tuple(range(mesh.pp)))]
     if mesh.pp > 1:
         each = plan.ranks // mesh.pp
         stages = [set(on[rank * each : (rank + 1) * each]) for rank in range(mesh.pp)]
