@@ -83,8 +83,11 @@ def search(
     everything = candidates(profile, cluster, ranks=ranks)
     fitting = _good(everything, wanted)
     if not fitting or exhaustive:
-        everything += _priced(_cut_plans(profile, cluster, ranks, complete), profile, cluster)
+        # Before the model is cut, for which it is made and run: tables that fit no device may fit no host either.
         everything += _priced(served_plans(profile, cluster, _plans(profile, cluster, ranks)), profile, cluster)
+        fitting = _good(everything, wanted)
+    if not fitting or exhaustive:
+        everything += _priced(_cut_plans(profile, cluster, ranks, complete), profile, cluster)
         fitting = _good(everything, wanted)
     if not everything:
         raise _no_plan(profile, cluster, ranks)

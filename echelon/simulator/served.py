@@ -143,9 +143,13 @@ def traffic(profile: Profile, plan: Plan, samples: int, loopback: Callable[[floa
 
 
 def held(profile: Profile, plan: Plan) -> float:
-    """Bytes of all servers together: every row with its state, on each of its replicas."""
+    """Bytes of all servers together: every row with its state, on each of its replicas. Of a table that begins on servers there are the rows
+    that the data reads, where its size is known."""
+    made = {each.path: each.start == "model" or not profile.samples for each in plan.tables}
     tables = sum(
-        each.rows * (each.row_bytes * (1 + _STATE.get(each.rule, 2)) + _INDEX) for each in served(profile, plan)
+        (each.rows if made[each.path] else each.touched(profile.samples))
+        * (each.row_bytes * (1 + _STATE.get(each.rule, 2)) + _INDEX)
+        for each in served(profile, plan)
     )
     dense = 0.0
     if plan.dense == "server":
@@ -206,7 +210,7 @@ def _notes(profile: Profile, plan: Plan, told: Traffic, need: float, waits: floa
     what = f"{len(tables)} table{'s' * (len(tables) != 1)} of {size(whole)}"
     what += " and all other parameters" if plan.dense == "server" else ""
     notes = [
-        f"{plan.servers} server{'s' * (plan.servers > 1)} hold {what}: {size(need)} of the hosts' memory with state and {plan.replicas} "
+        f"{plan.servers} server{'s hold' if plan.servers > 1 else ' holds'} {what}: {size(need)} of the hosts' memory with state and {plan.replicas} "
         f"replica{'s' * (plan.replicas > 1)}",
         f"a rank reads and writes up to {told.rows:,.0f} rows a step ({size(told.read + told.written)}), {seconds(waits)} of which "
         f"{seconds(hidden)} hide; rates of servers are those of a bench, not of this machine",

@@ -53,7 +53,7 @@ def test_ranks_hold_rows_and_not_the_table() -> None:
     # The servers hold it, with Adagrad's sums and the index.
     assert held(profile, served("dp=1", profile)) > 2 * profile.tables[0].bytes
     assert held(profile, served("dp=1 servers=2 replicas=2", profile)) > 4 * profile.tables[0].bytes
-    assert any("hold 1 table of 256 MB" in note for note in mine.notes)
+    assert any("1 server holds 1 table of 256 MB" in note for note in mine.notes)
 
 
 def test_a_bound_hides_what_being_in_step_waits_for() -> None:
@@ -79,7 +79,7 @@ def test_servers_are_offered_where_the_table_fits_no_device() -> None:
     assert best[0].plan.tables[0].path == "users"
     assert not [each for each in check(best[0].plan, profile) if each.severity == "error"]
     told = explain(best)
-    assert "hold 1 table of 2.56 GB" in told
+    assert "1 table of 2.56 GB" in told
     assert "hide" in told
     # Where it fits it is not asked for.
     assert not any(each.plan.served for each in search(make_clicks(), make_gpus(2, 64e9)))
@@ -98,6 +98,10 @@ def test_tables_beyond_the_hosts_memory_do_not_fit() -> None:
     forecast = simulate(profile, make_gpus(2, 64e9), served("dp=2", profile))
     assert not forecast.fits
     assert forecast.peak_at == "the servers' tables, in the hosts' memory"
+    # Rows that begin on servers are made when they are first pushed to: few samples read few of them.
+    few = replace(profile, samples=10_000)
+    assert served("dp=2", few).tables[0].start == "server"
+    assert simulate(few, make_gpus(2, 64e9), served("dp=2", few)).fits
 
 
 def test_unequal_devices_and_large_tables_are_worth_a_look() -> None:
