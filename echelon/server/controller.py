@@ -233,6 +233,7 @@ class Controller:
             raise wire.WireError(f"{wire.NAMES.get(kind, kind)} of someone who has not joined")
         elif kind == wire.BEAT:
             if session.role == "server":
+                self._send(peer, wire.BEAT, 0, {})
                 if meta.get("cut"):
                     self._cut_off(now, session.name, [str(each) for each in meta["cut"]])
                 if "report" in meta:

@@ -344,6 +344,8 @@ class ServerProcess:
 
     def _heard(self, now: float, frame: wire.Frame) -> None:
         meta = frame.meta
+        if self.replica is not None and self._joined:
+            self.replica.confirmed = now
         if frame.kind == wire.MAP:
             self.name, self.incarnation = str(meta["id"]), int(meta["incarnation"])
             new = Map.from_document(meta["map"])
@@ -351,6 +353,7 @@ class ServerProcess:
                 self._begin(new.shards)
             assert self.replica is not None
             self._joined = True
+            self.replica.wished, self.replica.confirmed = int(meta["settings"]["replicas"]), now
             self._do(self.replica.on_map(now, new, meta["specs"]))
             self._do(self.replica.on_controller(now))
         elif frame.kind == wire.REFUSED and not self._joined:

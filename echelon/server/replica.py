@@ -37,6 +37,8 @@ from echelon.server.state import Diverged, Part, State, Store, named
 from echelon.server.windows import ABSENT, FAR
 
 LEASE = 0.3
+#: A lonely head that has not heard of the controller for so long waits; well below the grace after which its shards go to others.
+DOUBT = 1.0
 #: A drained shard whose new head does not come (the controller died) is served again after this.
 DRAIN_LIMIT = 1.0
 COMMIT, ENROL, EXPIRE = wire.COMMIT, wire.ENROL, wire.EXPIRE
@@ -78,6 +80,10 @@ class Replica:
         self._links_made = 0
         self._asked_at = 0.0
         self._reads_from = np.full(shards, -np.inf)
+        #: Replicas that the job wishes for; when the controller was last heard; shards that we alone have.
+        self.wished = 1
+        self.confirmed = 0.0
+        self._single = np.zeros(shards, bool)
         self._parked: list[Waiting] = []
         self._pushes: list[tuple[Hashable, wire.Frame]] = []
         self._pulls: list[tuple[Hashable, wire.Frame]] = []
@@ -290,6 +296,8 @@ class Replica:
                 return False
             self._stale(peer, frame)
             return True
+        if self._doubtful(now, cover):
+            return False
         if self.map.workers.get(meta["worker"], 0) > meta["incarnation"]:
             why = f"worker {meta['worker']} was started again; this one is its former life"
             self._refuse(peer, frame, "Superseded", why)
@@ -362,6 +370,14 @@ class Replica:
             self._floor = self.state.windows.floor(self._live)
         return self._floor
 
+    def _doubtful(self, now: float, cover: Cover) -> bool:
+        """Whether shards that should have replicas, and have none who would refuse us, may be another's by now.
+
+        A chain of one that lost its backups goes back to a checkpoint some time after the controller lost sight of it; it must not
+        acknowledge anything after that. While the controller is heard, it did not.
+        """
+        return self.wished > 1 and now - self.confirmed > DOUBT and bool(self._single[cover.at].any())
+
     def _leased(self, now: float, cover: Cover) -> bool:
         if (self._reads_from[cover.at] > now).any():
             return False
@@ -379,7 +395,11 @@ class Replica:
                 return False
             self._stale(peer, frame)
             return True
-        if not self._leased(now, cover) or (self.loading and self._unloaded[cover.at].any()):
+        if (
+            not self._leased(now, cover)
+            or self._doubtful(now, cover)
+            or (self.loading and self._unloaded[cover.at].any())
+        ):
             return False
         try:
             return self._read(peer, frame)
@@ -711,6 +731,8 @@ class Replica:
             self._arriving.pop(int(shard), None)
         self._restore(held)
         self.headed = new.headed_by(self.name)
+        several = len(new.servers) > 1
+        self._single = np.fromiter((several and len(chain) == 1 for chain in new.chains), bool, new.shards)
         changed = np.fromiter((epoch > old.version for epoch in new.epochs), bool, new.shards)
         for shard in np.flatnonzero(changed & self.headed):
             former = old.heads[shard]

@@ -352,6 +352,21 @@ def test_a_replica_that_cannot_be_reached_is_told_of(pair: Net) -> None:
     assert pair.nodes["a"].cut_off(pair.now) == ["b"]
 
 
+def test_a_head_without_replicas_doubts_itself(pair: Net) -> None:
+    """Where there should be replicas, one that does not hear the controller may have been replaced, and nobody would tell it."""
+    alone = pair.nodes["a"]
+    pair.install(mapped(2, "a"), "a")
+    alone.wished = 2
+    pair.pass_time(0.5, "a")
+    assert pair.send("a", pushed(1))[0][0] == "ACK"
+    pair.pass_time(1.0, "a")
+    assert pair.send("a", pushed(2)) == []
+    assert pair.send("a", pulled(3)) == []
+    alone.confirmed = pair.now
+    pair.pass_time(0.1, "a")
+    assert sorted(kind for kind, _, _ in pair.heard()) == ["ACK", "ROWS"]
+
+
 def test_restored_shards_take_what_comes_next() -> None:
     """A shard that went back to a checkpoint while workers went on: the next push may leave a gap, and clocks do not hold back."""
     made = Net("a")
