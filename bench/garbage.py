@@ -7,6 +7,7 @@ of the secret. Nothing may crash or hang; strangers may neither read nor write a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import secrets as tokens
@@ -25,6 +26,9 @@ from echelon.server.status import ask
 
 IDS = np.arange(64)
 REPLY = 72
+#: Connections at once, and seconds that a loaded machine may take for one.
+TOGETHER = 64
+PATIENCE = 30.0
 
 
 class Unsafe(Exception):  # noqa: N818 (a verdict)
@@ -82,47 +86,60 @@ def mutated(frame: bytes, drawn: random.Random) -> bytes:
     return bytes(bad)
 
 
-def stranger(address: str, frames: list[bytes], drawn: random.Random) -> None:
-    """One who does not hold the secret, in one of several ways; then sound frames."""
-    with socket.create_connection(split(address), timeout=10.0) as connection:
-        caller = Caller(tokens.token_bytes(32), drawn.choice([WORKER, SERVER, ADMIN]))
-        way = drawn.random()
-        try:
-            if way < 0.4:
-                connection.sendall(mutated(caller.opening, drawn))
-            elif way < 0.7:
-                connection.sendall(caller.opening + drawn.randbytes(32))
-            connection.sendall(drawn.choice(frames[:2]) + mutated(drawn.choice(frames), drawn))
+def unproved(frames: list[bytes], drawn: random.Random) -> bytes:
+    """What one sends who does not hold the secret, in one of several ways; then sound frames and garbage."""
+    caller = Caller(tokens.token_bytes(32), drawn.choice([WORKER, SERVER, ADMIN]))
+    way = drawn.random()
+    front = b""
+    if way < 0.4:
+        front = mutated(caller.opening, drawn)
+    elif way < 0.7:
+        front = caller.opening + drawn.randbytes(32)
+    return front + drawn.choice(frames[:2]) + mutated(drawn.choice(frames), drawn)
+
+
+def at_once(lines: list[tuple[socket.socket, bytes]]) -> list[int]:
+    """Send on many connections, then read each to its end: how many bytes came."""
+    for connection, data in lines:
+        with contextlib.suppress(OSError):
+            connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
-            got = 0
-            while part := connection.recv(4096):
+    counts = []
+    for connection, _ in lines:
+        got = 0
+        try:
+            while part := connection.recv(1 << 16):
                 got += len(part)
         except TimeoutError:
-            raise Unsafe("a listener neither answered nor hung up within 10 s") from None
+            raise Unsafe(f"a listener neither answered nor hung up within {PATIENCE:g} s") from None
         except OSError:
-            return
+            pass
+        finally:
+            connection.close()
+        counts.append(got)
+    return counts
+
+
+def strangers(targets: list[str], frames: list[bytes], drawn: random.Random, count: int) -> None:
+    """Many who do not hold the secret."""
+    lines = []
+    for _ in range(count):
+        connection = socket.create_connection(split(drawn.choice(targets)), timeout=PATIENCE)
+        lines.append((connection, unproved(frames, drawn)))
+    for got in at_once(lines):
         if got not in (0, REPLY):
             raise Unsafe(f"a stranger got {got} bytes")
 
 
-def holder(address: str, secret: bytes, frames: list[bytes], drawn: random.Random, count: int) -> int:
-    """One who holds it and sends garbage until the connection ends; how many frames went."""
-    sent = 0
-    with socket.create_connection(split(address), timeout=10.0) as connection:
-        greet(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]))
-        connection.settimeout(10.0)
-        try:
-            while sent < count:
-                connection.sendall(mutated(drawn.choice(frames), drawn))
-                sent += 1
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
-        except TimeoutError:
-            raise Unsafe("a listener neither answered nor hung up within 10 s") from None
-        except OSError:
-            pass
-    return max(sent, 1)
+def holders(targets: list[str], secret: bytes, frames: list[bytes], drawn: random.Random, count: int) -> None:
+    """Many who hold it, and send one frame of garbage each (a connection ends with the first that is none)."""
+    lines = []
+    for _ in range(count):
+        connection = socket.create_connection(split(drawn.choice(targets)), timeout=PATIENCE)
+        greet(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]), limit=PATIENCE)
+        connection.settimeout(PATIENCE)
+        lines.append((connection, mutated(drawn.choice(frames), drawn)))
+    at_once(lines)
 
 
 def attack(servers: Servers, frames: int, seed: int, *, say: Any = lambda text: None) -> dict[str, Any]:
@@ -137,19 +154,22 @@ def attack(servers: Servers, frames: int, seed: int, *, say: Any = lambda text: 
         found = ask(servers.address, servers.secret)
         targets = [servers.address, *(each["address"] for each in found["servers"].values())]
         good = sound(found["shards"])
-        for number in range(frames // 2):
-            stranger(drawn.choice(targets), good, drawn)
-            if number % 5000 == 0:
-                say(f"{number} of strangers")
+        half, sent = frames // 2, 0
+        while sent < half:
+            strangers(targets, good, drawn, min(TOGETHER, half - sent))
+            sent += min(TOGETHER, half - sent)
+            if sent % 4096 < TOGETHER:
+                say(f"{sent} of strangers, {time.monotonic() - began:.0f} s")
         if not np.array_equal(client.pull({"canary": IDS})["canary"], before):
             raise Unsafe("strangers changed rows")
-        if set(ask(servers.address, servers.secret)["workers"]) != {"witness"}:
+        if set(ask(servers.address, servers.secret)["workers"]) - {"witness"}:
             raise Unsafe("strangers joined")
         sent = 0
-        while sent < frames - frames // 2:
-            sent += holder(drawn.choice(targets), servers.secret, good, drawn, 20)
-            if sent % 5000 < 20:
-                say(f"{sent} of holders")
+        while sent < frames - half:
+            holders(targets, servers.secret, good, drawn, min(TOGETHER, frames - half - sent))
+            sent += min(TOGETHER, frames - half - sent)
+            if sent % 4096 < TOGETHER:
+                say(f"{sent} of holders, {time.monotonic() - began:.0f} s")
         client.push({"canary": (IDS, np.ones((len(IDS), 4), np.float32))})
         client.flush()
         client.pull({"canary": IDS})
@@ -164,7 +184,7 @@ def attack(servers: Servers, frames: int, seed: int, *, say: Any = lambda text: 
     return {
         "frames": frames,
         "seed": seed,
-        "strangers": frames // 2,
+        "strangers": half,
         "holders": sent,
         "seconds": round(seconds, 1),
         "crashes": 0,
