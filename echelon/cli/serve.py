@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from echelon.cli.common import Debug, Json, print_json
-from echelon.errors import ServerError
+from echelon.errors import EchelonError, ServerError
 
 
 def serve(
@@ -50,10 +51,23 @@ def serve(
     restore: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A checkpoint of servers to begin from.")
     ] = None,
+    on: Annotated[
+        str, typer.Option(metavar="local|ray", help="Processes of this machine, or actors over a Ray cluster's nodes.")
+    ] = "local",
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="With --on ray: the cluster; else the one that Ray finds.")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Run parameter servers until interrupted."""
+    own = {"--controller": controller, "--advertise": advertise, "--host": host, "--name": name, "--expect": expect}
+    _check(
+        on,
+        cluster,
+        servers,
+        [flag for flag, value in own.items() if value is not None] + ["--bind"] * (bind != "127.0.0.1"),
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     where, _, port = bind.rpartition(":") if bind.rpartition(":")[2].isdigit() else (bind, "", "0")
     limit = None if memory is None else int(memory * 2**30)
@@ -72,6 +86,18 @@ def serve(
             secret, folder, f"{where}:{port}", advertise, {**job, "expect": expect or 1, "settings": settings}, json
         )
         return
+    if on == "ray":
+        from echelon.server.on_ray import RayServers
+
+        with RayServers(
+            servers, **job, staleness=staleness, aggregate=aggregate, memory=limit, spill=spill, folder=folder, secret=secret,
+            cluster=cluster,
+        ) as placed:  # fmt: skip
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave with another status
+            _say(json, placed.address, secret_file or folder / "secret", {"servers": sorted(placed.servers)})
+            with contextlib.suppress(KeyboardInterrupt):
+                placed.stay()
+        return
     from echelon.server.embedded import Servers
 
     with Servers(
@@ -80,6 +106,16 @@ def serve(
     ) as running:  # fmt: skip
         _say(json, running.address, secret_file or folder / "secret", {"servers": sorted(running.servers)})
         _wait(running)
+
+
+def _check(on: str, cluster: str | None, servers: int, own: list[str]) -> None:
+    if on not in ("local", "ray"):
+        raise EchelonError(f"--on {on}: servers run as `local` processes or on `ray`")
+    if on == "local" and cluster is not None:
+        raise EchelonError(f"--cluster {cluster}: that is the address of a Ray cluster; add --on ray")
+    if on == "ray" and (own or servers < 1):
+        flags = ", ".join(own or ["--servers 0"])
+        raise EchelonError(f"{flags}: with --on ray the nodes and their addresses are Ray's to tell; leave it out")
 
 
 def _secret(path: Path | None, *, make: bool) -> bytes:

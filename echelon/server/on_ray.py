@@ -235,6 +235,12 @@ class RayServers:
                 )
             time.sleep(0.05)
 
+    def stay(self) -> None:
+        """Until they cannot be kept running, and why; for who has nothing else to do."""
+        while True:
+            self._check()
+            time.sleep(0.2)
+
     def close(self) -> None:
         """End all of them."""
         self._closing.set()

@@ -5,6 +5,7 @@ The cluster's test needs Ray (`pip install 'echelon[ray]'`); which node a server
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,13 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from echelon.cli.app import app
 from echelon.errors import LaunchError, ServerError
 from echelon.server import on_ray
 from echelon.server.client import Client, connect
 from echelon.server.hashing import shard_of
 from echelon.server.kinds import Init, Rule, Table
 from echelon.server.on_ray import RayServers, Worker
+from echelon.server.secret import read_secret
 from echelon.server.spread import Node, choose, crowded
 
 NODES = [Node(id=name, cpus=4.0, memory=100.0) for name in "abc"]
@@ -76,6 +80,23 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
         RayServers(2)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--on", "moon"], "--on moon: servers run as"),
+        (["--cluster", "10.0.0.1:6379"], "add --on ray"),
+        (["--on", "ray", "--host", "a", "--bind", "0.0.0.0"], "--host, --bind: with --on ray"),
+        (["--on", "ray", "--servers", "0"], "--servers 0: with --on ray"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: list[str], message: str, tmp_path: Path):
+    answer = CliRunner().invoke(app, ["serve", "--folder", str(tmp_path / "job"), *options])
+    assert isinstance(answer.exception, SystemExit)
+    assert answer.exit_code == 2
+    assert message in " ".join(answer.output.split())
+    assert not (tmp_path / "job").exists()
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two nodes with addresses of their own, on one machine."""
@@ -84,6 +105,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'echelon[ray]'")
     from ray.cluster_utils import Cluster
 
+    # Ray ends actors when this machine, not this test, is short of memory.
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     small = {"num_cpus": 3, "object_store_memory": 80 << 20}
     found = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     try:
@@ -132,6 +155,29 @@ def test_errors_of_workers_and_of_the_cluster_are_told(cluster: Any):
             text = file.read_bytes()
             assert servers.secret not in text, file
             assert servers.secret.hex().encode() not in text, file
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_servers_by_hand_on_a_cluster(cluster: Any, tmp_path: Path):
+    command = [sys.executable, "-m", "echelon", "serve", "--on", "ray", "--cluster", cluster.address, "--servers", "2"]
+    command += ["--shards", "4", "--folder", str(tmp_path / "job"), "--json"]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        text = ""
+        while not text.rstrip().endswith("}"):
+            line = process.stdout.readline()
+            assert line, "it ended"
+            text += line
+        said = json.loads(text)
+        with connect(said["controller"], secret=read_secret(Path(said["secret_file"]))) as client:
+            until(lambda: len({seat["host"] for seat in client.status()["servers"].values()}) == 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow
