@@ -11,6 +11,7 @@ equal ids added up before they are sent, several steps in one call of TensorFlow
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -263,7 +264,7 @@ def torch_rpc(settings: argparse.Namespace) -> None:
 
 def run_workers(pipes: list[Any]) -> None:
     """Answer each asked-for number of seconds by having every worker run for that long."""
-    for seconds in (0.0, *_asked()):
+    for seconds in itertools.chain((0.0,), map(float, sys.stdin)):
         began = time.perf_counter()
         for pipe in pipes:
             pipe.send(seconds)
@@ -274,11 +275,6 @@ def run_workers(pipes: list[Any]) -> None:
             print("ready", flush=True)
     for pipe in pipes:
         pipe.send(None)
-
-
-def _asked() -> Any:
-    for line in sys.stdin:
-        yield float(line)
 
 
 def arguments(peers: list[str]) -> argparse.Namespace:
