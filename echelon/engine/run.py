@@ -382,10 +382,12 @@ class Run:
             self._statistics.settle()
 
     def meet(self) -> None:
-        """Have ranks that do not wait for each other, all after the same step, hold the same; every rank must call it."""
-        if self.plan.free and self.hub is not None:
+        """Have all ranks' pushes be with the servers, and ranks that do not wait for each other hold the same; every rank must call it, after
+        the same step."""
+        if self.hub is not None:
             self.hub.flush()
             self.ranks.barrier()
+        if self.plan.free and self.hub is not None:
             self.hub.take_over()
 
     def _require_number(self, loss: float, step: int) -> None:

@@ -325,7 +325,8 @@ class Hub:
     # What the servers hold
 
     def whole(self) -> dict[str, Tensor]:
-        """The tables, on rank 0's CPU."""
+        """The tables, on rank 0's CPU; all must ask: what others pushed has to be there first, and may have to be sent again for that."""
+        self.flush()
         if not self._run.world.main:
             return {}
         found = {}
