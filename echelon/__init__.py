@@ -64,7 +64,7 @@ if "torch" not in sys.modules:
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"echelon.{_HOMES[name]}"), name)
-    if name in ("data", "nn"):
+    if name in ("data", "nn", "server"):
         return import_module(f"echelon.{name}")
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")
 
