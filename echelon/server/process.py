@@ -211,6 +211,8 @@ class ServerProcess:
         spill: Path | None = None,
         say: Say = say,
     ) -> None:
+        from echelon.server.warm import warm
+
         self._secret, self._controller, self._say = secret, controller, say
         self.name, self.incarnation = name, 0
         self._memory, self._spill = memory, spill
@@ -231,28 +233,7 @@ class ServerProcess:
         self._last: tuple[float, dict[str, int], int, int] = (time.monotonic(), {}, 0, 0)
         self._turned = time.monotonic()
         self._writer: Any = None
-        self._warm()
-
-    def _warm(self) -> None:
-        """Compile, or load what was compiled, before anybody counts on our answers."""
-        import numpy as np
-
-        from echelon.server.kinds import Dense, Rule, Table
-        from echelon.server.store import Store
-
-        store = Store(shards=2, memory=1 << 24)
-        ids, lsn = np.arange(4), np.ones(2, np.int64)
-        for kind in ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lamb"):
-            store.declare(Table(name=kind, dim=2, rule=Rule(kind=kind)))
-            store.apply(kind, ids, np.ones((4, 2), np.float32), lr=None, lsn=lsn)
-            store.read(kind, ids, "f4")
-            if kind != "rowwise_adagrad":
-                store.declare(Dense(name=f"dense {kind}", size=2, rule=Rule(kind=kind)))
-                store.apply(f"dense {kind}", np.zeros(1, np.int64), [np.ones(2, np.float32)], lr=None, lsn=lsn)
-        for shard in range(2):
-            store.install(shard, store.snapshot(shard))
-            store.digest(shard)
-        store.close()
+        warm()
 
     def run(self) -> None:
         """Until told to end, or until this replica cannot go on as one."""
