@@ -149,7 +149,7 @@ def measured(*, refresh: bool = False) -> Cluster:
 
         def progress(what: str, share: float) -> None:
             if not screen.is_terminal and not bar.tasks[task].visible:
-                typer.echo("measuring this machine, once (about half a minute)", err=True)
+                typer.echo("measuring this machine, once (about half a minute, with a GPU one)", err=True)
             bar.update(task, description=what, completed=share, visible=True)
 
         return measure(refresh=refresh, progress=progress)

@@ -36,7 +36,7 @@ _INSTRUCTIONS = {
 
 
 def measure(*, refresh: bool = False, store: Store | None = None, progress: Progress | None = None) -> Cluster:
-    """The machine that is here. Timed once (under half a minute; a GPU: a minute) and kept; `refresh` times it again."""
+    """The machine that is here. Timed once (under half a minute; a GPU: a little over one) and kept; `refresh` times it again."""
     store = store or Store(cache_folder())
     known = None if refresh else known_cluster(store=store)
     if known is not None:
