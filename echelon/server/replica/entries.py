@@ -1,0 +1,80 @@
+"""As head: entries of a shard's log on their way to the other replicas, and who waits until all of them have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from echelon.server import wire
+from echelon.server.covers import Cover
+from echelon.server.links import Link, Sent, Waiting
+from echelon.server.replica.ground import Ground
+
+
+class Entries(Ground):
+    """The log."""
+
+    def _forward(self, now: float, frame: wire.Frame, here: Cover, *, whole: bool, void: bool = False) -> None:
+        for link in self.links.values():
+            flowing = link.flowing[here.at]
+            every = bool(flowing.all())
+            if not every and not flowing.any():
+                continue
+            meta: dict[str, Any] = {"v": self.map.version}
+            if void:
+                meta["void"] = True
+            if not whole or not every:
+                meta["only"] = here.wire[flowing].tolist()
+            self._number(now, link, wire.ENTRY, meta, [frame.raw])
+
+    def _number(self, now: float, link: Link, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]) -> int:
+        link.made += 1
+        meta["n"] = link.made
+        link.sent.append(Sent(link.made, kind, meta, arrays, now))
+        if link.up:
+            self._link(link.server, kind, meta, arrays)
+        return link.made
+
+    def _wait(self, waiting: Waiting) -> None:
+        """Answer a worker when all that it takes is there."""
+        for link in self.links.values():
+            if link.got < link.made and link.needed(waiting.cover):
+                waiting.needs[link.server] = link.made
+                link.waiting.append((link.made, waiting))
+        if not waiting.needs:
+            self._settle(waiting)
+
+    def _settle(self, waiting: Waiting) -> None:
+        version, cover = self.map.version, waiting.cover
+        if any(link.lacks(cover) or (link.newest > version and link.needed(cover)) for link in self.links.values()):
+            self._parked.append(waiting)
+            return
+        if waiting.peer is not None:
+            kind, meta = waiting.answer
+            self._send(waiting.peer, kind, waiting.request, meta)
+
+    def _unpark(self) -> None:
+        parked, self._parked = self._parked, []
+        for waiting in parked:
+            if not waiting.needs:
+                self._settle(waiting)
+
+    def _log(self, now: float, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        """An entry of the head's own."""
+        frame = wire.parse(wire.joined(wire.encode(kind, 0, meta, arrays)))
+        cover = self.covers.of(frame.arrays[0])
+        self._enter(frame, cover, self.map.version)
+        self._forward(now, frame, cover, whole=True)
+
+    def _enter(self, frame: wire.Frame, cover: Cover, version: int) -> None:
+        if frame.kind == wire.COMMIT:
+            self.state.commit(frame, cover, version=version)
+        elif frame.kind == wire.ENROL:
+            self.state.enrol(frame, cover, version=version)
+            self._floor = None
+        elif frame.kind == wire.EXPIRE:
+            self.state.expire(frame, cover, version=version)
+        else:
+            raise wire.WireError(f"an entry of kind {wire.NAMES.get(frame.kind, frame.kind)}")

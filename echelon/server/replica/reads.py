@@ -1,0 +1,114 @@
+"""As head: pulls, and other questions that change nothing; when they may be answered, and when they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from echelon.errors import EchelonError, ServerError
+from echelon.server import wire
+from echelon.server.actions import PEER, Close, Note
+from echelon.server.covers import Cover
+from echelon.server.replica.clocks import Clocks
+from echelon.server.replica.ground import MALFORMED
+from echelon.server.windows import ABSENT
+
+#: A lonely head that has not heard of the controller for so long waits; well below the grace after which its shards go to others.
+DOUBT = 1.0
+
+
+class Reads(Clocks):
+    """Answers to workers that read."""
+
+    def _doubtful(self, now: float, cover: Cover) -> bool:
+        """Whether shards that should have replicas, and have none who would refuse us, may be another's by now.
+
+        A chain of one that lost its backups goes back to a checkpoint some time after the controller lost sight of it; it must not
+        acknowledge anything after that. While the controller is heard, it did not.
+        """
+        return self.wished > 1 and now - self.confirmed > DOUBT and bool(self._single[cover.at].any())
+
+    def _leased(self, now: float, cover: Cover) -> bool:
+        if (self._reads_from[cover.at] > now).any():
+            return False
+        late = (link for link in self.links.values() if now - link.heard >= self.lease)
+        return not any(link.needed(cover) for link in late)
+
+    def _pull(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
+        """Answer a read; False: it must wait."""
+        meta, cover = frame.meta, self.covers.of(frame.arrays[0])
+        if not self.headed[cover.at].all():
+            if frame.kind == wire.DIGEST and self.map.held_by(self.name)[cover.at].all():
+                self._digest(peer, frame)
+                return True
+            if meta["version"] > self.map.version:
+                return False
+            self._stale(peer, frame)
+            return True
+        if (
+            not self._leased(now, cover)
+            or self._doubtful(now, cover)
+            or (self.loading and self._unloaded[cover.at].any())
+        ):
+            return False
+        try:
+            return self._read(peer, frame)
+        except EchelonError as error:
+            self._refuse(peer, frame, type(error).__name__, str(error))
+        except MALFORMED as error:
+            self._out += [Note("garbage", {"why": f"{frame}: {error}"}), Close(PEER, peer)]
+        return True
+
+    def _read(self, peer: Hashable, frame: wire.Frame) -> bool:
+        meta, arrays = frame.meta, frame.arrays
+        cover = self.covers.of(arrays[0])
+        if frame.kind == wire.PULL:
+            if meta["bound"] is not None and int(self.floor()[cover.at].min()) < meta["step"] - meta["bound"]:
+                return False
+            if meta["bound"] is not None and any(
+                step < meta["step"] and any(np.isin(held.shards, cover.shards).any() for held in waiting)
+                for step, waiting in self.state.pending.items()
+            ):
+                return False  # its commit is yet to be logged
+            store, found, counts = self.state.store, [], []
+            for op, ids in zip(meta["ops"], arrays[1:], strict=True):
+                part = (
+                    store.read(op["table"], ids, op["wire"]) if "table" in op else store.read_blocks(op["dense"], ids)
+                )
+                self.counts["rows"] += len(ids)
+                found += part
+                counts.append(len(part))
+            if sum(each.nbytes for each in found) > wire.MAX_FRAME - wire.MAX_META:
+                raise ServerError(f"an answer of more than {wire.MAX_FRAME >> 20} MiB; ask for fewer rows at once")
+            self.counts["pulls"] += 1
+            self._send(peer, wire.ROWS, frame.request, {"counts": counts}, found)
+        elif frame.kind == wire.CHANGED:
+            store, name = self.state.store, meta["table"]
+            if arrays[1].shape != arrays[0].shape or arrays[1].dtype != np.int64:
+                raise wire.WireError("CHANGED: one log number per shard is expected")
+            ids, until = store.changed_until(name, cover.shards, arrays[1], meta["limit"])
+            rows = store.read(name, ids, meta["wire"])
+            self._send(peer, wire.ROWS, frame.request, {"counts": [1, len(rows), 1]}, [ids, *rows, until])
+        elif frame.kind == wire.CLOCK:
+            slot = self.state.windows.slots.get((meta["worker"], meta["incarnation"]))
+            windows = self.state.windows
+            if slot is None or ((windows.clock[slot] == ABSENT) & ~windows.restored)[cover.at].any():
+                return False
+            floor = self.floor()[cover.at]
+            most = max((int(self.state.windows.clock[live][cover.at].max()) for live in self._live), default=0)
+            mine = int(self.state.windows.clock[slot][cover.at].max())
+            self._send(peer, wire.CLOCKED, frame.request, {"min": int(floor.min()), "max": most, "mine": mine})
+        else:
+            self._digest(peer, frame)
+        return True
+
+    def _digest(self, peer: Hashable, frame: wire.Frame) -> None:
+        digests = [np.frombuffer(self.state.digest(int(shard)), np.uint8) for shard in frame.arrays[0]]
+        self._send(
+            peer,
+            wire.DIGESTS,
+            frame.request,
+            {"version": self.map.version},
+            [np.stack(digests), self.state.lsn[frame.arrays[0]]],
+        )
