@@ -377,6 +377,10 @@ def run_drawn(options: argparse.Namespace) -> int:
             threads = each.plan.threads or max(cluster.cores // each.plan.ranks, 1)
             answers = _answers("cpu", each.model, each.plan, tiny[place], threads)
             queues = [max(queue) for queue in zip(*(answer[2] for answer in answers), strict=True)]
+            if (
+                each.plan.ranks * threads > cluster.cores
+            ):  # ranks queue behind each other, which is a part of such a step
+                queues = [0.0] * len(queues)
             seconds[place] += [step - queue for step, queue in zip(answers[0][1], queues, strict=True)]
             print(f"{each.model} {each.plan}: {np.median(seconds[place]):.4f} s", file=sys.stderr, flush=True)
     measured = {place: float(np.median(times)) for place, times in seconds.items()}
