@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -95,12 +96,56 @@ def work(
     write("end")
 
 
+class Column:
+    """What a life's column can look like: per number of pushes applied, the sum at each key."""
+
+    def __init__(self, life: Life) -> None:
+        self.column, self.count = life.column, len(life.pushes)
+        sums = np.zeros((KEYS, self.count + 1))
+        for place, (_, _, keys, amounts) in enumerate(life.pushes):
+            np.add.at(sums[:, place + 1], keys, amounts)
+        sums.cumsum(axis=1, out=sums)
+        # Sums only grow, so the numbers of pushes that explain a value are an interval. All keys behind one another, each further on
+        # than the last, are one sorted row: a look-up for many keys at once.
+        self._sums, self._apart = sums, float(sums[:, -1].max()) + 1
+        self._row = (sums + self._apart * np.arange(KEYS)[:, None]).ravel()
+        self._known = [when for _, when in life.acknowledged]
+        self._least = [0, *(number for number, _ in life.acknowledged)]
+        self._sent = [when for _, when, *_ in life.pushes]
+
+    def between(self, asked: float, answered: float) -> tuple[int, int]:
+        """How many pushes a read may show: at least those acknowledged before it was asked, at most those sent before its answer."""
+        return self._least[bisect_right(self._known, asked)], bisect_right(self._sent, answered)
+
+    def wrong(
+        self, keys: np.ndarray, values: np.ndarray, starts: np.ndarray, least: int, most: int
+    ) -> Iterator[tuple[int, str]]:
+        """Of keys in groups (of one shard each, from `starts`): where a group begins that shows no possible number of pushes, and why."""
+        possible = (values >= 0) & (values < self._apart)
+        wanted = np.where(possible, values, 0) + self._apart * keys
+        first = np.searchsorted(self._row, wanted, "left") - keys * (self.count + 1)
+        after = np.searchsorted(self._row, wanted, "right") - keys * (self.count + 1)
+        first[~possible], after[~possible] = self.count + 1, 0
+        lowest, highest = np.maximum.reduceat(first, starts), np.minimum.reduceat(after, starts) - 1
+        for place in np.flatnonzero(np.maximum(lowest, least) > np.minimum(highest, most)):
+            here = slice(starts[place], starts[place + 1] if place + 1 < len(starts) else None)
+            if lowest[place] <= highest[place]:
+                what = "lost" if highest[place] < least else "from the future"
+                yield starts[place], f"shows {lowest[place]} pushes, of which {least} to {most} are possible: {what}"
+                continue
+            low, high = self._sums[keys[here], least][:6], self._sums[keys[here], most][:6]
+            yield (
+                starts[place],
+                f"shows {values[here][:6]}.., the sums of no number of pushes ({least}: {low}.., {most}: {high}..)",
+            )
+
+
 def check(lives: Sequence[Life], final: np.ndarray, shards: np.ndarray) -> list[str]:
     """What cannot be. `final`: (KEYS, LIVES) as read when all was quiet; `shards`: the shard of each key."""
     wrong: list[str] = []
-    members = {int(shard): np.flatnonzero(shards == shard) for shard in np.unique(shards)}
-    sums = {life.column: _sums(life) for life in lives}
-    for life in lives:
+    columns = [Column(life) for life in lives]
+    every, starts = _by_shard(np.arange(KEYS), shards)
+    for life, column in zip(lives, columns, strict=True):
         numbers = [number for number, *_ in life.pushes]
         if numbers != list(range(1, len(numbers) + 1)):
             wrong.append(f"column {life.column}: pushes are numbered {numbers}")
@@ -108,55 +153,30 @@ def check(lives: Sequence[Life], final: np.ndarray, shards: np.ndarray) -> list[
         least = max((number for number, _ in life.acknowledged), default=0)
         if life.finished and least != len(numbers):
             wrong.append(f"column {life.column}: {len(numbers)} pushes, but flush left at {least}")
-        for shard, keys in members.items():
-            said = _fits(sums[life.column], keys, final[keys, life.column], least, len(numbers))
-            if said:
-                wrong.append(f"column {life.column}, shard {shard}: at the end {said}")
-    spare = np.setdiff1d(np.arange(LIVES), list(sums))
+        for place, said in column.wrong(every, final[every, life.column], starts, least, len(numbers)):
+            wrong.append(f"column {life.column}, shard {shards[every[place]]}: at the end {said}")
+    spare = np.setdiff1d(np.arange(LIVES), [life.column for life in lives])
     if final[:, spare].any():
         wrong.append("a column that nobody pushed to is not zero")
     for life in lives:
         for asked, answered, keys, rows in life.reads:
-            wrong += _check_read(lives, sums, shards, asked, answered, np.array(keys), np.array(rows))
+            order, starts = _by_shard(np.array(keys), shards)
+            values = np.array(rows)[order]
+            seen = np.array(keys)[order]
+            for column in columns:
+                least, most = column.between(asked, answered)
+                for place, said in column.wrong(seen, values[:, column.column], starts, least, most):
+                    wrong.append(
+                        f"column {column.column}, shard {shards[seen[place]]}: a read from {asked:.3f} to {answered:.3f} {said}"
+                    )
     return wrong
 
 
-def _check_read(
-    lives: Sequence[Life],
-    sums: Mapping[int, np.ndarray],
-    shards: np.ndarray,
-    asked: float,
-    answered: float,
-    keys: np.ndarray,
-    rows: np.ndarray,
-) -> Iterator[str]:
-    groups = [np.flatnonzero(shards[keys] == shard) for shard in np.unique(shards[keys])]
-    for life in lives:
-        least = max((number for number, when in life.acknowledged if when <= asked), default=0)
-        most = sum(when <= answered for _, when, *_ in life.pushes)
-        for group in groups:
-            said = _fits(sums[life.column], keys[group], rows[group, life.column], least, most)
-            if said:
-                yield f"column {life.column}, shard {shards[keys[group[0]]]}: a read from {asked:.3f} to {answered:.3f} {said}"
-
-
-def _sums(life: Life) -> np.ndarray:
-    """Per k the sums of the first k pushes, by key."""
-    found = np.zeros((len(life.pushes) + 1, KEYS))
-    for place, (_, _, keys, amounts) in enumerate(life.pushes):
-        np.add.at(found[place + 1], keys, amounts)
-    return found.cumsum(axis=0)
-
-
-def _fits(sums: np.ndarray, keys: np.ndarray, values: np.ndarray, least: int, most: int) -> str:
-    """What is wrong with these values, if they are not the sums after some k pushes from `least` to `most`."""
-    same = (sums[:, keys] == values).all(axis=1)
-    if same[least : most + 1].any():
-        return ""
-    found = np.flatnonzero(same)
-    if len(found):
-        return f"shows {found[0]} pushes, of which {least} to {most} are possible: {'lost' if found[-1] < least else 'from the future'}"
-    return f"shows {values[:6]}.., the sums of no number of pushes ({least}: {sums[least, keys][:6]}.., {most}: {sums[most, keys][:6]}..)"
+def _by_shard(keys: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An order of keys in which those of one shard are neighbours, and where each shard begins."""
+    order = np.argsort(shards[keys], kind="stable")
+    mine = shards[keys][order]
+    return order, np.flatnonzero(np.concatenate([[True], mine[1:] != mine[:-1]]))
 
 
 def failover(lives: Sequence[Life], when: float) -> float | None:
