@@ -1,14 +1,19 @@
 """Servers and workers join and leave under load: throughput never below half for longer than 2 s, no update lost.
 
-    python -m bench.moves [--json OUT] [--seconds 6]
+    python -m bench.moves [--json OUT] [--seconds 6] [--seed 0] [--bulk 200000]
 
-Two workers push to three servers (two replicas). Then, one after another: a server joins, a server is drained and leaves, a worker joins,
-a worker leaves, a server joins and another is killed. Every push is written down (histories.py); the history is checked at the end.
+Two workers push to three servers (two replicas), which also hold `--bulk` rows that nobody pushes to and that move with the rest. Then, one
+after another: a server joins, a server is drained and leaves, a worker joins, a worker leaves, a server joins and another is killed (the seed
+says which, and when). Every push is written down (histories.py); the history is checked at the end. A phase that does not end within
+its time is said to have not ended, and is the last one.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import signal
 import sys
 import tempfile
 import time
@@ -22,12 +27,16 @@ from bench.common import Row, publish
 from bench.crash_worker import TABLE, live
 from bench.crashes import Result, Schedule, Yard
 from bench.histories import KEYS, Life
-from echelon.server import connect
+from echelon.errors import ServerError
+from echelon.server import Init, Rule, Table, connect
 
 #: Issue 6.
 SLOW_LIMIT = 2.0
 #: Seconds of one reading of the throughput.
 BIN = 0.25
+#: Seconds after which a phase is taken not to end.
+PATIENCE = 45.0
+BULK = "bulk"
 
 
 class Moves(Yard):
@@ -42,11 +51,27 @@ class Moves(Yard):
         process.start()
         return process, here, path, number
 
-    def settle(self, ready: Callable[[], bool], what: str, result: Result) -> None:
+    def settle(self, ready: Callable[[], bool], what: str) -> None:
         """Wait for the map to say so."""
-        with connect(self.servers.address, secret=self.servers.secret, worker="watcher") as client:
+        waited = Result(Schedule(number=0, faults=(), seconds=0.0))
+        with connect(self.servers.address, secret=self.servers.secret, worker="watcher", patience=PATIENCE) as client:
             self.client = client
-            self._until(ready, what, result)
+            self._until(ready, what, waited, patience=PATIENCE)
+        if waited.wrong:
+            raise EndlessError(waited.wrong[0])
+
+    def fill(self, rows: int) -> None:
+        """Rows that make moving a shard some work."""
+        with connect(self.servers.address, secret=self.servers.secret, worker="filler") as client:
+            client.declare(Table(name=BULK, dim=64, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros")))
+            for first in range(0, rows, 8192):
+                ids = np.arange(first, min(first + 8192, rows))
+                client.push({BULK: (ids, np.ones((len(ids), 64), np.float32))})
+            client.flush()
+
+
+class EndlessError(RuntimeError):
+    """A phase did not end."""
 
 
 def drained(yard: Moves, name: str) -> Callable[[], bool]:
@@ -54,45 +79,73 @@ def drained(yard: Moves, name: str) -> Callable[[], bool]:
     return lambda: not any(name in chain for chain in (*yard.client.map.chains, *yard.client.map.learners))
 
 
-def run(folder: Path, seconds: float) -> tuple[Result, list[tuple[str, float, float]], list[Life]]:
+def tell(text: str) -> None:
+    """Where we are."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(
+    folder: Path, seconds: float, *, seed: int, bulk: int
+) -> tuple[Result, list[tuple[str, float, float]], list[Life]]:
     """All moves. Result, (what, from, until) of each phase, histories."""
     from echelon.server import wire
     from echelon.server.status import request
 
+    dice = random.Random(seed)
     yard = Moves(folder, servers=3, replicas=2, workers=2, staleness=None)
     result = Result(Schedule(number=0, faults=(), seconds=0.0))
     phases: list[tuple[str, float, float]] = []
     try:
+        yard.fill(bulk)
         lives = [yard.begin(slot, folder, slot) for slot in range(2)]
         yard._until(lambda: all(path.exists() and path.stat().st_size for *_, path, _ in lives), "workers", result)
 
         def phase(what: str, act: Callable[[], None]) -> None:
             began = time.monotonic()
+            tell(f"{what} ...")
             act()
-            time.sleep(max(0.0, began + seconds - time.monotonic()))
+            settled = time.monotonic()
+            time.sleep(max(0.0, began + seconds - settled))
             phases.append((what, began, time.monotonic()))
+            tell(f"{what}: done in {settled - began:.1f} s")
 
         def join() -> None:
             yard.count += 1
-            yard.settle(yard.whole, "a joined server to hold its part", result)
+            yard.settle(yard.whole, "a joined server to hold its part")
 
         def leave() -> None:
-            name = yard.names()[0]
+            name = dice.choice(yard.names())
             yard.count -= 1
-            request(yard.servers.address, yard.servers.secret, wire.DRAIN, {"server": name}, patience=60.0)
-            yard.settle(drained(yard, name), f"{name} to be drained", result)
+            request(yard.servers.address, yard.servers.secret, wire.DRAIN, {"server": name}, patience=PATIENCE)
+            yard.settle(drained(yard, name), f"{name} to be drained")
             yard.servers.servers.pop(name).stop()
 
         def end(place: int) -> None:
             lives[place][1].send("stop")
-            lives[place][0].join(30)
+            lives[place][0].join(PATIENCE)
+            if lives[place][0].is_alive():
+                raise EndlessError(f"waited {PATIENCE:g} s for a worker to leave")
 
-        phase("quiet", lambda: None)
-        phase("a server joins", join)
-        phase("a server leaves", leave)
-        phase("a worker joins", lambda: lives.append(yard.begin(2, folder, 2)))
-        phase("a worker leaves", lambda: end(2))
+        def join_and_kill() -> None:
+            victim = dice.choice(yard.names())
+            yard.servers.start()
+            time.sleep(dice.uniform(0.0, 3.0))
+            os.kill(yard.servers.servers[victim].pid, signal.SIGKILL)
+            yard.servers.servers.pop(victim).stop()
+            yard.settle(yard.whole, "the chains to be complete without the killed server")
+
+        try:
+            phase("quiet", lambda: None)
+            phase("a server joins", join)
+            phase("a server leaves", leave)
+            phase("a worker joins", lambda: lives.append(yard.begin(2, folder, 2)))
+            phase("a worker leaves", lambda: end(2))
+            phase("a server joins, another is killed", join_and_kill)
+        except (EndlessError, ServerError) as error:
+            result.wrong.append(f"{error}")
+            tell(f"DID NOT END: {error}")
         yard._stop(lives, result)
+        tell("judging ...")
         histories = [Life.read(path, column) for _, _, path, column in lives]
         yard._judge(result.schedule, histories, result)
         return result, phases, histories
@@ -131,9 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each phase, at least")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bulk", type=int, default=200_000, help="rows of 64 numbers that move along")
     settings = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
-        result, phases, lives = run(Path(scratch), settings.seconds)
+        result, phases, lives = run(Path(scratch), settings.seconds, seed=settings.seed, bulk=settings.bulk)
     rows = [
         Row(
             what={"phase": what, "figure": "longest below half"},
@@ -153,7 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     return publish(
-        "Join and leave under load", rows, json_path=settings.json, notes=[f"{KEYS} ids of {TABLE}", *result.wrong[:10]]
+        "Join and leave under load",
+        rows,
+        json_path=settings.json,
+        notes=[f"{KEYS} ids of {TABLE}, {settings.bulk} rows of {BULK}, seed {settings.seed}", *result.wrong[:10]],
     )
 
 
