@@ -33,6 +33,8 @@ CALM = 0.3
 #: A controller that did not get round to its ticks for so long judges nobody by what it did not hear.
 AWAY = 0.3
 SHUNNED = 10.0
+#: Learners that caught up are taken in all together, or those of so many seconds: each new map and each new kind of chain costs everyone.
+TOGETHER = 10.0
 DRAIN_LIMIT = 1.5
 FORMAT = 1
 
@@ -93,7 +95,8 @@ class Controller:
         self.reports: dict[str, dict[str, Any]] = {}
         self._answers: list[Answer] = []
         self._watchers: list[tuple[Hashable, int, int]] = []
-        self._caught: set[tuple[int, str, int]] = set()
+        #: (shard, learner) without whose answer nothing is acknowledged any more, and since when. It has everything.
+        self._caught: dict[tuple[int, str], float] = {}
         self._handing: dict[str, tuple[float, list[int]]] = {}
         self._drained: set[int] = set()
         self._calm = self._ticked = now
@@ -245,8 +248,16 @@ class Controller:
             self._installed(session, int(meta["version"]))
         elif kind == wire.CAUGHTUP:
             shard = int(meta["shard"])
-            if self._head(session, shard) and int(meta["version"]) >= self.map.epochs[shard]:
-                self._caught.add((shard, str(meta["learner"]), int(meta["incarnation"])))
+            learner, life = str(meta["learner"]), int(meta["incarnation"])
+            known = self.map.servers.get(learner)
+            if (
+                self._head(session, shard)
+                and int(meta["version"]) >= self.map.epochs[shard]
+                and learner in self.map.learners[shard]
+                and known is not None
+                and known.incarnation == life
+            ):
+                self._caught.setdefault((shard, learner), now)
         elif kind == wire.DRAINED:
             if session.name in self._handing and int(meta["version"]) == self.map.version:
                 self._drained |= {shard for shard in meta["shards"] if self._head(session, int(shard))}
@@ -287,7 +298,9 @@ class Controller:
         self.map = replace(self.map, version=version, epochs=epochs, **changes)
         # What a head said of a learner holds under that head only: the next one may acknowledge without it.
         self._caught = {
-            each for each in self._caught if epochs[each[0]] < version and each[1] in self.map.learners[each[0]]
+            (shard, name): at
+            for (shard, name), at in self._caught.items()
+            if epochs[shard] < version and name in self.map.learners[shard]
         }
         self._out.append(Persist(self.document()))
         for peer, session in self.sessions.items():
@@ -438,7 +451,12 @@ class Controller:
             if servers & {*chain, *learners[shard]}:
                 chains[shard] = tuple(name for name in chain if name not in servers)
                 learners[shard] = tuple(name for name in learners[shard] if name not in servers)
-                if chain and not chains[shard]:
+                # The last replica's learner that caught up lacks nothing that was acknowledged.
+                heir = next((name for name in learners[shard] if (shard, name) in self._caught), None)
+                if chain and not chains[shard] and heir is not None:
+                    chains[shard] = (heir,)
+                    learners[shard] = tuple(name for name in learners[shard] if name != heir)
+                elif chain and not chains[shard]:
                     lost[shard], learners[shard] = chain, ()
         gone = sorted(set(lost) - set(self.map.lost))
         for name in servers:
@@ -534,7 +552,7 @@ class Controller:
     # Changes that can wait
 
     def _elective(self, now: float) -> None:
-        if self._take_in() or self._hand_over(now):
+        if self._take_in(now) or self._hand_over(now):
             return
         if now < self._calm or not self.map.servers:
             return
@@ -572,16 +590,15 @@ class Controller:
                     self._send(peer, wire.HANDOVER, 0, {"shards": shards})
         self._leavers = [each for each in self._leavers if not self._gone(*each)]
 
-    def _take_in(self) -> bool:
+    def _take_in(self, now: float) -> bool:
         """Learners that caught up become replicas."""
-        chains, learners = list(self.map.chains), list(self.map.learners)
-        for shard, name, life in sorted(self._caught):
-            if name in learners[shard] and self.map.servers[name].incarnation == life:
-                chains[shard] = (*chains[shard], name)
-                learners[shard] = tuple(each for each in learners[shard] if each != name)
-        self._caught.clear()
-        if chains == list(self.map.chains):
+        learning = sum(len(each) for each in self.map.learners)
+        if not self._caught or (len(self._caught) < learning and now < min(self._caught.values()) + TOGETHER):
             return False
+        chains, learners = list(self.map.chains), list(self.map.learners)
+        for shard, name in sorted(self._caught):
+            chains[shard] = (*chains[shard], name)
+            learners[shard] = tuple(each for each in learners[shard] if each != name)
         self._publish(chains=tuple(chains), learners=tuple(learners))
         return True
 

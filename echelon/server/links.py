@@ -32,6 +32,22 @@ class Waiting:
         self.needs: dict[str, int] = {}
 
 
+class Moving:
+    """A shard's snapshot on its way to a replica: some parts at a time, so that entries of other shards get between them."""
+
+    __slots__ = ("later", "number", "parts", "shard", "total", "unanswered")
+
+    def __init__(self, shard: int, parts: Sequence[tuple[dict[str, Any], Sequence[np.ndarray]]]) -> None:
+        self.shard, self.total = shard, len(parts)
+        #: Place, what it says, arrays of parts that are yet to be sent.
+        self.parts = deque((place, meta, arrays) for place, (meta, arrays) in enumerate(parts))
+        self.unanswered: deque[int] = deque()
+        #: Entries of the shard since the snapshot was taken: they follow its last part.
+        self.later: list[tuple[dict[str, Any], Sequence[np.ndarray]]] = []
+        #: Of the last part; None while some are yet to be sent.
+        self.number: int | None = None
+
+
 class Link:
     """To one replica, in one of its lives. Arrays are per shard."""
 
@@ -64,8 +80,8 @@ class Link:
         #: It knows a newer map and did not take an entry.
         self.refused = np.zeros(shards, bool)
         self.todo: deque[int] = deque()
-        #: The shard whose snapshot is under way, and the number of its last part.
-        self.moving: tuple[int, int] | None = None
+        #: The snapshot that is under way.
+        self.moving: Moving | None = None
         self.resume = float("-inf")
         self.began = 0.0
         #: (shard, number): once that is answered, the learner has everything that was ever acknowledged.
@@ -86,6 +102,8 @@ class Link:
             each[shards] = False
         self.todo = deque(shard for shard in self.todo if not shards[shard])
         self.catching = [(shard, number) for shard, number in self.catching if not shards[shard]]
+        if self.moving is not None and shards[self.moving.shard]:
+            self.moving = None
 
     def lost(self) -> None:
         """The connection is gone; what was asked for is asked again, what was sent is sent again."""

@@ -60,6 +60,8 @@ class Case:
     join: int = 0
     drain: int = 0
     aggregate: bool = False
+    #: Learners that caught up are taken in one by one, not all together.
+    single: bool = False
     #: What has happened already (labels of steps; "calm": until nothing moves); the budget pays for it.
     before: tuple[str, ...] = ()
 
@@ -221,6 +223,7 @@ def _controlled(server: Server, now: float, message: bytes) -> list[Any]:
         if server.replica is None:
             store = TinyStore(new.shards)
             server.replica = Replica(name=server.name, incarnation=server.incarnation, store=store, shards=new.shards)
+            server.replica.parts = 1  # of a snapshot under way at once: pushes come between them
         out += server.replica.on_map(now, new, frame.meta["specs"])
         out += server.replica.on_controller(now)
     elif frame.kind == wire.REFUSED:
@@ -838,6 +841,7 @@ class Found:
 def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int = 0) -> Found:
     """All that can happen in a case, or as much as time allows (then in an order that the seed draws). Raises Broken."""
     calm, controllers.CALM = controllers.CALM, 0.0
+    together, controllers.TOGETHER = controllers.TOGETHER, 0.0 if case.single else controllers.TOGETHER
     forget()
     began = time.monotonic()
     drawn = random.Random(seed)
@@ -878,4 +882,4 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int 
                     stack.append(other)
         return Found(states=len(seen), ends=ends, seconds=time.monotonic() - began, whole=True)
     finally:
-        controllers.CALM = calm
+        controllers.CALM, controllers.TOGETHER = calm, together

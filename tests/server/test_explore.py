@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from echelon.server import wire
+from echelon.server.controller import Controller
 from echelon.server.links import Link
 from echelon.server.replica import Replica
 from echelon.server.state import State
@@ -45,6 +46,8 @@ def test_every_interleaving(case: Case) -> None:
         Case(pushes=2, shards=2, join=1, crash=2, before=("push w0", "calm", "join", "calm", "crash s2")),
         Case(pushes=1, servers=3, replicas=3, workers=2, crash=1),
         Case(pushes=1, servers=3, shards=2, drain=1),
+        Case(pushes=1, servers=3, shards=2, drain=1, single=True),
+        Case(pushes=1, crash=2, join=1, before=("crash s1", "join")),
         Case(pushes=1, workers=2, aggregate=True, crash=1),
     ],
     ids=lambda case: " ".join(f"{name}={value}" for name, value in vars(case).items() if value),
@@ -129,6 +132,20 @@ def links_numbered_alike(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Link, "number", property(lambda self: 1, lambda self, number: None), raising=False)
 
 
+def overtaken_snapshots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Replica, "_later", lambda self, moving, frame, here, void: None)
+
+
+def early_heirs(patch: pytest.MonkeyPatch) -> None:
+    whole = Controller._bury
+
+    def bury(self: Controller, now: float, dead: Any) -> None:
+        self._caught = {(shard, name): now for shard, names in enumerate(self.map.learners) for name in names}
+        whole(self, now, dead)
+
+    patch.setattr(Controller, "_bury", bury)
+
+
 USED = ("push w0", "calm", "join", "calm", "crash s2")
 
 
@@ -142,6 +159,8 @@ USED = ("push w0", "calm", "join", "calm", "crash s2")
         (repeated_too_soon, Case(pushes=1, cut=1, crash=1)),
         (alone_by_itself, Case(pushes=1, cut=1, crash=1)),
         (refusals_lost, Case(pushes=1, judge=1, cut=1)),
+        (overtaken_snapshots, Case(pushes=1, crash=1, join=1, before=("crash s1", "join"))),
+        (early_heirs, Case(pushes=1, crash=2, join=1, before=("crash s1", "join"))),
         (links_numbered_alike, Case(pushes=2, shards=2, join=1, crash=2, before=USED)),
     ],
     ids=lambda each: getattr(each, "__name__", ""),

@@ -9,7 +9,7 @@ import numpy as np
 
 from echelon.server import wire
 from echelon.server.covers import Cover
-from echelon.server.links import Link, Sent, Waiting
+from echelon.server.links import Link, Moving, Sent, Waiting
 from echelon.server.replica.ground import Ground
 
 
@@ -18,6 +18,8 @@ class Entries(Ground):
 
     def _forward(self, now: float, frame: wire.Frame, here: Cover, *, whole: bool, void: bool = False) -> None:
         for link in self.links.values():
+            if link.moving is not None and link.moving.number is None:
+                self._later(link.moving, frame, here, void)
             flowing = link.flowing[here.at]
             every = bool(flowing.all())
             if not every and not flowing.any():
@@ -28,6 +30,14 @@ class Entries(Ground):
             if not whole or not every:
                 meta["only"] = here.wire[flowing].tolist()
             self._number(now, link, wire.ENTRY, meta, [frame.raw])
+
+    def _later(self, moving: Moving, frame: wire.Frame, here: Cover, void: bool) -> None:
+        """An entry of a shard of which a replica does not have the whole snapshot yet."""
+        if (here.shards == moving.shard).any():
+            meta: dict[str, Any] = {"v": self.map.version, "only": [moving.shard]}
+            if void:
+                meta["void"] = True
+            moving.later.append((meta, [frame.raw]))
 
     def _number(self, now: float, link: Link, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray]) -> int:
         link.made += 1

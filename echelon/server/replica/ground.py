@@ -15,6 +15,8 @@ from echelon.server.map import Map, empty
 from echelon.server.state import Diverged, Part, State, Store
 
 LEASE = 0.3
+#: Parts of a snapshot that are sent and not answered, at once.
+PARTS = 4
 #: What a frame with other contents than its kind should have makes a handler raise.
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, MemoryError)
 
@@ -50,6 +52,7 @@ class Ground:
         self.draining = np.zeros(shards, bool)
         self._drains: list[tuple[float, np.ndarray, bool]] = []
         self._links_made = 0
+        self.parts = PARTS
         self._asked_at = 0.0
         self._reads_from = np.full(shards, -np.inf)
         #: Replicas that the job wishes for; when the controller was last heard; shards that we alone have.

@@ -6,7 +6,7 @@ import numpy as np
 
 from echelon.server import wire
 from echelon.server.actions import LINK, Close
-from echelon.server.links import Link
+from echelon.server.links import Link, Moving
 from echelon.server.replica.pushes import Pushes
 from echelon.server.state import Diverged
 
@@ -32,10 +32,11 @@ class Teaching(Pushes):
             self._asked = meta["v"]
             self._link(link.server, wire.BEHIND, {"version": self.map.version})
         if kind == wire.HAILED:
-            link.up, link.down = True, float("inf")
             if meta.get("refused"):
                 link.refused[meta["refused"]] = True
+            # Not up before that: what follows from it is numbered behind what is sent again, and goes out behind it.
             self._got(now, link, meta["last"], current)
+            link.up, link.down = True, float("inf")
             for sent in link.sent:
                 self._link(link.server, sent.kind, sent.meta, sent.arrays)
             self._ask(link)
@@ -67,13 +68,8 @@ class Teaching(Pushes):
             _, waiting = link.waiting.popleft()
             if waiting.needs.pop(link.server, None) is not None and not waiting.needs:
                 self._settle(waiting)
-        if link.moving is not None and link.moving[1] <= number:
-            shard, _ = link.moving
-            link.moving = None
-            # As long a pause as the snapshot took: others use the link too.
-            link.resume = now + min(now - link.began, 1.0)
-            if link.flowing[shard] and not link.refused[shard]:
-                self._equal(now, link, shard)
+        if link.moving is not None:
+            self._fed(now, link, link.moving, number)
         for shard, mark in [each for each in link.catching if each[1] <= number]:
             link.catching.remove((shard, mark))
             if not link.refused[shard]:
@@ -85,6 +81,8 @@ class Teaching(Pushes):
         """Ask how far the replica is with shards of which we do not know it."""
         unknown = (link.backup | link.learner) & ~link.flowing & ~link.asked & ~self._unloaded
         unknown[list(link.todo)] = False
+        if link.moving is not None:
+            unknown[link.moving.shard] = False
         shards = np.flatnonzero(unknown)
         if link.up and len(shards):
             link.asked[shards] = True
@@ -127,17 +125,38 @@ class Teaching(Pushes):
             self._again(now)
 
     def _pump(self, now: float, link: Link) -> None:
-        """Send the next snapshot, if one is due and none is under way."""
-        while link.up and link.todo and link.moving is None and now >= link.resume:
+        """Begin the next snapshot, if one is due and none is under way."""
+        if link.up and link.todo and link.moving is None and now >= link.resume:
             shard = link.todo.popleft()
-            parts = self.state.snapshot(shard)
-            number = 0
-            for place, (meta, arrays) in enumerate(parts):
-                head = {"v": self.map.version, "shard": shard, "part": place, "parts": len(parts), "meta": meta}
-                number = self._number(now, link, wire.SNAPSHOT, head, arrays)
-            link.flowing[shard] = True
-            link.moving = (shard, number)
+            link.moving = Moving(shard, self.state.snapshot(shard))
             link.began = now
+            self._feed(now, link, link.moving)
+
+    def _feed(self, now: float, link: Link, moving: Moving) -> None:
+        """Send the next parts of a snapshot; behind the last one what was pushed meanwhile."""
+        while moving.parts and len(moving.unanswered) < self.parts:
+            place, meta, arrays = moving.parts.popleft()
+            head = {"v": self.map.version, "shard": moving.shard, "part": place, "parts": moving.total, "meta": meta}
+            moving.unanswered.append(self._number(now, link, wire.SNAPSHOT, head, arrays))
+        if not moving.parts and moving.number is None:
+            moving.number = moving.unanswered[-1]
+            link.flowing[moving.shard] = True
+            for meta, arrays in moving.later:
+                self._number(now, link, wire.ENTRY, meta, arrays)
+            moving.later = []
+
+    def _fed(self, now: float, link: Link, moving: Moving, number: int) -> None:
+        """Everything up to a number is there."""
+        while moving.unanswered and moving.unanswered[0] <= number:
+            moving.unanswered.popleft()
+        self._feed(now, link, moving)
+        if moving.number is None or moving.number > number:
+            return
+        link.moving = None
+        # As long a pause as the snapshot took: others use the link too.
+        link.resume = now + min(now - link.began, 1.0)
+        if not link.refused[moving.shard]:
+            self._equal(now, link, moving.shard)
 
     def _caughtup(self, link: Link, shard: int) -> None:
         self._tell(
