@@ -210,25 +210,41 @@ class Client:
         """Per shard, of every replica, a digest of all that it holds: equal ones hold the same bytes."""
         with self._lock:
             self.flush()
-            found: dict[int, dict[str, str]] = {shard: {} for shard in range(self._session.roads.shards)}
-            answered: list[int] = []
-            holders = {server for route in self._session.roads.routes for server in route.chain}
-            up = self._session.courier.up
-            self._session.wait(lambda: all(up(server) for server in holders), "every replica to be reachable")
-            for server in holders:
-                held = [route.shards for route in self._session.roads.routes if server in route.chain]
-                cover = np.sort(np.concatenate(held))
-
-                def done(request: Request, frame: wire.Frame, cover: np.ndarray = cover, server: str = server) -> None:
-                    answered.append(1)
-                    if frame.kind == wire.DIGESTS:
-                        for shard, digest in zip(cover, _digests(frame), strict=True):
-                            found[int(shard)][server] = digest
-
-                meta = {"version": self._session.outbox.version}
-                self._session.courier.ask(server, Request(wire.DIGEST, meta, [cover], done))
-            self._session.wait(lambda: len(answered) == len(holders), "digests")
+            while (found := self._digests_of(self._session.roads)) is None:
+                pass  # somebody left or a connection was lost meanwhile
             return found
+
+    def _digests_of(self, roads: Roads) -> dict[int, dict[str, str]] | None:
+        """The digests under this map; None if it changed, or a connection was lost, before all were here."""
+        session = self._session
+        found: dict[int, dict[str, str]] = {shard: {} for shard in range(roads.shards)}
+        holders = {server for route in roads.routes for server in route.chain}
+        answered: list[int] = []
+        requests = []
+
+        def up() -> bool:
+            return all(session.courier.up(server) for server in holders)
+
+        session.wait(lambda: up() or session.roads is not roads, "every replica to be reachable")
+        if session.roads is not roads:
+            return None
+        for server in holders:
+            cover = np.sort(np.concatenate([route.shards for route in roads.routes if server in route.chain]))
+
+            def done(request: Request, frame: wire.Frame, cover: np.ndarray = cover, server: str = server) -> None:
+                answered.append(1)
+                if frame.kind == wire.DIGESTS:
+                    for shard, digest in zip(cover, _digests(frame), strict=True):
+                        found[int(shard)][server] = digest
+
+            requests.append(Request(wire.DIGEST, {"version": session.outbox.version}, [cover], done))
+            session.courier.ask(server, requests[-1])
+        session.wait(lambda: len(answered) == len(holders) or not up() or session.roads is not roads, "digests")
+        if len(answered) == len(holders):
+            return found
+        for request in requests:
+            session.courier.abandon(request)
+        return None
 
     def status(self) -> dict[str, Any]:
         """What the controller knows: servers, shards, replicas, lag, rows, bytes, rates."""
