@@ -26,19 +26,22 @@ def rule_of(name: str, optimizer: Optimizer, group: Mapping[str, Any], *, table:
     if why:
         raise JobError(f"optimizer=: {name} cannot be trained by a server: {why}")
     kind, decay = type(optimizer), float(group.get("weight_decay", 0.0))
+    # Rows that no sample uses move too where they have momentum, averages or decay.
+    every = table and bool(decay)
     if kind is torch.optim.SGD:
         if not group["momentum"]:
-            return Rule(kind="sgd", weight_decay=decay)
+            return Rule(kind="sgd", weight_decay=decay, every=every)
         return Rule(
             kind="momentum",
             momentum=float(group["momentum"]),
             dampening=float(group["dampening"]),
             nesterov=bool(group["nesterov"]),
             weight_decay=decay,
+            every=table,
         )
     if kind is torch.optim.Adagrad:
         first = float(group["initial_accumulator_value"])
-        return Rule(kind="adagrad", eps=float(group["eps"]), initial=first, weight_decay=decay)
+        return Rule(kind="adagrad", eps=float(group["eps"]), initial=first, weight_decay=decay, every=every)
     if kind is torch.optim.SparseAdam:
         beta1, beta2 = map(float, group["betas"])
         # It counts the steps of the table, not those of a row.
@@ -51,6 +54,7 @@ def rule_of(name: str, optimizer: Optimizer, group: Mapping[str, Any], *, table:
         eps=float(group["eps"]),
         weight_decay=decay,
         decoupled=kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")),
+        every=table,
     )
 
 

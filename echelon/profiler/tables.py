@@ -20,9 +20,10 @@ from echelon.profiler.trace import Figures, Trace
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
 
+#: Whose numbers servers compute for rows.
+_COMPUTED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.Adam, torch.optim.AdamW)
 _INSTEAD = (
-    "train tables with SparseAdam (nn.Embedding(sparse=True)), Adagrad or SGD without momentum and weight decay, which leave rows alone "
-    "that no sample uses: optimizer=lambda named: [SparseAdam(tables), AdamW(others)], chosen by name"
+    "train tables with SGD, Adagrad, Adam, AdamW or SparseAdam: optimizer=lambda named: [AdamW(tables), ...(others)], chosen by name"
 )
 
 
@@ -123,14 +124,11 @@ def table_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     """Why a server cannot train rows as this optimizer would, with the remedy; empty: it can, to the last digit.
 
     A row that no sample of a step uses has a gradient of zero there. What moves it all the same (momentum, Adam's averages, weight decay)
-    would have to be done for every row at every step.
+    servers make up for when the row is next read.
     """
     kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam):
-        if kind in (torch.optim.Adam, torch.optim.AdamW):
-            return f"{kind.__name__} moves every row at every step, also those that no sample uses; {_INSTEAD}"
+    if kind not in _COMPUTED:
         return f"no server computes {kind.__name__}; {_INSTEAD}"
-    for setting in ("momentum", "weight_decay"):
-        if group.get(setting):
-            return f"{setting}={group[setting]} of {kind.__name__} moves every row at every step, also those that no sample uses; {_INSTEAD}"
+    if group.get("amsgrad"):
+        return "amsgrad= is not done by servers; leave it out"
     return "maximize= is not done by servers; negate the loss" if group.get("maximize") else ""

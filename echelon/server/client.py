@@ -136,6 +136,9 @@ class Client:
         """Send gradients; equal ids are added up first. Returns its number when it is under way, which `flush` waits for. `tick` ends a step."""
         with self._lock:
             rates = self._rates(lr, [*(tables or ()), *(dense or ())])
+            for name in tables or ():
+                if self._table(name).rule.every:  # all of its rows move, also on routes to which nothing of this push goes
+                    rates = {name: self._table(name).rule.lr} | (rates or {})
             parcel = Parcel(
                 self._session.roads,
                 {"lr": rates},

@@ -11,7 +11,7 @@ import contextlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Ids, then what `narrow` gives: rows, and scales for integers.
 Batch = tuple[np.ndarray, list[np.ndarray]]
+#: Up to which update a learning rate was in force, and the rate.
+Runs = tuple[np.ndarray, np.ndarray]
 _SAFE = {"f8": "F64", "f4": "F32", "f2": "F16", "i2": "I16", "i1": "I8"}
 _FORMATS = (".arrow", ".safetensors")
 
@@ -42,9 +44,10 @@ def from_store(store: Store, name: str, path: Path, wire: str = "f4") -> int:
             ids = _ordered(store.ids(name, shard))
             yield ids, store.read(name, ids, wire)
 
-    return save(
-        path, spec, batches(), wire=wire, count=sum(len(store.ids(name, shard)) for shard in range(store.shards))
-    )
+    count = sum(len(store.ids(name, shard)) for shard in range(store.shards))
+    moving = store.movers.get(name)
+    courses = [] if moving is None else [moving.course(shard).runs() for shard in range(store.shards)]
+    return save(path, spec, batches(), wire=wire, count=count, courses=courses)
 
 
 def from_checkpoint(folder: Path, name: str, path: Path, wire: str = "f4") -> int:
@@ -56,7 +59,8 @@ def from_checkpoint(folder: Path, name: str, path: Path, wire: str = "f4") -> in
     count = 0
     for entry in manifest["files"].values():
         count += _count(folder / entry["file"], name)
-    return save(path, spec, _checkpointed(folder, manifest, spec, wire), wire=wire, count=count)
+    courses = _courses(folder, manifest, spec) if spec.rule.every else []
+    return save(path, spec, _checkpointed(folder, manifest, spec, wire), wire=wire, count=count, courses=courses)
 
 
 def rows(source: Path, name: str | None = None, dtype: str = "f4") -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -93,14 +97,21 @@ def dense(folder: Path, name: str) -> np.ndarray:
     return np.concatenate([values[b] if b in values else blocks.initial(b) for b in range(spec.blocks)])
 
 
-def save(path: Path, spec: Table, batches: Iterable[Batch], *, wire: str, count: int) -> int:
-    """Write batches of distinct ids, each and all of them in the order of their hashes; `count`: rows in sum."""
+def save(
+    path: Path, spec: Table, batches: Iterable[Batch], *, wire: str, count: int, courses: Sequence[Runs] = ()
+) -> int:
+    """Write batches of distinct ids, each and all of them in the order of their hashes; `count`: rows in sum; `courses`: of tables all of
+    whose rows move, the updates that each shard has had, from which rows follow that nobody pushed to."""
     path = Path(path)
     if path.suffix not in _FORMATS:
         raise StoreError(f"{path}: cannot tell the format; give a name that ends in {' or '.join(_FORMATS)}")
     if wire not in SIZES:
         raise StoreError(f"wire: {wire!r} is no kind of number; use one of {', '.join(SIZES)}")
     facts = {"format": "echelon.table.1", "wire": wire, "rows": str(count), "spec": json.dumps(spec_to_plain(spec))}
+    if any(len(ends) for ends, _ in courses):
+        runs = [json.dumps([ends.tolist(), rates.tolist()]) for ends, rates in courses]
+        different = list(dict.fromkeys(runs))
+        facts["courses"] = json.dumps([different, [different.index(each) for each in runs]])
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +139,8 @@ class Served:
             facts, self.chunks = (_open_arrow if path.suffix == ".arrow" else _open_safetensors)(path)
             self.spec = spec_from_plain(json.loads(facts["spec"]), str(path))
             self.wire = facts["wire"]
+            different, self._course_of = json.loads(facts.get("courses", "[[], []]"))
+            self._courses = [tuple(map(np.array, json.loads(each))) for each in different]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DocumentError(f"{path}: cannot be read as an exported table ({error}); export it again") from error
         self.count = sum(len(ids) for ids, _ in self.chunks)
@@ -141,7 +154,7 @@ class Served:
         return self._places(np.asarray(ids, np.int64))[1] >= 0
 
     def rows(self, ids: np.ndarray, dtype: str = "f4") -> np.ndarray:
-        """The row of each id; of one that has none, the value that training started it with."""
+        """The row of each id; of one that has none, the value that training started it with, and that its rule has made of it."""
         from echelon.server.narrow import widen
 
         assert isinstance(self.spec, Table)
@@ -153,7 +166,22 @@ class Served:
             out[mine] = widen([np.asarray(array[places[mine]]) for array in self.chunks[chunk][1]], dtype)
         absent = np.flatnonzero(places < 0)
         if len(absent):
-            out[absent] = _initial(self.spec, ids[absent])
+            out[absent] = self._first(ids[absent])
+        return out
+
+    def _first(self, ids: np.ndarray) -> np.ndarray:
+        assert isinstance(self.spec, Table)
+        if not self._courses:
+            return _initial(self.spec, ids)
+        from echelon.server.hashing import shard_of
+        from echelon.server.replay import course_of, first_rows
+
+        numbers = np.array(self._course_of)[shard_of(ids, len(self._course_of))]
+        out = np.empty((len(ids), self.spec.dim), self.spec.dtype)
+        for number in np.unique(numbers).tolist():
+            ends, rates = self._courses[number]
+            course = course_of(self.spec, ends.astype(np.int64), rates.astype(np.float64))
+            out[numbers == number] = first_rows(self.spec, ids[numbers == number], course)
         return out
 
     def _places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -222,22 +250,44 @@ def _spec(folder: Path, manifest: dict[str, Any], name: str | None, kind: type) 
 def _checkpointed(folder: Path, manifest: dict[str, Any], spec: Table, wire: str) -> Iterator[Batch]:
     from echelon.server import checkpoint
     from echelon.server.narrow import narrow, widen
+    from echelon.server.replay import brought, course_of
     from echelon.server.rows import weights_of
 
     for shard in sorted(int(number) for number in manifest["files"]):
-        raw = [
-            arrays[0]
-            for meta, arrays in checkpoint.load(folder, shard)
-            if meta.get("kind") == "rows" and meta["name"] == spec.name
-        ]
+        mine = [(meta["kind"], arrays) for meta, arrays in checkpoint.load(folder, shard) if meta.get("name") == spec.name]
+        raw = [arrays[0] for kind, arrays in mine if kind == "rows"]
         if not raw:
             continue
         together = np.concatenate(raw)
         del raw
+        for ends, rates in (arrays for kind, arrays in mine if kind == "course"):
+            together = brought(spec, together, course_of(spec, ends, rates))
+        del mine
         together = together[np.argsort(mix64(np.ascontiguousarray(together[:, 0])))]
         stored = weights_of(spec, together)
         ids = np.ascontiguousarray(together[:, 0])
         yield ids, stored if spec.stored == wire else narrow(widen(stored, spec.dtype), wire)
+
+
+def _courses(folder: Path, manifest: dict[str, Any], spec: Table) -> list[Runs]:
+    """The updates that each shard of a checkpoint has had, without reading its rows."""
+    found = [(np.empty(0, np.int64), np.empty(0))] * int(manifest["shards"])
+    for shard, entry in manifest["files"].items():
+        path = folder / entry["file"]
+        head, start = _safetensors_head(path)
+        metas = json.loads(head["__metadata__"]["parts"])
+        for place, (meta, _) in enumerate(metas):
+            if meta.get("kind") == "course" and meta["name"] == spec.name:
+                ends, rates = (head[f"{place:06d}.{number:03d}"] for number in range(2))
+                with open(path, "rb") as file:
+                    found[int(shard)] = (_read(file, start, ends, np.int64), _read(file, start, rates, np.float64))
+    return found
+
+
+def _read(file: Any, start: int, entry: dict[str, Any], dtype: Any) -> np.ndarray:
+    first, last = entry["data_offsets"]
+    file.seek(start + first)
+    return np.frombuffer(file.read(last - first), dtype)
 
 
 def _count(path: Path, name: str) -> int:

@@ -18,6 +18,8 @@ BLOCK = 65536
 #: Bytes per element of each kind of number.
 SIZES = {"f8": 8, "f4": 4, "f2": 2, "i2": 2, "i1": 1}
 RULES = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lamb")
+#: Rules whose updates without a gradient can be made up for later.
+EVERY = ("sgd", "momentum", "adagrad", "adam")
 INITS = ("zeros", "constant", "uniform", "normal")
 _EPS = {"adagrad": 1e-10, "rowwise_adagrad": 1e-10, "adam": 1e-8, "lamb": 1e-6}
 
@@ -34,7 +36,8 @@ class StoreFull(StoreError):  # noqa: N818 (a state; its base says error)
 class Rule:
     """How a gradient changes weights: torch.optim's formulas of the same names.
 
-    In tables only the rows that a push names are touched, their decay and momentum too (as torch.optim.SparseAdam does it).
+    In tables only the rows that a push names are touched, their decay and momentum too (as torch.optim.SparseAdam does it); with `every`
+    each push that names the table is an update of all of its rows, which have no gradient but for those that it names (torch.optim.Adam).
     `steps`: whether adam and lamb correct their bias by how often the row (or block) was updated, or by the step that the push gives.
     """
 
@@ -53,6 +56,8 @@ class Rule:
     #: The accumulators' first value, of adagrad and rowwise_adagrad.
     initial: float = 0.0
     steps: Literal["row", "given"] = "row"
+    #: Of tables: also rows without a gradient move (server.replay).
+    every: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in RULES:
@@ -71,6 +76,11 @@ class Rule:
             raise StoreError("rule.nesterov: needs kind='momentum', a momentum above 0 and no dampening")
         if self.decoupled and self.kind != "adam":
             raise StoreError(f"rule.decoupled: is for adam, not for {self.kind}; leave it out")
+        if self.every and (self.kind not in EVERY or self.steps != "row"):
+            raise StoreError(
+                f"rule.every: is for {', '.join(EVERY)}, whose steps it counts itself, not for {self.kind} with steps={self.steps!r}; leave "
+                "one of them out"
+            )
 
     @property
     def epsilon(self) -> float:
@@ -126,6 +136,11 @@ class Table:
             raise StoreError(
                 f"{self.name}.stored: f8 with dtype f4 holds nothing that f4 does not; use stored='f4' or dtype='f8'"
             )
+        if self.rule.every and self.stored != self.dtype:
+            raise StoreError(
+                f"{self.name}.stored: {self.stored} with a rule that moves every row (rule.every), whose small steps it would round away; use "
+                f"stored={self.dtype!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +155,8 @@ class Dense:
 
     def __post_init__(self) -> None:
         _named("dense", self.name)
+        if self.rule.every:
+            raise StoreError(f"{self.name}: rule.every is for tables; a dense parameter is always updated whole, leave it out")
         _whole(f"{self.name}.size", self.size, 1, 2**38)
         _dtype(self.name, self.dtype)
 

@@ -14,18 +14,21 @@ from echelon.server.blocks import Block, Blocks
 from echelon.server.combine import table_for
 from echelon.server.hashing import shard_of
 from echelon.server.kinds import StoreError, spec_to_plain
+from echelon.server.replay import Course, Moving, course_of
 from echelon.server.rows import Rows, state_of
 
 #: About how many bytes one part of a snapshot has.
 PART = 1 << 20
 Part = tuple[dict[str, Any], list[np.ndarray]]
 Tables = Mapping[str, Rows]
-Arrived = tuple[list[tuple[Rows, list[np.ndarray]]], list[tuple[Blocks, int, Block]]]
+Arrived = tuple[list[tuple[Rows, list[np.ndarray]]], list[tuple[Blocks, int, Block]], list[tuple[Moving, Course]]]
 
 
 def snapshot(shard: int, rows: Tables, waiting: Tables, dense: Mapping[str, Blocks]) -> list[Part]:
     """Copies of all rows, of the counts of ids that wait for admission, and of blocks: values are kept by copy on write."""
-    parts: list[Part] = []
+    parts: list[Part] = [
+        ({"kind": "course", "name": moving.spec.name}, list(course.runs())) for moving, course in _courses(shard, rows)
+    ]
     for kind, tables in (("rows", rows), ("waiting", waiting)):
         for name in sorted(tables):
             parts += [
@@ -42,6 +45,11 @@ def snapshot(shard: int, rows: Tables, waiting: Tables, dense: Mapping[str, Bloc
 def digest(shard: int, rows: Tables, waiting: Tables, dense: Mapping[str, Blocks]) -> bytes:
     """SHA-256 of specs, rows in the order of ids, and blocks; what is declared and empty does not count."""
     total = hashlib.sha256()
+    for moving, course in _courses(shard, rows):
+        ends, rates = course.runs()
+        total.update(json.dumps(["course", spec_to_plain(moving.spec), len(ends)], sort_keys=True).encode())
+        total.update(ends.data)
+        total.update(rates.data)
     for kind, tables in (("rows", rows), ("waiting", waiting)):
         for name in sorted(tables):
             table = tables[name]
@@ -63,10 +71,14 @@ def arrived(shard: int, parts: Sequence[Part], rows: Tables, waiting: Tables, de
     """What parts hold, if all of it is of this shard and of what is declared here."""
     tables: dict[tuple[str, str], tuple[Rows, list[np.ndarray]]] = {}
     blocks = []
+    courses = []
     for meta, arrays in parts:
         kind, name = meta["kind"], meta["name"]
         if kind == "block":
             blocks.append(_block(shard, meta, arrays, dense))
+            continue
+        if kind == "course":
+            courses.append(_course(shard, rows.get(name), name, arrays))
             continue
         table = (rows if kind == "rows" else waiting).get(name)
         if table is None:
@@ -80,7 +92,24 @@ def arrived(shard: int, parts: Sequence[Part], rows: Tables, waiting: Tables, de
             raise StoreError(
                 f"{table.spec.name}: ids twice in a snapshot of shard {shard}; was a part of it sent twice?"
             )
-    return list(tables.values()), blocks
+    return list(tables.values()), blocks, courses
+
+
+def _courses(shard: int, rows: Tables) -> Iterator[tuple[Moving, Course]]:
+    """Of the tables all of whose rows move: the updates that they have had in this shard, if any."""
+    for name in sorted(rows):
+        table = rows[name]
+        if isinstance(table, Moving) and table.course(shard).now:
+            yield table, table.course(shard)
+
+
+def _course(shard: int, table: Rows | None, name: str, arrays: Sequence[np.ndarray]) -> tuple[Moving, Course]:
+    if not isinstance(table, Moving):
+        raise StoreError(
+            f"{name}: updates of a table that is not declared here with rule.every; declare it before installing shard {shard}"
+        )
+    ends, rates = arrays
+    return table, course_of(table.spec, ends, rates)
 
 
 def _rows(shard: int, table: Rows, rows: np.ndarray) -> np.ndarray:

@@ -50,13 +50,13 @@ class Layout:
 
 def state_of(rule: Rule, dim: int) -> tuple[int, int]:
     """How many numbers of state `dim` weights have under a rule, and which of them counts updates (-1: none does)."""
-    count = {"momentum": 1 if rule.dampening else 0, "adam": 1, "lamb": 1}.get(rule.kind, 0)
+    count = 0 if rule.every else {"momentum": 1 if rule.dampening else 0, "adam": 1, "lamb": 1}.get(rule.kind, 0)
     states = {"sgd": 0, "rowwise_adagrad": 1, "momentum": dim, "adagrad": dim}.get(rule.kind, 2 * dim)
     return states + count, states if count else -1
 
 
 def layout_of(spec: Table) -> Layout:
-    """id and lsn, the weights, their scale if they are integers, the state."""
+    """id and lsn, the weights, their scale if they are integers, the state; last the mark of rows that all move (`replay`)."""
     wide, narrow = SIZES[spec.dtype], SIZES[spec.stored]
     states, count = state_of(spec.rule, spec.dim)
     end = 16 + spec.dim * narrow
@@ -65,7 +65,7 @@ def layout_of(spec: Table) -> Layout:
         scale = -(-end // 4)
         end = scale * 4 + 4
     state = -(-end // wide)
-    stride = -(-(state + states) * wide // 8) * 8
+    stride = -(-(state + states) * wide // 8) * 8 + 8 * spec.rule.every
     stored = k.NATIVE if spec.stored == spec.dtype else {"f4": k.F4, "f2": k.F2, "i2": k.I2, "i1": k.I1}[spec.stored]
     return Layout(
         stride=stride,
@@ -329,15 +329,18 @@ class Rows:
         self._writes += 1
         if self._recent is not None:
             self._recent.add(ids, lsn, self.count)
-        p = scalars_of(self.spec.rule, lr, self.spec.dim)
-        switches = switches_of(
-            self.spec.rule, self.layout.count, sparse=True, step=1 if setting else step, name=self.spec.name
-        )
+        p, switches = self.numbers(lr, step, setting=setting)
         k.apply(
             self.index, self.starts, self.masks, self.used, self._shift, self.free, ids, where, values, lsn,
             self._places, self.ri, self.rc, self.r4, self.r2, self.r1, self._kind, self._scalars, self._seed,
             p.astype(self._float), p, switches, self._scratch, self._nearest, self._draws, setting,
         )  # fmt: skip
+
+    def numbers(self, lr: float | None, step: int | None, *, setting: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The rule's scalars and switches, as the kernels read them."""
+        rule, step = self.spec.rule, 1 if setting else step
+        switches = switches_of(rule, self.layout.count, sparse=True, step=step, name=self.spec.name)
+        return scalars_of(rule, lr, self.spec.dim), switches
 
     # Shards
 

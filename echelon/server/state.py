@@ -32,6 +32,9 @@ class Store(Protocol):
     def apply(
         self, name: str, ids: np.ndarray, grads: Values, *, lr: float | None, lsn: np.ndarray, step: int | None
     ) -> None: ...
+    @property
+    def movers(self) -> Mapping[str, Any]: ...
+    def advance(self, name: str, shards: np.ndarray, lr: float | None) -> None: ...
     def assign(self, name: str, ids: np.ndarray, rows: np.ndarray, *, lsn: np.ndarray) -> None: ...
     def set_blocks(self, name: str, blocks: np.ndarray, values: Values, *, lsn: np.ndarray) -> None: ...
     def read(self, name: str, ids: np.ndarray, wire: str) -> list[np.ndarray]: ...
@@ -133,15 +136,20 @@ class State:
     def push(self, frame: wire.Frame, cover: Cover, *, version: int, whole: bool, void: bool) -> None:
         """Apply a push to `cover` (`whole`: that is all that it covers). `void`: only count it. An error: nothing has changed."""
         meta, at = frame.meta, cover.at
+        moved = self._moved(meta) if self.store.movers and not void else {}
         self.lsn[at] += 1
-        if meta["ops"] and not void:
+        if (meta["ops"] or moved) and not void:
             try:
                 self._operate(frame, None if whole else cover.shards)
             except BaseException:
                 self.lsn[at] -= 1
                 raise
-            if meta.get("aggregate") and not all(_at_once(op) for op in meta["ops"]):
-                self.pending.setdefault(meta["step"], []).append(Held(frame, cover.shards))
+            if meta.get("aggregate"):
+                if moved or not all(_at_once(op) for op in meta["ops"]):
+                    self.pending.setdefault(meta["step"], []).append(Held(frame, cover.shards))
+            else:
+                for name, rate in moved.items():
+                    self.store.advance(name, cover.shards, rate)
         self.stamp[at] = version
         slot = self.windows.slot(meta["worker"], meta["incarnation"])
         self.windows.last[slot][at] = meta["seq"]
@@ -175,6 +183,14 @@ class State:
                     raise
                 raise Diverged(f"half of push {meta['seq']} is applied, and then: {error}") from error
 
+    def _moved(self, meta: Mapping[str, Any]) -> dict[str, float]:
+        """The tables of which a push moves all rows, on every shard that it covers: it brings their rates."""
+        rates = meta.get("lr") or {}
+        for op in meta["ops"]:
+            if op.get("table") in self.store.movers and not op.get("assign") and op["table"] not in rates:
+                raise ServerError(f"{op['table']}: a push moves all of its rows, and has no rate for them; push with lr=")
+        return {name: rates[name] for name in sorted(rates) if name in self.store.movers}
+
     def commit(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
         """Add up what is pending of a step, in the order of workers, and apply it once."""
         self.lsn[cover.at] += 1
@@ -183,6 +199,7 @@ class State:
         members = np.zeros(self.shards, bool)
         members[cover.at] = True
         together: dict[str, tuple[dict[str, Any], list[np.ndarray], list[Values], float | None]] = {}
+        moved: dict[str, tuple[float, np.ndarray]] = {}
         rest = []
         for held in sorted(self.pending.pop(step, []), key=lambda each: each.order):
             here = held.shards[members[held.shards]]
@@ -190,6 +207,8 @@ class State:
                 rest.append(Held(held.frame, held.shards[~members[held.shards]]))
             if not len(here):
                 continue
+            for name, rate in self._moved(held.frame.meta).items() if self.store.movers else ():
+                moved.setdefault(name, (rate, np.zeros(self.shards, bool)))[1][here] = True
             for op, ids, values in self._cut(held.frame, here):
                 if _at_once(op):
                     continue
@@ -204,6 +223,8 @@ class State:
             # What was acknowledged is applied, whatever the memory's bound.
             with self.store.unbounded():
                 self.store.apply(name, np.concatenate(keys), joined, lr=rate, lsn=self.lsn, step=step + 1)
+        for name, (lr, where) in moved.items():
+            self.store.advance(name, np.flatnonzero(where), lr)
 
     def enrol(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
         """Count a worker from a clock on, where it is not counted yet. Arrays: cover, clocks."""

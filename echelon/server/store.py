@@ -23,6 +23,7 @@ from echelon.server.hashing import bits_of, shard_of
 from echelon.server.kinds import Dense, Init, Rule, StoreError, StoreFull, Table
 from echelon.server.moves import Part
 from echelon.server.narrow import narrow
+from echelon.server.replay import Moving
 from echelon.server.rows import Rows, weights_of
 
 
@@ -41,6 +42,7 @@ class Store:
         self._room = beyond if spill is None else _free(spill)
         self._bounded = True
         self._rows: dict[str, Rows] = {}
+        self._movers: dict[str, Moving] = {}
         #: Ids that were pushed to, but not often enough yet: a table of counts each.
         self._waiting: dict[str, Rows] = {}
         self._blocks: dict[str, Blocks] = {}
@@ -61,7 +63,10 @@ class Store:
                 )
             self._blocks[spec.name] = Blocks(spec, shards=self.shards)
             return
-        self._rows[spec.name] = Rows(spec, shards=self.shards, room=self._room, spill=self.spill)
+        kind = Moving if spec.rule.every else Rows
+        rows = self._rows[spec.name] = kind(spec, shards=self.shards, room=self._room, spill=self.spill)
+        if isinstance(rows, Moving):
+            self._movers[spec.name] = rows
         if spec.admit > 1:
             count = Table(
                 name=spec.name, dim=1, rule=Rule(kind="sgd"), init=Init(kind="zeros"), dtype="f8", stored="f8"
@@ -185,6 +190,16 @@ class Store:
             self._make_room([(table, missing)], 0)
         table.write(ids, where, values, np.ascontiguousarray(lsn, np.int64), lr=lr, step=step, setting=False)
 
+    @property
+    def movers(self) -> Mapping[str, Moving]:
+        """The tables all of whose rows move with each push that names them."""
+        return self._movers
+
+    def advance(self, name: str, shards: np.ndarray, lr: float | None = None) -> None:
+        """Ends an update of such a table on these shards, after `apply` of the gradients that it has there."""
+        check_rate(name, lr)
+        self._movers[name].advance(np.asarray(shards, np.int64), lr)
+
     def assign(self, name: str, ids: np.ndarray, values: np.ndarray, *, lsn: np.ndarray) -> None:
         """Sets rows as they are, with the state of a fresh row; admission does not ask. Of an id that is there twice, the last counts."""
         table = self._table(name)
@@ -273,7 +288,7 @@ class Store:
 
     def install(self, shard: int, parts: Sequence[Part]) -> None:
         """A shard as `snapshot` gave it, instead of what was here of it. Raises before anything changes."""
-        tables, blocks = moves.arrived(shard, parts, self._rows, self._waiting, self._blocks)
+        tables, blocks, courses = moves.arrived(shard, parts, self._rows, self._waiting, self._blocks)
         needs = []
         for table, chunks in tables:
             missing = np.zeros(self.shards, np.int64)
@@ -292,6 +307,8 @@ class Store:
                 table.insert(chunk)
         for dense, block, values in blocks:
             dense.held[block] = values
+        for moving, course in courses:
+            moving.take(shard, course)
 
     def drop(self, shard: int) -> None:
         """Forgets a shard."""

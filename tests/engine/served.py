@@ -25,7 +25,7 @@ TABLES = (
 
 
 def plan_of(text: str) -> Plan:
-    """With the tables of the job `clicks`."""
+    """With the tables of the job `mixed`."""
     plan = from_text(f"{text} threads=1")
     return dataclasses.replace(plan, tables=TABLES) if plan.served else plan
 
@@ -34,7 +34,7 @@ def train(
     world: World, text: str, *, stop: int, load: str | None = None, save: str | None = None, **changes: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
     """All parameters after `stop` steps, on rank 0, and the losses; from and to a checkpoint where one is named."""
-    with Run(make_job("clicks", **changes), plan_of(text), world) as run:
+    with Run(make_job("mixed", **changes), plan_of(text), world) as run:
         if load is not None:
             run.load(Path(load))
         losses = [float(run.step(batch).loss) for batch in run.batches(stop)]

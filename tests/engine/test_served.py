@@ -54,9 +54,8 @@ def test_ranks_that_do_not_wait_stop_at_the_same_step(ranks: Pool) -> None:
 def test_rules_that_servers_cannot_keep_are_refused() -> None:
     rows = [nn.Parameter(torch.zeros(3, 2))]
     for optimizer, words in (
-        (torch.optim.AdamW(rows), "AdamW moves every row at every step"),
-        (torch.optim.SGD(rows, lr=0.1, momentum=0.9), "momentum=0.9 of SGD moves every row"),
-        (torch.optim.Adagrad(rows, weight_decay=0.1), "weight_decay=0.1 of Adagrad moves every row"),
+        (torch.optim.Adam(rows, amsgrad=True), "amsgrad= is not done by servers"),
+        (torch.optim.SGD(rows, lr=0.1, momentum=0.9, maximize=True), "negate the loss"),
         (torch.optim.RMSprop(rows), "no server computes RMSprop"),
     ):
         with pytest.raises(JobError, match=words):
@@ -71,6 +70,16 @@ def test_rules_that_servers_cannot_keep_are_refused() -> None:
         0.1,
         True,
     )
+    for optimizer, moved in (
+        (torch.optim.AdamW(rows), True),
+        (torch.optim.SGD(rows, lr=0.1, momentum=0.9), True),
+        (torch.optim.SGD(rows, lr=0.1, weight_decay=0.1), True),
+        (torch.optim.SGD(rows, lr=0.1), False),
+        (torch.optim.Adagrad(rows, weight_decay=0.1), True),
+        (torch.optim.Adagrad(rows), False),
+        (torch.optim.SparseAdam(rows), False),
+    ):
+        assert rule_of("users.weight", optimizer, optimizer.param_groups[0], table=True).every == moved
     strange = torch.optim.Adam(rows, amsgrad=True)
     with pytest.raises(JobError, match="amsgrad=True is not done by servers"):
         rule_of("head.weight", strange, strange.param_groups[0], table=False)

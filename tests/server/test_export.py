@@ -62,6 +62,24 @@ def test_rows_come_back_by_id(tmp_path, suffix, stored, wire):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("suffix", [".arrow", ".safetensors"])
+def test_rows_that_all_move_are_exported_as_they_are_by_now(tmp_path, suffix):
+    rule = Rule(kind="adam", lr=0.1, weight_decay=0.1, every=True)
+    store = Store(shards=SHARDS, memory=64 << 20)
+    store.declare(Table(name="emb", dim=5, rule=rule, init=Init(kind="normal")))
+    store.apply("emb", IDS, np.random.default_rng(0).standard_normal((len(IDS), 5)), lsn=LSN)
+    for step in range(30):
+        store.advance("emb", np.arange(SHARDS), 0.1 / (1 + step // 10))
+    store.advance("emb", np.arange(3), 0.2)
+    asked = np.append(IDS, [1, 2, 3, 4, 5, 6])
+    exact = store.read("emb", asked)[0]
+    checkpointed(store, tmp_path / "saved")
+    export.from_checkpoint(tmp_path / "saved", "emb", tmp_path / f"a{suffix}")
+    export.from_store(store, "emb", tmp_path / f"b{suffix}")
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(export.Served(tmp_path / f"{name}{suffix}").rows(asked), exact)
+
+
 def test_others_can_read_it(tmp_path):
     store = filled()
     export.from_store(store, "emb", tmp_path / "emb.safetensors", "i2")

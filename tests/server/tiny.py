@@ -18,6 +18,10 @@ class TinyStore:
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self.rows = np.zeros(shards, np.int64)
+        self.movers: dict[str, Any] = {}
+
+    def advance(self, name: str, shards: np.ndarray, lr: float | None) -> None:
+        raise StoreError("no table here moves as a whole")
 
     def unbounded(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -135,6 +135,19 @@ def apart(named: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.SparseAdam(tables, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
 
 
+def dense(*tables: Any) -> Any:
+    """The table users and the bags items.0 and items.1 by three optimizers that move every row at every step, the rest by AdamW."""
+
+    def make(named: Any) -> list[torch.optim.Optimizer]:
+        pairs = list(named)
+        names = ("users", "items.0", "items.1")
+        of = [[value for name, value in pairs if name.startswith(each)] for each in names]
+        rest = [value for name, value in pairs if not name.startswith(names)]
+        return [*(make(values) for make, values in zip(tables, of, strict=True)), torch.optim.AdamW(rest, lr=0.01)]
+
+    return make
+
+
 CLICKS = torch.randint(0, 60, (41, 4), generator=torch.Generator().manual_seed(4))
 CLICKED = torch.randint(0, 2, (41,), generator=torch.Generator().manual_seed(5)).float()
 
@@ -181,6 +194,41 @@ def make_job(name: str, **changes: Any) -> Job:
         },
         "sparse": clicks | {"model": lambda: Clicked(sparse=True), "optimizer": apart, "clip": 0.05},
         "sparse-free": clicks | {"model": lambda: Clicked(sparse=True), "optimizer": apart},
+        "moved": clicks
+        | {
+            "model": Clicked,
+            "loss": click_loss,
+            "optimizer": dense(
+                lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+                lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+                lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, weight_decay=0.1),
+            ),
+            "schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 2, 0.9),
+            "epochs": 8,
+        },
+        "mixed": clicks
+        | {
+            "model": Clicked,
+            "loss": click_loss,
+            "optimizer": dense(
+                lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+                lambda p: torch.optim.Adagrad(p, lr=0.1),
+                lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+            ),
+            "schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 1, 0.9),
+        },
+        "moved-too": clicks
+        | {
+            "model": Clicked,
+            "optimizer": dense(
+                lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+                lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2),
+                lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+            ),
+            "schedule": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 24),
+            "clip": 0.5,
+            "epochs": 8,
+        },
         "keys": tokens | {"model": Attention, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
     }
     return Job(**{"batch": 8, "epochs": 2} | jobs[name] | changes)

@@ -11,7 +11,9 @@ from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 from echelon.verifier.compare import BOUND
 from echelon.verifier.served import in_step, with_bound
+from tests.verifier import proofs
 from tests.verifier.caught import certify
+from tests.whole import only_whole
 
 pytest.importorskip("numba")
 
@@ -23,6 +25,22 @@ def test_all_parameters_on_servers_within_a_bound(ranks: Pool) -> None:
     assert found["staleness"].worst <= found["staleness"].bound == 1
     assert all(each.worst <= BOUND for kind, each in found.items() if kind != "staleness")
     assert "numbers are proved with all ranks in step" in certificate.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("job", "plan"),
+    [
+        ("moved", "dp=2 micro=4 exchange=server rows=40 servers=2 replicas=2"),
+        pytest.param("moved-too", "dp=2 exchange=server rows=40 dense=server", marks=only_whole),
+    ],
+)
+def test_optimizers_that_move_every_row_at_every_step(ranks: Pool, job: str, plan: str) -> None:
+    """Six rules, a table each, over several steps with schedules; most rows are read by no sample for many of them, some by none at all."""
+    document = proofs.plan_for(job, plan)
+    text, *_ = ranks.run(2, proofs.prove_broken, job, document, "", steps=8, timeout=150)
+    certificate = Certificate.from_json(text)
+    assert certificate.verified, certificate.divergent
+    assert all(each.worst <= BOUND for each in certificate.findings)
 
 
 def test_a_bound_that_is_not_kept_is_no_certificate() -> None:

@@ -1,0 +1,519 @@
+"""Tables whose rule moves every row at every step, without touching every row: a row is brought up to date when it is read or pushed to.
+
+A row keeps the number of updates that it has had (its mark). Of those that it missed the gradient was zero, so that they follow from the row
+and from the rates alone, which are kept per update (a `Course`). A read computes the row as it is by now and writes nothing; a push brings
+its rows up to date and updates them. A row that was never pushed to is brought up from its first value.
+
+- Weights and momentum of a missed update are linear in both: the product of all of them is two by two numbers, found in a tree of products.
+- Adam's averages shrink by constants: a missed update is one division per number, and they end where the rest is below rounding.
+- Weight decay through Adam's or Adagrad's gradient has no such form: every missed update is computed.
+
+The compiled loops are of this file alone (numba renews its cache by file) and by IEEE operations only: replicas stay byte-equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from echelon.server.hashing import shard_of
+from echelon.server.kinds import RULES, Rule, StoreError, Table
+from echelon.server.rows import Rows, init_of, layout_of, scalars_of, seed_of
+
+#: How missed updates are made up for.
+LINEAR, AVERAGES, COUPLED, ADAGRAD = range(4)
+#: Places among a rule's numbers.
+HOW, MU, UNDAMPED, NESTEROV, DECAY, B1, B2, EPS, FIRST = range(9)
+#: Places among a layout's.
+WORDS, DIM, W_AT, S_AT, STATE = range(5)
+#: Updates whose product is kept; those of twice, four times, ... as many above them.
+BLOCK = 16
+#: Updates after which it is looked whether the rest of Adam's is below rounding.
+_LOOK = 16
+_KEPT = 256
+
+
+def _compiling(**options: Any) -> Any:
+    def decorate(function: Any) -> Any:
+        try:
+            return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+        except RuntimeError:
+            return njit(nogil=True, error_model="numpy", **options)(function)
+
+    return decorate
+
+
+_compiled = _compiling()
+_inlined = _compiling(forceinline=True)
+
+
+@_inlined
+def _power(base, times):
+    total = 1.0
+    while times > 0:
+        if times & 1:
+            total *= base
+        base *= base
+        times >>= 1
+    return total
+
+
+@_inlined
+def _after(late, early):
+    """The product of two by two numbers: `early` comes first."""
+    a, b, c, d = late
+    e, f, g, h = early
+    return a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h
+
+
+@_inlined
+def _one(numbers, t, rate):
+    """What update t (from 0) makes of a row's weight and momentum where the gradient is zero."""
+    decay = numbers[DECAY]
+    if numbers[HOW] != LINEAR:
+        return 1.0 - rate * decay, 0.0, 0.0, 1.0
+    mu = numbers[MU]
+    undamped = 1.0 if t == 0 else numbers[UNDAMPED]  # torch's first momentum is the gradient itself
+    gained = undamped * decay
+    if numbers[NESTEROV]:
+        return 1.0 - rate * (decay + mu * gained), -rate * mu * mu, gained, mu
+    return 1.0 - rate * gained, -rate * mu, gained, mu
+
+
+@_inlined
+def _node(nodes, i):
+    return nodes[i, 0], nodes[i, 1], nodes[i, 2], nodes[i, 3]
+
+
+@_compiled
+def _extend(numbers, rates, terms, nodes, first, last):
+    """What is kept of the updates first .. last - 1, whose rates are there."""
+    leaves = nodes.shape[0] // 2
+    for t in range(first, last):
+        if terms.shape[0]:
+            root = math.sqrt(1.0 - _power(numbers[B2], t + 1))
+            terms[t, 0] = rates[t] * root / (1.0 - _power(numbers[B1], t + 1))
+            terms[t, 1] = numbers[EPS] * root
+        if t % BLOCK == BLOCK - 1 and leaves:
+            total = _one(numbers, t - BLOCK + 1, rates[t - BLOCK + 1])
+            for s in range(t - BLOCK + 2, t + 1):
+                total = _after(_one(numbers, s, rates[s]), total)
+            i = leaves + t // BLOCK
+            while True:
+                nodes[i, 0], nodes[i, 1], nodes[i, 2], nodes[i, 3] = total
+                if i & 1 == 0:
+                    break
+                total = _after(total, _node(nodes, i - 1))
+                i >>= 1
+
+
+@_compiled
+def _span(numbers, rates, nodes, t, last):
+    """The product of the updates t .. last - 1."""
+    total = 1.0, 0.0, 0.0, 1.0
+    while t < last and t % BLOCK != 0:
+        total = _after(_one(numbers, t, rates[t]), total)
+        t += 1
+    if t < last:
+        leaves = nodes.shape[0] // 2
+        low, high = leaves + t // BLOCK, leaves + last // BLOCK
+        late = 1.0, 0.0, 0.0, 1.0
+        while low < high:
+            if low & 1:
+                total = _after(_node(nodes, low), total)
+                low += 1
+            if high & 1:
+                high -= 1
+                late = _after(late, _node(nodes, high))
+            low >>= 1
+            high >>= 1
+        total = _after(late, total)
+        t = last // BLOCK * BLOCK
+    while t < last:
+        total = _after(_one(numbers, t, rates[t]), total)
+        t += 1
+    return total
+
+
+@_inlined
+def _averages(numbers, terms, rates, most, least, t, now, m, s, u, c):
+    """The sum of what Adam's averages `m` and the roots `s` of the others add to the weights in updates t .. now - 1, into `u`, to be
+    multiplied by m; up to which update: the rest is below rounding.
+
+    Each term is at most `shrink` times the one before it, but for its rate, which is at most `most`.
+    """
+    n = m.shape[0]
+    decay, b1, root = numbers[DECAY], numbers[B1], math.sqrt(numbers[B2])
+    shrink = b1 / (root * least) if least > 0 and root > 0 else 1.0
+    tiny = 2.0**-27 if c.itemsize == 4 else 2.0**-56
+    rest = shrink / (1.0 - shrink) * most if shrink < 1 else 0.0
+    grown, shrunk = 1.0, 1.0
+    looked = t + _LOOK
+    while t < now:
+        grown *= b1
+        shrunk *= root
+        c[0], c[1], c[2], c[3] = terms[t, 0] * grown, shrunk, terms[t, 1], 1.0 - rates[t] * decay
+        rate, by, eps, keep = c[0], c[1], c[2], c[3]
+        for j in range(n):
+            u[j] = u[j] * keep + rate / (s[j] * by + eps)
+        t += 1
+        if t == looked and shrink < 1:
+            looked += _LOOK
+            c[0] = rest * grown
+            left = c[0]
+            ended = True
+            for j in range(n):
+                if m[j] != 0 and not left / (s[j] * by + eps) <= tiny * abs(u[j]):
+                    ended = False
+                    break
+            if ended:
+                break
+    return t
+
+
+@_compiled
+def bring(numbers, rates, terms, nodes, most, least, now, layout, where, ri, rc, out, scratch, c, marked):
+    """Rows as they are after `now` updates: into `out`, which has their weights as they lie, and of absent rows (0) the first ones; or,
+    with `marked` >= 0, into the rows themselves, which get that mark."""
+    words, dim, w_at, s_at, states = layout[WORDS], layout[DIM], layout[W_AT], layout[S_AT], layout[STATE]
+    per = 8 // rc.itemsize
+    how = numbers[HOW]
+    w, m, v = scratch[:dim], scratch[dim : 2 * dim], scratch[2 * dim : 3 * dim]
+    s, u = scratch[3 * dim : 4 * dim], scratch[4 * dim : 5 * dim]
+    keys = np.full(_KEPT, -1, np.int64)
+    spans = np.empty((_KEPT, 4))
+    for i in range(where.shape[0]):
+        row = where[i]
+        mark = ri[row * words + words - 1] if row != 0 else 0
+        if marked >= 0:
+            ri[row * words + words - 1] = marked
+        if mark >= now:
+            continue
+        at, state = row * words * per + w_at, row * words * per + s_at
+        for j in range(dim):
+            w[j] = rc[at + j] if marked >= 0 else out[i, j]
+        for j in range(states):
+            scratch[dim + j] = rc[state + j] if row != 0 else numbers[FIRST]
+        a, b, p, q = 1.0, 0.0, 0.0, 1.0
+        if how == LINEAR or (how == AVERAGES and numbers[DECAY] != 0):
+            slot = mark & (_KEPT - 1)
+            if keys[slot] != mark:
+                keys[slot] = mark
+                spans[slot, 0], spans[slot, 1], spans[slot, 2], spans[slot, 3] = _span(numbers, rates, nodes, mark, now)
+            a, b, p, q = spans[slot, 0], spans[slot, 1], spans[slot, 2], spans[slot, 3]
+        if how == LINEAR:
+            c[0], c[1], c[2], c[3] = a, b, p, q
+            wa, wb, ma, mb = c[0], c[1], c[2], c[3]
+            if states:
+                for j in range(dim):
+                    old = w[j]
+                    w[j] = wa * old + wb * m[j]
+                    m[j] = ma * old + mb * m[j]
+            else:
+                for j in range(dim):
+                    w[j] *= wa
+        elif how == AVERAGES:
+            busy = False
+            for j in range(dim):
+                busy |= m[j] != 0
+            if busy:
+                for j in range(dim):
+                    s[j] = math.sqrt(v[j])
+                    u[j] = 0
+                ended = _averages(numbers, terms, rates, most, least, mark, now, m, s, u, c)
+                c[1] = 1.0
+                if ended < now and numbers[DECAY] != 0:
+                    c[1] = _span(numbers, rates, nodes, ended, now)[0]
+                c[0] = a
+                keep, later = c[0], c[1]
+                for j in range(dim):
+                    w[j] = w[j] * keep - m[j] * (u[j] * later)
+            elif numbers[DECAY] != 0:
+                c[0] = a
+                keep = c[0]
+                for j in range(dim):
+                    w[j] *= keep
+            c[0], c[1] = _power(numbers[B1], now - mark), _power(numbers[B2], now - mark)
+            less, lower = c[0], c[1]
+            for j in range(dim):
+                m[j] *= less
+                v[j] *= lower
+        elif how == COUPLED:
+            c[0], c[1], c[2], c[3], c[4] = numbers[DECAY], numbers[B1], 1.0 - numbers[B1], numbers[B2], 1.0 - numbers[B2]
+            decay, b1, b1c, b2, b2c = c[0], c[1], c[2], c[3], c[4]
+            for t in range(mark, now):
+                c[0], c[1] = terms[t, 0], terms[t, 1]
+                rate, eps = c[0], c[1]
+                for j in range(dim):
+                    d = decay * w[j]
+                    m[j] = b1 * m[j] + b1c * d
+                    v[j] = b2 * v[j] + b2c * d * d
+                    w[j] -= rate * m[j] / (math.sqrt(v[j]) + eps)
+        else:
+            c[0], c[1] = numbers[DECAY], numbers[EPS]
+            decay, eps = c[0], c[1]
+            for t in range(mark, now):
+                c[2] = rates[t]
+                rate = c[2]
+                for j in range(dim):
+                    d = decay * w[j]
+                    m[j] += d * d
+                    w[j] -= rate * d / (math.sqrt(m[j]) + eps)
+        if marked >= 0:
+            for j in range(dim):
+                rc[at + j] = w[j]
+            for j in range(states):
+                rc[state + j] = scratch[dim + j]
+        else:
+            for j in range(dim):
+                out[i, j] = w[j]
+
+
+def numbers_of(rule: Rule) -> np.ndarray:
+    """A rule as the loops read it."""
+    how = {"sgd": LINEAR, "momentum": LINEAR, "adagrad": ADAGRAD}.get(rule.kind, AVERAGES)
+    if rule.kind == "adam" and rule.weight_decay and not rule.decoupled:
+        how = COUPLED
+    moving = rule.kind == "momentum"
+    return np.array(
+        [
+            how,
+            rule.momentum if moving else 0.0,
+            1.0 - rule.dampening if moving else 1.0,
+            rule.nesterov,
+            rule.weight_decay,
+            rule.beta1,
+            rule.beta2,
+            rule.epsilon,
+            rule.initial if rule.kind == "adagrad" else 0.0,
+        ]
+    )
+
+
+class Course:
+    """The updates that rows have had, or miss: the rate of each, and what is kept of them to be quick."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.now = 0
+        self.numbers = numbers_of(rule)
+        self.rates = np.zeros(BLOCK)
+        adam, tree = rule.kind == "adam", rule.kind != "adagrad"
+        self.terms = np.zeros((BLOCK if adam else 0, 2))
+        self.nodes = np.zeros((2 if tree else 0, 4))
+        self.most, self.least = 0.0, 1.0
+
+    def copy(self) -> Course:
+        """One that goes on by itself."""
+        other = object.__new__(Course)
+        other.now, other.numbers, other.most, other.least = self.now, self.numbers, self.most, self.least
+        other.rates, other.terms, other.nodes = self.rates.copy(), self.terms.copy(), self.nodes.copy()
+        return other
+
+    def extend(self, rates: np.ndarray) -> None:
+        """As many updates more, at these rates."""
+        first, last = self.now, self.now + len(rates)
+        while last > len(self.rates):
+            self._double()
+        self.rates[first:last] = rates
+        _extend(self.numbers, self.rates, self.terms, self.nodes, first, last)
+        if len(self.terms):
+            self.most = max(self.most, float(np.abs(self.terms[first:last, 0]).max(initial=0.0)))
+        self.least = min(self.least, float((1.0 - rates * self.numbers[DECAY]).min(initial=1.0)))
+        self.now = last
+
+    def _double(self) -> None:
+        self.rates = np.concatenate([self.rates, np.zeros_like(self.rates)])
+        self.terms = np.concatenate([self.terms, np.zeros_like(self.terms)])
+        old, leaves = self.nodes, len(self.nodes) // 2
+        self.nodes = np.zeros((2 * len(old), 4))
+        while leaves:  # each level of the tree has its numbers, from as many as it has nodes on
+            self.nodes[2 * leaves : 3 * leaves] = old[leaves : 2 * leaves]
+            leaves //= 2
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rates, each once as long as it stays: up to which update, and the rate."""
+        rates = self.rates[: self.now]
+        ends = np.append(np.flatnonzero(rates[1:] != rates[:-1]) + 1, self.now)[: self.now]
+        return ends.astype(np.int64), rates[ends - 1]
+
+    def follow(self, ends: np.ndarray, rates: np.ndarray) -> None:
+        """Take up what `runs` gave, from the beginning."""
+        self.extend(np.repeat(rates, np.diff(ends, prepend=0)))
+
+
+def course_of(spec: Table, ends: np.ndarray, rates: np.ndarray) -> Course:
+    """What `Course.runs` gave, checked."""
+    good = ends.dtype == np.int64 and rates.dtype == np.float64 and ends.ndim == 1 and ends.shape == rates.shape
+    if not good or (np.diff(ends, prepend=0) <= 0).any() or not np.isfinite(rates).all():
+        raise StoreError(f"{spec.name}: learning rates {ends}, {rates} are no course of updates; was it mixed up on the way?")
+    course = Course(spec.rule)
+    course.follow(ends, rates)
+    return course
+
+
+class _Loops:
+    """The loops with what they need of a table."""
+
+    def __init__(self, spec: Table) -> None:
+        layout = layout_of(spec)
+        self.words = layout.stride // 8
+        self._layout = np.array([self.words, spec.dim, layout.weights, layout.state, layout.states], np.int64)
+        self._scratch = np.zeros(max(5 * spec.dim, 8), spec.dtype)
+        self._c = np.zeros(8, spec.dtype)
+        self._nothing = np.empty((0, spec.dim), spec.dtype)
+
+    def read(self, course: Course, where: np.ndarray, ri: np.ndarray, rc: np.ndarray, out: np.ndarray) -> None:
+        """Bring rows up to date that were copied to `out`."""
+        self._bring(course, where, ri, rc, out, -1)
+
+    def write(self, course: Course, where: np.ndarray, ri: np.ndarray, rc: np.ndarray, mark: int) -> None:
+        """Bring rows up to date in place."""
+        self._bring(course, where, ri, rc, self._nothing, mark)
+
+    def _bring(
+        self, course: Course, where: np.ndarray, ri: np.ndarray, rc: np.ndarray, out: np.ndarray, mark: int
+    ) -> None:
+        bring(
+            course.numbers, course.rates, course.terms, course.nodes, course.most, course.least, course.now,
+            self._layout, where, ri, rc, out, self._scratch, self._c, mark,
+        )  # fmt: skip
+
+
+class Moving(Rows):
+    """The rows of a table whose rule moves all of them at every update (`Rule.every`).
+
+    Shards that had the same updates share a course: those of one route have, as every push goes to all of it.
+    """
+
+    def __init__(self, spec: Table, *, shards: int, room: int, spill: Path | None) -> None:
+        super().__init__(spec, shards=shards, room=room, spill=spill)
+        self._loops = _Loops(spec)
+        self._courses = {0: Course(spec.rule)}
+        self._course_of = np.zeros(shards, np.int64)
+
+    def course(self, shard: int) -> Course:
+        """The updates that a shard has had."""
+        return self._courses[int(self._course_of[shard])]
+
+    def advance(self, shards: np.ndarray, lr: float | None) -> None:
+        """An update of all rows of these shards; the gradients that it brought are applied already."""
+        rate = np.array([self.spec.rule.lr if lr is None else float(lr)])
+        for number in np.unique(self._course_of[shards]).tolist():
+            mine = shards[self._course_of[shards] == number]
+            if len(mine) < np.count_nonzero(self._course_of == number):
+                self._share(mine, self._courses[number].copy())
+                number = int(self._course_of[mine[0]])
+            self._courses[number].extend(rate)
+
+    def take(self, shard: int, course: Course) -> None:
+        """A shard came from elsewhere, with the updates that it has had."""
+        for other in self._courses.values():
+            if other.now == course.now and np.array_equal(other.rates[: other.now], course.rates[: course.now]):
+                course = other
+                break
+        self._share(np.array([shard]), course)
+
+    def _share(self, shards: np.ndarray, course: Course) -> None:
+        known = next((number for number, each in self._courses.items() if each is course), None)
+        number = max(self._courses) + 1 if known is None else known
+        self._courses[number] = course
+        self._course_of[shards] = number
+        left = set(self._course_of.tolist())
+        self._courses = {each: kept for each, kept in self._courses.items() if each in left}
+
+    def of(self, shard: int, *, clear: bool = False) -> np.ndarray:
+        """The numbers of a shard's rows; with `clear` they are given back, and the shard has had no update."""
+        if clear and self.course(shard).now:
+            self.take(shard, Course(self.spec.rule))
+        return super().of(shard, clear=clear)
+
+    def _by_course(self, ids: np.ndarray) -> Iterator[tuple[Course, slice | np.ndarray]]:
+        if len(self._courses) == 1:
+            yield next(iter(self._courses.values())), slice(None)
+            return
+        numbers = self._course_of[shard_of(ids, self.shards)]
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            yield self._courses[number], slice(None) if mine.all() else np.flatnonzero(mine)
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Weights as they are by now."""
+        out = super().read(ids)
+        where = self.find(ids)[0]
+        for course, mine in self._by_course(ids):
+            if isinstance(mine, slice):
+                self._loops.read(course, where, self.ri, self.rc, out)
+            else:
+                part = out[mine]
+                self._loops.read(course, where[mine], self.ri, self.rc, part)
+                out[mine] = part
+        return out
+
+    def write(
+        self,
+        ids: np.ndarray,
+        where: np.ndarray,
+        values: np.ndarray,
+        lsn: np.ndarray,
+        *,
+        lr: float | None,
+        step: int | None,
+        setting: bool,
+    ) -> None:
+        """Sets rows, or applies what a push brings of the next update."""
+        if setting:
+            self._set(ids, where, values, lsn)
+            return
+        fresh = where == 0
+        if fresh.any():
+            new = ids[fresh]
+            super().write(new, where[fresh], super().read(new), lsn, lr=None, step=None, setting=True)
+            self._mark(new, 0)
+            where = self.find(ids)[0]
+        for course, mine in self._by_course(ids):
+            self._loops.write(course, where[mine], self.ri, self.rc, course.now + 1)
+            super().write(ids[mine], where[mine], values[mine], lsn, lr=lr, step=course.now + 1, setting=False)
+
+    def _set(self, ids: np.ndarray, where: np.ndarray, values: np.ndarray, lsn: np.ndarray) -> None:
+        super().write(ids, where, values, lsn, lr=None, step=None, setting=True)
+        for course, mine in self._by_course(ids):
+            self._mark(ids[mine], course.now)
+
+    def _mark(self, ids: np.ndarray, mark: int) -> None:
+        self.ri[self.find(ids)[0] * self.words + self.words - 1] = mark
+
+    def numbers(self, lr: float | None, step: int | None, *, setting: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The rule of one update: bias is corrected by the table's count of them, and epsilon is Adam's, not SparseAdam's."""
+        rule = self.spec.rule
+        count = 1 if step is None else step
+        scalars = scalars_of(rule, lr, self.spec.dim)
+        if count == 1:
+            scalars[4] = 1.0  # torch's first momentum is the gradient itself, not dampened
+        return scalars, np.array([RULES.index(rule.kind), rule.nesterov, False, -1, count], np.int64)
+
+
+def brought(spec: Table, rows: np.ndarray, course: Course) -> np.ndarray:
+    """Whole rows (n, words), as a snapshot has them, up to date; copies."""
+    loops = _Loops(spec)
+    ri = np.concatenate([np.zeros((1, loops.words), np.int64), rows]).reshape(-1)
+    loops.write(course, np.arange(1, len(rows) + 1), ri, ri.view(spec.dtype), course.now)
+    return ri.reshape(-1, loops.words)[1:]
+
+
+def first_rows(spec: Table, ids: np.ndarray, course: Course) -> np.ndarray:
+    """Rows that were never pushed to, as they are after these updates."""
+    from echelon.server import kernels
+
+    kind, scalars = init_of(spec.init)
+    out = np.empty((len(ids), spec.dim), spec.dtype)
+    for row, number in zip(out, ids.tolist(), strict=True):
+        kernels.initial(kind, scalars[0], scalars[1], seed_of(spec.name, spec.init), number, row)
+    loops = _Loops(spec)
+    ri = np.zeros(loops.words, np.int64)
+    loops.read(course, np.zeros(len(ids), np.int64), ri, ri.view(spec.dtype), out)
+    return out

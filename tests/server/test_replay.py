@@ -1,0 +1,158 @@
+"""Tables whose rule moves every row at every step: the numbers of torch's dense optimizers, row by row and late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from echelon.server.kinds import Dense, Init, Rule, StoreError, Table
+from echelon.server.replay import Course, first_rows
+from echelon.server.store import Store
+
+SHARDS = 8
+RULES: list[tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = [
+    (Rule(kind="sgd", weight_decay=0.1, every=True), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1)),
+    (
+        Rule(kind="momentum", momentum=0.9, dampening=0.3, weight_decay=0.05, every=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.05),
+    ),
+    (
+        Rule(kind="momentum", momentum=0.8, nesterov=True, weight_decay=0.05, every=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05),
+    ),
+    (Rule(kind="adam", every=True), lambda p: torch.optim.Adam(p, lr=0.1)),
+    (
+        Rule(kind="adam", beta1=0.6, beta2=0.95, eps=1e-3, weight_decay=0.2, decoupled=True, every=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.6, 0.95), eps=1e-3, weight_decay=0.2),
+    ),
+    (Rule(kind="adam", weight_decay=0.1, every=True), lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1)),
+    (
+        Rule(kind="adagrad", initial=0.1, weight_decay=0.1, every=True),
+        lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
+    ),
+]
+
+
+def store_of(rule: Rule, dtype: str = "f8", **more: Any) -> Store:
+    store = Store(shards=SHARDS, memory=1 << 24)
+    store.declare(Table(name="t", dim=3, rule=rule, init=Init(kind="normal", scale=1.0), dtype=dtype, stored=dtype, **more))  # type: ignore[arg-type]
+    return store
+
+
+def step(store: Store, ids: np.ndarray, grads: np.ndarray, lr: float, number: int) -> None:
+    if len(ids):
+        store.apply("t", ids, grads, lr=lr, lsn=np.full(SHARDS, number, np.int64), step=number)
+    store.advance("t", np.arange(SHARDS), lr)
+
+
+def rate(number: int) -> float:
+    """A warm-up from nothing, a while of the same, a cosine."""
+    return 0.01 * number if number < 5 else 0.05 if number < 100 else 0.05 * (1.01 + math.cos(number / 40))
+
+
+@pytest.mark.parametrize(("rule", "optimizer"), RULES, ids=[f"{rule.kind}-{at}" for at, (rule, _) in enumerate(RULES)])
+def test_rows_are_those_of_torchs_dense_optimizer(rule: Rule, optimizer: Any) -> None:
+    """Over 500 steps with a schedule, through a snapshot; one row is pushed to at every step, some once, some never."""
+    store, ids = store_of(rule), np.arange(12)
+    value = torch.nn.Parameter(torch.from_numpy(store.read("t", ids, "f8")[0].copy()))
+    torch_one = optimizer([value])
+    draw = np.random.default_rng(0)
+    for number in range(1, 501):
+        touched = np.array([0, *([1] * (number % 3 == 0)), *([2, 3] * (number in (7, 470))), *([4] * (number < 20))])
+        grads = draw.normal(size=(len(touched), 3)) * (0 if number == 9 else 1)
+        torch_one.param_groups[0]["lr"] = rate(number)
+        value.grad = torch.zeros_like(value).index_add_(0, torch.from_numpy(touched), torch.from_numpy(grads))
+        torch_one.step()
+        step(store, touched, grads, rate(number), number)
+        if number in (1, 2, 17, 33, 100, 469, 470, 500):
+            assert store.read("t", ids, "f8")[0] == pytest.approx(value.detach().numpy(), rel=1e-10, abs=1e-12), number
+        if number == 300:
+            other = store_of(rule)
+            for shard in range(SHARDS):
+                other.install(shard, store.snapshot(shard))
+                assert other.digest(shard) == store.digest(shard)
+            store = other
+    assert store.stats()["tables"]["t"]["rows"] == 5
+    assert first_rows(store.specs["t"], ids[6:], store.movers["t"].course(0)) == pytest.approx(  # type: ignore[arg-type]
+        value.detach().numpy()[6:], rel=1e-10, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("rule", [rule for rule, _ in RULES])
+def test_a_read_changes_nothing_and_shards_go_their_own_ways(rule: Rule) -> None:
+    one, other, ids = store_of(rule), store_of(rule), np.arange(20)
+    draw = np.random.default_rng(1)
+    for number in range(1, 40):
+        grads, touched = draw.normal(size=(5, 3)), draw.permutation(20)[:5]
+        for store in (one, other):
+            here = touched if number % 2 else touched[:0]
+            step(store, here, grads[: len(here)], rate(number), number)
+            store.advance("t", np.array([number % SHARDS]), 0.01)  # of another route, another push
+        one.read("t", ids, "f8")
+    assert [one.digest(shard) for shard in range(SHARDS)] == [other.digest(shard) for shard in range(SHARDS)]
+    assert len({one.movers["t"].course(shard).now for shard in range(SHARDS)}) > 1
+    for shard in range(SHARDS):
+        other.install(shard, one.snapshot(shard))
+    assert (one.read("t", ids, "f8")[0] == other.read("t", ids, "f8")[0]).all()
+    other.drop(3)
+    assert other.movers["t"].course(3).now == 0
+    assert other.movers["t"].course(2).now == one.movers["t"].course(2).now
+
+
+def test_rows_that_are_set_or_admitted_late_begin_then() -> None:
+    rule = Rule(kind="sgd", weight_decay=1.0, every=True)
+    store, lsn = store_of(rule, admit=2), np.ones(SHARDS, np.int64)
+    first = store.read("t", np.array([5]), "f8")[0]
+    for number in (1, 2):
+        step(store, np.array([5]), np.ones((1, 3)), 0.5, number)  # the first is not counted but moves it
+    assert store.read("t", np.array([5]), "f8")[0] == pytest.approx((first * 0.5) * 0.5 - 0.5)
+    store.assign("t", np.array([5, 6]), np.ones((2, 3)), lsn=lsn)
+    assert (store.read("t", np.array([5, 6]), "f8")[0] == 1).all()
+    step(store, np.array([], np.int64), np.empty((0, 3)), 0.5, 3)
+    assert (store.read("t", np.array([5, 6]), "f8")[0] == 0.5).all()
+
+
+def test_fp32_is_near_float64_after_hundreds_of_steps() -> None:
+    for rule, _ in RULES:
+        narrow, wide = store_of(rule, "f4"), store_of(rule)
+        wide.assign("t", np.arange(4), narrow.read("t", np.arange(4), "f4")[0], lsn=np.ones(SHARDS, np.int64))
+        for number in range(1, 601):
+            ids = np.arange(4) if number % 200 == 1 else np.arange(0)
+            for store in (narrow, wide):
+                step(store, ids, np.full((len(ids), 3), 0.5), 1e-3, number)
+        assert narrow.read("t", np.arange(4), "f4")[0] == pytest.approx(
+            wide.read("t", np.arange(4), "f8")[0], rel=1e-4, abs=1e-5
+        )
+
+
+def test_a_course_is_kept_by_its_changes() -> None:
+    course = Course(Rule(kind="adam", every=True))
+    course.extend(np.array([0.1] * 1000 + [0.2, 0.1]))
+    ends, rates = course.runs()
+    assert (ends.tolist(), rates.tolist()) == ([1000, 1001, 1002], [0.1, 0.2, 0.1])
+    again = Course(Rule(kind="adam", every=True))
+    again.follow(ends, rates)
+    assert (again.rates[:1002] == course.rates[:1002]).all()
+    assert [each.tolist() for each in Course(Rule(every=True)).runs()] == [[], []]
+
+
+def test_what_no_row_could_make_up_for_is_refused() -> None:
+    with pytest.raises(StoreError, match=r"rule\.every: is for sgd, momentum, adagrad, adam"):
+        Rule(kind="lamb", every=True)
+    with pytest.raises(StoreError, match="whose small steps it would round away"):
+        Table(name="t", dim=3, rule=Rule(kind="adam", every=True), stored="f2")
+    with pytest.raises(StoreError, match=r"rule\.every is for tables"):
+        Dense(name="d", size=3, rule=Rule(kind="adam", every=True))
+    store = store_of(Rule(kind="adam", every=True))
+    step(store, np.arange(2), np.ones((2, 3)), 0.1, 1)
+    plain = Store(shards=SHARDS, memory=1 << 24)
+    plain.declare(Table(name="t", dim=3, dtype="f8", stored="f8"))
+    with pytest.raises(StoreError, match="not declared here with rule.every"):
+        plain.install(0, store.snapshot(0))
