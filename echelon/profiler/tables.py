@@ -22,9 +22,7 @@ KINDS = (nn.Embedding, nn.EmbeddingBag)
 
 #: Whose numbers servers compute for rows.
 _COMPUTED = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, torch.optim.Adam, torch.optim.AdamW)
-_INSTEAD = (
-    "train tables with SGD, Adagrad, Adam, AdamW or SparseAdam: optimizer=lambda named: [AdamW(tables), ...(others)], chosen by name"
-)
+_INSTEAD = "train tables with SGD, Adagrad, Adam, AdamW or SparseAdam: optimizer=lambda named: [AdamW(tables), ...(others)], chosen by name"
 
 
 def find_tables(job: Job, model: nn.Module, first: Trace, second: Trace) -> tuple[Table, ...]:

@@ -136,9 +136,6 @@ class Client:
         """Send gradients; equal ids are added up first. Returns its number when it is under way, which `flush` waits for. `tick` ends a step."""
         with self._lock:
             rates = self._rates(lr, [*(tables or ()), *(dense or ())])
-            for name in tables or ():
-                if self._table(name).rule.every:  # all of its rows move, also on routes to which nothing of this push goes
-                    rates = {name: self._table(name).rule.lr} | (rates or {})
             parcel = Parcel(
                 self._session.roads,
                 {"lr": rates},
@@ -326,11 +323,15 @@ class Client:
         return DenseGrad(spec, np.array(values.reshape(-1), spec.dtype), self._session.blocks[spec.name])
 
     def _rates(self, lr: Mapping[str, float] | float | None, names: Sequence[str]) -> dict[str, float] | None:
-        if lr is None:
-            return None
-        return {
-            name: float(rate) for name, rate in (lr if isinstance(lr, Mapping) else dict.fromkeys(names, lr)).items()
-        }
+        given = lr if isinstance(lr, Mapping) else {} if lr is None else dict.fromkeys(names, lr)
+        rates = {name: float(rate) for name, rate in given.items() if name in names or not self._moves(name)}
+        # With its rate all rows of such a table move, also on routes to which nothing of this push goes; and with it alone.
+        rates |= {name: self._table(name).rule.lr for name in names if name not in rates and self._moves(name)}
+        return rates or None
+
+    def _moves(self, name: str) -> bool:
+        spec = self._session.specs.get(name)
+        return isinstance(spec, Table) and spec.rule.every
 
     def _ask(
         self,

@@ -254,7 +254,9 @@ def _checkpointed(folder: Path, manifest: dict[str, Any], spec: Table, wire: str
     from echelon.server.rows import weights_of
 
     for shard in sorted(int(number) for number in manifest["files"]):
-        mine = [(meta["kind"], arrays) for meta, arrays in checkpoint.load(folder, shard) if meta.get("name") == spec.name]
+        mine = [
+            (meta["kind"], arrays) for meta, arrays in checkpoint.load(folder, shard) if meta.get("name") == spec.name
+        ]
         raw = [arrays[0] for kind, arrays in mine if kind == "rows"]
         if not raw:
             continue

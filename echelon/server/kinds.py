@@ -156,7 +156,9 @@ class Dense:
     def __post_init__(self) -> None:
         _named("dense", self.name)
         if self.rule.every:
-            raise StoreError(f"{self.name}: rule.every is for tables; a dense parameter is always updated whole, leave it out")
+            raise StoreError(
+                f"{self.name}: rule.every is for tables; a dense parameter is always updated whole, leave it out"
+            )
         _whole(f"{self.name}.size", self.size, 1, 2**38)
         _dtype(self.name, self.dtype)
 

@@ -244,7 +244,13 @@ def bring(numbers, rates, terms, nodes, most, least, now, layout, where, ri, rc,
                 m[j] *= less
                 v[j] *= lower
         elif how == COUPLED:
-            c[0], c[1], c[2], c[3], c[4] = numbers[DECAY], numbers[B1], 1.0 - numbers[B1], numbers[B2], 1.0 - numbers[B2]
+            c[0], c[1], c[2], c[3], c[4] = (
+                numbers[DECAY],
+                numbers[B1],
+                1.0 - numbers[B1],
+                numbers[B2],
+                1.0 - numbers[B2],
+            )
             decay, b1, b1c, b2, b2c = c[0], c[1], c[2], c[3], c[4]
             for t in range(mark, now):
                 c[0], c[1] = terms[t, 0], terms[t, 1]
@@ -350,7 +356,9 @@ def course_of(spec: Table, ends: np.ndarray, rates: np.ndarray) -> Course:
     """What `Course.runs` gave, checked."""
     good = ends.dtype == np.int64 and rates.dtype == np.float64 and ends.ndim == 1 and ends.shape == rates.shape
     if not good or (np.diff(ends, prepend=0) <= 0).any() or not np.isfinite(rates).all():
-        raise StoreError(f"{spec.name}: learning rates {ends}, {rates} are no course of updates; was it mixed up on the way?")
+        raise StoreError(
+            f"{spec.name}: learning rates {ends}, {rates} are no course of updates; was it mixed up on the way?"
+        )
     course = Course(spec.rule)
     course.follow(ends, rates)
     return course

@@ -188,7 +188,9 @@ class State:
         rates = meta.get("lr") or {}
         for op in meta["ops"]:
             if op.get("table") in self.store.movers and not op.get("assign") and op["table"] not in rates:
-                raise ServerError(f"{op['table']}: a push moves all of its rows, and has no rate for them; push with lr=")
+                raise ServerError(
+                    f"{op['table']}: a push moves all of its rows, and has no rate for them; push with lr="
+                )
         return {name: rates[name] for name in sorted(rates) if name in self.store.movers}
 
     def commit(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
@@ -207,8 +209,8 @@ class State:
                 rest.append(Held(held.frame, held.shards[~members[held.shards]]))
             if not len(here):
                 continue
-            for name, rate in self._moved(held.frame.meta).items() if self.store.movers else ():
-                moved.setdefault(name, (rate, np.zeros(self.shards, bool)))[1][here] = True
+            for name, lr in self._moved(held.frame.meta).items() if self.store.movers else ():
+                moved.setdefault(name, (lr, np.zeros(self.shards, bool)))[1][here] = True
             for op, ids, values in self._cut(held.frame, here):
                 if _at_once(op):
                     continue

@@ -34,6 +34,21 @@ def table(client: Client, request: pytest.FixtureRequest) -> str:
     return request.node.name
 
 
+def test_a_table_all_of_whose_rows_move_moves_on_every_route_and_replica(client):
+    rule = Rule(kind="sgd", lr=0.5, weight_decay=1.0, every=True)
+    for name in ("moving", "still"):
+        client.declare(Table(name=name, dim=2, rule=rule, init=Init(kind="constant", value=8.0)))
+    client.push({"moving": (np.array([3]), np.zeros((1, 2)))}, lr={"moving": 0.5, "still": 0.5})
+    client.push({"moving": (np.array([], np.int64), np.empty((0, 2)))})
+    client.push({"moving": (np.array([5]), np.ones((1, 2)))}, tick=False)
+    many = np.arange(64)
+    rows = client.pull({"moving": many})["moving"]
+    assert (rows[many != 5] == 1.0).all()  # 8, halved three times
+    assert (rows[5] == 0.5).all()
+    assert (client.pull({"still": many})["still"] == 8.0).all()
+    assert all(len(set(each.values())) == 1 for each in client.digests().values())
+
+
 def test_rows_come_in_the_order_of_the_ids_and_equal_ids_are_added_up(client, table):
     ids = np.array([7, -3, 7, 2**62, 7])
     client.push({table: (ids, -np.arange(20, dtype=np.float32).reshape(5, 4))})

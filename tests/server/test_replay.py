@@ -42,7 +42,9 @@ RULES: list[tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = [
 
 def store_of(rule: Rule, dtype: str = "f8", **more: Any) -> Store:
     store = Store(shards=SHARDS, memory=1 << 24)
-    store.declare(Table(name="t", dim=3, rule=rule, init=Init(kind="normal", scale=1.0), dtype=dtype, stored=dtype, **more))  # type: ignore[arg-type]
+    store.declare(
+        Table(name="t", dim=3, rule=rule, init=Init(kind="normal", scale=1.0), dtype=dtype, stored=dtype, **more)
+    )  # type: ignore[arg-type]
     return store
 
 
@@ -80,8 +82,11 @@ def test_rows_are_those_of_torchs_dense_optimizer(rule: Rule, optimizer: Any) ->
                 assert other.digest(shard) == store.digest(shard)
             store = other
     assert store.stats()["tables"]["t"]["rows"] == 5
-    assert first_rows(store.specs["t"], ids[6:], store.movers["t"].course(0)) == pytest.approx(  # type: ignore[arg-type]
-        value.detach().numpy()[6:], rel=1e-10, abs=1e-12
+    assert (
+        first_rows(store.specs["t"], ids[6:], store.movers["t"].course(0))
+        == pytest.approx(  # type: ignore[arg-type]
+            value.detach().numpy()[6:], rel=1e-10, abs=1e-12
+        )
     )
 
 
@@ -154,5 +159,5 @@ def test_what_no_row_could_make_up_for_is_refused() -> None:
     step(store, np.arange(2), np.ones((2, 3)), 0.1, 1)
     plain = Store(shards=SHARDS, memory=1 << 24)
     plain.declare(Table(name="t", dim=3, dtype="f8", stored="f8"))
-    with pytest.raises(StoreError, match="not declared here with rule.every"):
+    with pytest.raises(StoreError, match=r"not declared here with rule\.every"):
         plain.install(0, store.snapshot(0))
