@@ -33,6 +33,9 @@ CALM = 0.3
 #: A controller that did not get round to its ticks for so long judges nobody by what it did not hear.
 AWAY = 0.3
 SHUNNED = 10.0
+#: A worker that has been away for so long does not come back under its number; forgotten so many at a time.
+AWAY_FOR_EVER = 600.0
+FORGOTTEN = 64
 #: Learners that caught up are taken in all together, or those of so many seconds: each new map and each new kind of chain costs everyone.
 TOGETHER = 10.0
 DRAIN_LIMIT = 1.5
@@ -87,6 +90,8 @@ class Controller:
             self._restoring, specs, self.count = restore
             self.specs = list(specs)
             self.checkpoint = self._restoring
+            # Nobody of the old job comes here.
+            self.map = replace(self.map, horizon=self.count)
         if document is not None:
             self._read(document)
         self.sessions: dict[Hashable, Session] = {}
@@ -107,6 +112,9 @@ class Controller:
         self._numbers = 0
         #: (head, replica): until when they are not paired again.
         self._shunned: dict[tuple[str, str], float] = {}
+        #: Lives of workers that left, and when; from when on all of those that left are known.
+        self._departed: dict[int, float] = {}
+        self._known_since = now
         self._out: list[Action] = []
 
     def _read(self, document: Mapping[str, Any]) -> None:
@@ -419,12 +427,19 @@ class Controller:
         elif name is None or not 0 < life < 1 << 62:
             raise wire.WireError(f"JOIN of worker {name!r} in life {life}: a name and a positive number are expected")
         known = self.map.workers.get(name, 0)
+        if self.map.over(life):
+            why = f"worker {name} was away for so long that it was given up; start it anew"
+            self._refuse(peer, request, "Superseded", why)
+            return
         if known > life:
             self._refuse(
                 peer, request, "Superseded", f"worker {name} was started again since; this one is its former life"
             )
             return
         self._welcome(now, peer, "worker", name, life)
+        self._departed.pop(life, None)
+        if 0 < known < life:
+            self._departed[known] = now
         if known < life:
             self._publish(workers={**self.map.workers, name: life})
         self._later(peer, request, wire.MAP, {"id": name, "incarnation": life})
@@ -435,6 +450,7 @@ class Controller:
             return
         del self.sessions[peer]
         if session.name in self.map.workers:
+            self._departed[self.map.workers[session.name]] = now
             self._publish(workers={name: life for name, life in self.map.workers.items() if name != session.name})
         self._send(peer, wire.DONE, request, {})
 
@@ -469,6 +485,7 @@ class Controller:
             self._calm = now + CALM
             self._out.append(Note("died", {"servers": sorted(servers), "lost": gone}))
         if workers:
+            self._departed |= {self.map.workers[name]: now for name in workers}
             self._out.append(Note("left", {"workers": sorted(workers)}))
         self._publish(
             servers={name: seat for name, seat in self.map.servers.items() if name not in servers},
@@ -552,7 +569,7 @@ class Controller:
     # Changes that can wait
 
     def _elective(self, now: float) -> None:
-        if self._take_in(now) or self._hand_over(now):
+        if self._take_in(now) or self._hand_over(now) or self._let_go(now):
             return
         if now < self._calm or not self.map.servers:
             return
@@ -618,6 +635,19 @@ class Controller:
         if chains == list(self.map.chains):
             return False
         self._publish(chains=tuple(chains))
+        return True
+
+    def _let_go(self, now: float) -> bool:
+        """Lives of workers that left long ago: over for ever, so that nobody need know them any more."""
+        if now < self._known_since + AWAY_FOR_EVER:
+            return False
+        recent = {life for life, at in self._departed.items() if now < at + AWAY_FOR_EVER}
+        kept = frozenset({*self.map.workers.values(), *recent})
+        over = self.count - self.map.horizon + len(self.map.kept) - len(kept)
+        if over < FORGOTTEN:
+            return False
+        self._departed = {life: at for life, at in self._departed.items() if life in recent}
+        self._publish(horizon=self.count, kept=kept)
         return True
 
     def _drain(self, now: float, peer: Hashable, request: int, server: str) -> None:

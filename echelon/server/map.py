@@ -29,7 +29,8 @@ class Map:
     `chains[s]` are the servers of shard s, head first. `epochs[s]` is the version at which its head last changed. `learners[s]` are on
     their way into the chain. `lost` shards have no living replica and no chain; it names who had them last. `sources[s]` is the
     checkpoint folder that a shard was last restored from, and the version that ordered it; `revived` ones were lost while workers
-    went on, and went back to it.
+    went on, and went back to it. `horizon`: lives up to this number are over for ever, but for those `kept`: nothing is taken of them, and
+    what was known of them is forgotten.
     """
 
     version: int
@@ -41,6 +42,8 @@ class Map:
     lost: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     sources: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     revived: frozenset[int] = frozenset()
+    horizon: int = 0
+    kept: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         shards = len(self.chains)
@@ -75,6 +78,10 @@ class Map:
                 found.setdefault(chain, []).append(shard)
         return {chain: np.array(members, np.uint16) for chain, members in found.items()}
 
+    def over(self, life: int) -> bool:
+        """Whether this life of a worker has ended for ever."""
+        return life <= self.horizon and life not in self.kept
+
     def headed_by(self, server: str) -> np.ndarray:
         """Per shard whether this server is its head."""
         return np.fromiter((head == server for head in self.heads), bool, self.shards)
@@ -101,6 +108,8 @@ class Map:
             "workers": dict(self.workers),
             "lost": {str(shard): list(chain) for shard, chain in self.lost.items()},
             "revived": sorted(self.revived),
+            "horizon": self.horizon,
+            "kept": sorted(self.kept),
             "sources": {str(shard): list(source) for shard, source in self.sources.items()},
         }
 
@@ -120,6 +129,8 @@ class Map:
                 epochs=tuple(int(epoch) for epoch in document["epochs"]),
                 workers={str(name): int(incarnation) for name, incarnation in document["workers"].items()},
                 revived=frozenset(int(shard) for shard in document["revived"]),
+                horizon=int(document.get("horizon", 0)),
+                kept=frozenset(int(life) for life in document.get("kept", ())),
                 lost={int(shard): tuple(map(str, chain)) for shard, chain in document["lost"].items()},
                 sources={
                     int(shard): (str(path), int(version)) for shard, (path, version) in document["sources"].items()

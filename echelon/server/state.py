@@ -239,6 +239,13 @@ class State:
         clock = self.windows.clock[slot]
         clock[cover.at] = np.where(clock[cover.at] == ABSENT, starts[cover.at], clock[cover.at])
 
+    def forget(self, frame: wire.Frame, cover: Cover, *, version: int) -> None:
+        """Forget workers' lives that are over. `horizon`, `kept`: as in the map."""
+        self.lsn[cover.at] += 1
+        self.stamp[cover.at] = version
+        horizon, kept = int(frame.meta["horizon"]), {int(life) for life in frame.meta["kept"]}
+        self.windows.let_go(lambda life: life <= horizon and life not in kept, cover.at)
+
     def expire(self, frame: wire.Frame, cover: Cover, *, version: int) -> int:
         """Forget rows that nobody has written to since a log number. Arrays: cover, log numbers."""
         self.lsn[cover.at] += 1
@@ -282,6 +289,7 @@ class State:
             "stamp": int(self.stamp[shard]),
             "windows": self.windows.column(shard),
             "restored": bool(self.windows.restored[shard]),
+            "reached": int(self.windows.reached[shard]),
         }
         return [(front, frames), *self.store.snapshot(shard)]
 
@@ -290,7 +298,9 @@ class State:
         self.drop(shard)
         front, frames = parts[0]
         self.lsn[shard], self.stamp[shard] = front["lsn"], front["stamp"]
-        self.windows.install(shard, front["windows"], restored=bool(front["restored"]))
+        self.windows.install(
+            shard, front["windows"], restored=bool(front["restored"]), reached=int(front.get("reached", 0))
+        )
         for raw in frames:
             frame = wire.parse(raw)
             self.pending.setdefault(frame.meta["step"], []).append(Held(frame, np.array([shard])))
@@ -313,5 +323,6 @@ class State:
         waiting = sorted(
             (step, *held.order) for step, each in self.pending.items() for held in each if shard in held.shards
         )
-        text = json.dumps([int(self.lsn[shard]), int(self.stamp[shard]), self.windows.column(shard), waiting])
+        known = [int(self.windows.reached[shard]), self.windows.column(shard)]
+        text = json.dumps([int(self.lsn[shard]), int(self.stamp[shard]), known, waiting])
         return hashlib.sha256(text.encode() + self.store.digest(shard)).digest()

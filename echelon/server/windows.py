@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ FAR = np.iinfo(np.int64).max
 
 
 class Windows:
-    """Rows by (worker, incarnation), columns by shard. Kept for workers that left too: a late resend is still told from a new push."""
+    """Rows by (worker, incarnation), columns by shard. Kept for workers that left too, for a while: a late resend is told from a new push."""
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self.slots: dict[tuple[str, int], int] = {}
+        self._free: list[int] = []
+        #: The furthest clock of workers of which nothing else is known any more.
+        self.reached = np.zeros(shards, np.int64)
         self.last = np.zeros((4, shards), np.int64)
         self.clock = np.full((4, shards), ABSENT, np.int64)
         #: The last push that was counted and not applied.
@@ -31,7 +35,7 @@ class Windows:
         key = (worker, incarnation)
         found = self.slots.get(key)
         if found is None:
-            found = self.slots[key] = len(self.slots)
+            found = self.slots[key] = self._free.pop() if self._free else len(self.slots)
             if found == len(self.last):
                 self.last = np.concatenate([self.last, np.zeros_like(self.last)])
                 self.clock = np.concatenate([self.clock, np.full_like(self.clock, ABSENT)])
@@ -46,6 +50,29 @@ class Windows:
         if self.restored.any():
             counted &= ~self.restored | self.since[live]
         return np.where(counted, clocks, FAR).min(axis=0, initial=FAR)
+
+    def furthest(self, shards: np.ndarray) -> np.ndarray:
+        """Of these shards, the furthest clock that any worker ever had."""
+        return np.maximum(self.clock[:, shards].max(axis=0), self.reached[shards])
+
+    def of(self, over: Callable[[int], bool]) -> list[int]:
+        """The rows of lives that are over."""
+        return [slot for (_, life), slot in self.slots.items() if over(life)]
+
+    def let_go(self, over: Callable[[int], bool], at: Any) -> None:
+        """Know nothing any more of lives that are over, but how far they got, on these shards."""
+        gone = self.of(over)
+        if not gone:
+            return
+        self.reached[at] = np.maximum(self.reached[at], self.clock[gone][:, at].max(axis=0))
+        for slot in gone:
+            self.last[slot, at], self.clock[slot, at] = 0, ABSENT
+            self.void[slot, at], self.since[slot, at] = 0, False
+        empty = {slot for slot in gone if not self.last[slot].any() and (self.clock[slot] == ABSENT).all()}
+        self.slots = {key: slot for key, slot in self.slots.items() if slot not in empty}
+        for slot in sorted(empty):
+            self.void[slot], self.since[slot] = 0, False
+            self._free.append(slot)
 
     def column(self, shard: int) -> list[list[Any]]:
         """All that is known of one shard, as JSON, in one order everywhere."""
@@ -62,10 +89,10 @@ class Windows:
             if self.last[slot, shard] or self.clock[slot, shard] != ABSENT
         ]
 
-    def install(self, shard: int, column: list[list[Any]], *, restored: bool) -> None:
+    def install(self, shard: int, column: list[list[Any]], *, restored: bool, reached: int) -> None:
         """Replace what is known of one shard."""
         self.forget(shard)
-        self.restored[shard] = restored
+        self.restored[shard], self.reached[shard] = restored, reached
         for worker, incarnation, last, clock, void, since in column:
             slot = self.slot(str(worker), int(incarnation))
             self.last[slot, shard], self.clock[slot, shard] = last, clock
@@ -80,4 +107,4 @@ class Windows:
         """Nothing is known of one shard."""
         self.last[:, shard], self.clock[:, shard] = 0, ABSENT
         self.void[:, shard], self.since[:, shard] = 0, False
-        self.restored[shard] = False
+        self.restored[shard], self.reached[shard] = False, 0

@@ -44,6 +44,7 @@ BEHIND = 28
 # Entries of a head's own, inside ENTRY.
 COMMIT = 30
 ENROL = 31
+FORGET = 32
 # Everybody <-> controller.
 JOIN = 40
 MAP = 41

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from echelon.errors import DocumentError
+from echelon.server import controller as controllers
 from echelon.server import wire
 from echelon.server.actions import Manifest, Note, Persist, Send
 from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller
@@ -321,3 +322,59 @@ def test_rings() -> None:
     assert [servers[name].host for name in order[:3]] == ["x", "y", "z"]
     for name in order:
         assert len({servers[each].host for each in behind(name, order, servers, 3)}) == 3
+
+
+def test_workers_that_left_long_ago_are_over_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that is here, nor one that left lately; many at a time, and not before all that left are known."""
+    monkeypatch.setattr(controllers, "AWAY_FOR_EVER", 5.0)
+    monkeypatch.setattr(controllers, "FORGOTTEN", 3)
+    here = job.core.map.workers["0"]
+    gone = []
+    for number in range(4):
+        gone.append(job.join(f"x{number}", "worker")["incarnation"])
+        job.say(f"x{number}", wire.LEAVE, {})
+        job.install()
+    job.pass_time(3.0)
+    late = job.join("late", "worker")["incarnation"]
+    job.say("late", wire.LEAVE, {})
+    job.install()
+    assert job.core.map.horizon == 0
+    job.pass_time(2.5)
+    known = job.core.map
+    assert [known.over(life) for life in (*gone, here, late, late + 1)] == [True] * 4 + [False] * 3
+    assert "given up" in job.join("x0", "worker", life=gone[0])["message"]
+    assert job.join("late", "worker", life=late)["incarnation"] == late
+    assert Map.from_document(known.document()) == known
+    assert Job(job.disk).core.map.over(gone[0])
+
+
+def test_the_lives_of_a_restored_job_are_over() -> None:
+    """Its windows came with the checkpoint; nobody of that job comes here."""
+    made = Job(restore=("folder", [], 41))
+    assert made.core.map.over(41)
+    for name in ("a", "b"):
+        made.join(name)
+    assert not made.core.map.over(made.join("0", "worker")["incarnation"])
+
+
+def test_learners_are_taken_in_together_and_inherit_from_the_last_replica(job: Job) -> None:
+    """One map for all that caught up; and one that caught up lacks nothing where the last replica dies."""
+    job.core.replicas = 1
+    job.pass_time(CALM + 0.2)
+    job.learn()
+    job.core.replicas = 2
+    job.pass_time(CALM + 0.2)
+    known = job.core.map
+    mine = [shard for shard, head in enumerate(known.heads) if head == "a"]
+    assert all(known.learners[shard] == ("b",) for shard in mine)
+    life = known.servers["b"].incarnation
+    for shard in mine[:-1]:
+        job.say("a", wire.CAUGHTUP, {"shard": shard, "learner": "b", "incarnation": life, "version": known.version})
+    job.pass_time(0.2)
+    assert job.core.map.version == known.version
+    del job.core.sessions["a"]
+    job.do(job.core.on_lost(job.now, "a"))
+    job.core.absent["server", "a"] = job.now
+    job.pass_time(0.1)
+    assert [job.core.map.chains[shard] for shard in mine[:-1]] == [("b",)] * (len(mine) - 1)
+    assert list(job.core.map.lost) == mine[-1:]

@@ -398,3 +398,64 @@ def test_unreadable_checkpoints_are_told_of() -> None:
     net.do("a", net.nodes["a"].on_load(net.now))
     assert wire.RETURN in [kind for _, kind, _ in net.told]
     assert net.rows("a")[0] == 1
+
+
+def test_lives_that_are_over_are_forgotten_on_all_replicas_and_never_taken_again() -> None:
+    """What they pushed stays, how far they got stays; their rows of the windows go to others."""
+    net = Net("a", "b", shards=2)
+    net.install(mapped(1, "ab", "ab"))
+    for seq in (1, 2):
+        assert net.send("a", pushed(seq, shards=2, worker="1"), X)[0][0] == "ACK"
+    assert net.send("a", pushed(1, shards=2))[0][0] == "ACK"
+    net.install(mapped(2, "ab", "ab", workers={"0": 9}, horizon=10, kept=frozenset({9})))
+    net.pass_time(1.0)
+    for name in "ab":
+        windows = net.nodes[name].state.windows
+        assert list(windows.slots) == [("0", 9)]
+        assert windows.reached.tolist() == [2, 2]
+    assert net.nodes["a"].state.digest(0) == net.nodes["b"].state.digest(0)
+    kind, meta, _ = net.send("a", pushed(3, shards=2, worker="1"), X)[0]
+    assert (kind, meta["error"]) == ("REFUSED", "Superseded")
+    assert net.send("a", pushed(2, shards=2))[0][0] == "ACK"
+    assert net.rows("a") == net.rows("b") == [4, 4]
+    slots = {net.nodes["a"].state.windows.slot(f"new {number}", 11) for number in range(4)}
+    assert len(slots) == 4
+    assert net.nodes["a"].state.windows.slots["0", 9] not in slots
+    assert not net.nodes["a"].state.windows.last[sorted(slots)].any()
+
+
+def test_a_first_worker_after_all_were_forgotten_goes_on_where_they_stopped() -> None:
+    """Steps are counted for the job, not for the workers that happen to be there."""
+    net = Net("a", "b")
+    net.install(mapped(1, "ab", workers={"0": 9}))
+    for seq in (1, 2, 3):
+        net.send("a", pushed(seq))
+    net.install(mapped(2, "ab", workers={}, horizon=9))
+    net.pass_time(1.0)
+    assert not net.nodes["b"].state.windows.slots
+    net.install(mapped(3, "ab", workers={"0": 20}, horizon=9))
+    windows = net.nodes["b"].state.windows
+    assert windows.clock[windows.slots["0", 20]].tolist() == [3]
+
+
+def test_pushes_go_on_between_the_parts_of_a_snapshot() -> None:
+    """A learner gets what was pushed meanwhile behind the last part."""
+    net = Net("a", "b", "c")
+    head, learner = net.nodes["a"], net.nodes["c"]
+    head.parts = 1
+    net.install(mapped(1, "ab"))
+    assert net.send("a", pushed(1))[0][0] == "ACK"
+    for name in "abc":
+        net.do(name, net.nodes[name].on_map(0.0, mapped(2, "ab", learners=(("c",),)), []))
+    actions = head.on_link(0.0, "c")
+    for _ in range(2):  # greetings, and how far it is; then the first part is lost
+        [asked] = [framed(*each[2:]) for each in actions if isinstance(each, Send) and each.to == LINK]
+        [answer] = [framed(*each[2:]) for each in learner.on_frame(0.0, ("from", "a"), asked) if isinstance(each, Send)]
+        actions = head.on_answer(0.0, "c", answer)
+    assert [each.kind for each in actions if isinstance(each, Send)] == [wire.SNAPSHOT]
+    assert net.send("a", pushed(2))[0][0] == "ACK"
+    net.link()
+    assert net.rows("c") == [2]
+    assert learner.state.digest(0) == head.state.digest(0)
+    assert net.send("a", pushed(3))[0][0] == "ACK"
+    assert net.rows("c") == [3]

@@ -150,6 +150,7 @@ class Replica(Maps):
             for link in self.links.values():
                 link.asked[:] = False
                 self._ask(link)
+            self._forget(now)
         self._again(now)
         return self._actions()
 

@@ -26,7 +26,7 @@ class Clocks(Entries):
             new = np.flatnonzero(self.ready & (windows.clock[slot] == ABSENT) & ~windows.restored)
             if len(new):
                 floor = self.floor()[new]
-                starts = np.where(floor == FAR, np.maximum(windows.clock[:, new].max(axis=0), 0), floor)
+                starts = np.where(floor == FAR, np.maximum(windows.furthest(new), 0), floor)
                 cover = new.astype(np.uint16)
                 self._log(now, wire.ENROL, {"worker": worker, "incarnation": incarnation}, [cover, starts])
 
@@ -39,6 +39,18 @@ class Clocks(Entries):
             cover = np.flatnonzero(shards & self.ready & (self.floor() > step))
             if len(cover):
                 self._log(now, wire.COMMIT, {"step": step}, [cover.astype(np.uint16)])
+
+    def _forget(self, now: float) -> None:
+        """Lives of workers that the map says are over: forget them, on all replicas. Whoever is head from here on knows that map."""
+        windows, known = self.state.windows, self.map
+        gone = windows.of(known.over)
+        if not gone:
+            return
+        have = (windows.last[gone] != 0).any(axis=0) | (windows.clock[gone] != ABSENT).any(axis=0)
+        cover = np.flatnonzero(self.ready & have)
+        if len(cover):
+            meta = {"horizon": known.horizon, "kept": sorted(known.kept)}
+            self._log(now, wire.FORGET, meta, [cover.astype(np.uint16)])
 
     def _expire(self, now: float, frame: wire.Frame) -> None:
         cover = np.flatnonzero(self.ready)

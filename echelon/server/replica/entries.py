@@ -86,5 +86,7 @@ class Entries(Ground):
             self._floor = None
         elif frame.kind == wire.EXPIRE:
             self.state.expire(frame, cover, version=version)
+        elif frame.kind == wire.FORGET:
+            self.state.forget(frame, cover, version=version)
         else:
             raise wire.WireError(f"an entry of kind {wire.NAMES.get(frame.kind, frame.kind)}")

@@ -46,6 +46,10 @@ class Pushes(Reads):
             why = f"worker {meta['worker']} was started again; this one is its former life"
             self._refuse(peer, frame, "Superseded", why)
             return True
+        if meta["incarnation"] <= self.map.horizon and self.map.over(meta["incarnation"]):
+            why = f"worker {meta['worker']} was away for so long that it was given up; start it anew"
+            self._refuse(peer, frame, "Superseded", why)
+            return True
         fresh, gap = self.state.due(frame, cover)
         if gap:
             return False
