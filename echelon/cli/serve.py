@@ -46,6 +46,9 @@ def serve(
     aggregate: Annotated[
         bool, typer.Option(help="With staleness 0: add up a step's gradients and apply them once.")
     ] = False,
+    lease: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Without a sign of life for so long a server is taken for dead.")
+    ] = 0.6,
     memory: Annotated[float | None, typer.Option(metavar="GIB", help="Bound of each server's memory.")] = None,
     spill: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where rows beyond memory go.")] = None,
     restore: Annotated[
@@ -83,14 +86,19 @@ def serve(
     if servers == 0:
         settings = {"staleness": staleness, "aggregate": aggregate}
         _control(
-            secret, folder, f"{where}:{port}", advertise, {**job, "expect": expect or 1, "settings": settings}, json
+            secret,
+            folder,
+            f"{where}:{port}",
+            advertise,
+            {**job, "expect": expect or 1, "settings": settings, "lease": lease},
+            json,
         )
         return
     if on == "ray":
         from echelon.server.on_ray import RayServers
 
         with RayServers(
-            servers, **job, staleness=staleness, aggregate=aggregate, memory=limit, spill=spill, folder=folder, secret=secret,
+            servers, **job, staleness=staleness, aggregate=aggregate, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
             cluster=cluster,
         ) as placed:  # fmt: skip
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave with another status
@@ -101,7 +109,7 @@ def serve(
     from echelon.server.embedded import Servers
 
     with Servers(
-        servers, **job, staleness=staleness, aggregate=aggregate, memory=limit, spill=spill, folder=folder, secret=secret,
+        servers, **job, staleness=staleness, aggregate=aggregate, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
         bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,
     ) as running:  # fmt: skip
         _say(json, running.address, secret_file or folder / "secret", {"servers": sorted(running.servers)})

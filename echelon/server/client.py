@@ -259,6 +259,11 @@ class Client:
             return dict(self._session.control(wire.CHECKPOINT, {"path": place}, patience=3600.0).meta)
 
     @property
+    def restored(self) -> dict[int, str]:
+        """Shards that lost all replicas while the job went on, and the checkpoint that they went back to. A warning says so once, too."""
+        return {shard: folder for shard, (folder, _) in self._session.restored.items()}
+
+    @property
     def map(self) -> Map:
         """The newest map that this worker knows."""
         assert self._session.map is not None

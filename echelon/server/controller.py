@@ -15,14 +15,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from echelon.errors import DocumentError, EchelonError
+from echelon.errors import DocumentError, EchelonError, ServerError
 from echelon.server import wire
 from echelon.server.actions import PEER, Action, Close, Manifest, Note, Persist, Send
 from echelon.server.map import Map, Seat, empty
 from echelon.server.placement import behind, ring, wish
 from echelon.server.replica import MALFORMED
 
-SERVER_LEASE = 0.6
+#: A server without a sign of life for so long is dead: the shortest is a few beats, and while one waits for the longest nothing is pushed.
+SERVER_LEASE, SHORTEST_LEASE, LONGEST_LEASE = 0.6, 0.5, 60.0
 #: A connection that ended may be made again; a process that was killed does not come back.
 RECONNECT = 0.2
 WORKER_LEASE = 2.0
@@ -76,9 +77,15 @@ class Controller:
         expect: int = 1,
         settings: Mapping[str, Any] | None = None,
         now: float = 0.0,
+        lease: float = SERVER_LEASE,
         restore: tuple[str, Sequence[dict[str, Any]], int] | None = None,
     ) -> None:
         self.map, self.specs, self.replicas, self.expect = empty(shards), [], replicas, expect
+        if not SHORTEST_LEASE <= lease <= LONGEST_LEASE:
+            raise ServerError(
+                f"lease: {lease} s; servers are missed after {SHORTEST_LEASE} to {LONGEST_LEASE:g} s without a sign of life"
+            )
+        self._lease = lease
         self.settings: dict[str, Any] = dict(settings or {})
         self.count = 0
         self.leaving: set[str] = set()
@@ -186,7 +193,7 @@ class Controller:
             self.absent = {key: max(until, now + RECONNECT) for key, until in self.absent.items()}
         self._ticked = now
         for peer, session in list(self.sessions.items()):
-            limit = SERVER_LEASE if session.role == "server" else WORKER_LEASE
+            limit = self._lease if session.role == "server" else WORKER_LEASE
             if now - session.heard > limit and session.role != "admin":
                 del self.sessions[peer]
                 self._out.append(Close(PEER, peer))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError, ServerError
+from echelon.server.controller import SERVER_LEASE
 from echelon.server.loop import split
 from echelon.server.secret import make_secret
 
@@ -80,6 +81,7 @@ class Servers:
 
     `staleness`: None never waits, s lets no worker read more than s steps ahead of the slowest; `aggregate`: with 0, gradients of a step
     are added up over workers and applied once. `folder` keeps the controller's file and the logs; `restore`: a checkpoint to begin from.
+    `lease`: seconds without a sign of life after which a server is taken for dead; more where processes may be starved of time.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Servers:
         shards: int = 256,
         staleness: int | None = None,
         aggregate: bool = False,
+        lease: float = SERVER_LEASE,
         memory: int | None = None,
         spill: Path | None = None,
         restore: Path | str | None = None,
@@ -116,6 +119,7 @@ class Servers:
             "replicas": replicas,
             "expect": n,
             "settings": settings,
+            "lease": lease,
             "restore": None if restore is None else str(Path(restore).resolve()),
         }
         self.servers: dict[str, Child] = {}

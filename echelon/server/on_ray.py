@@ -24,6 +24,7 @@ from echelon.errors import EchelonError, LaunchError, ServerError
 from echelon.server import wire
 from echelon.server.actors import Result, Seat, Work, Worker
 from echelon.server.client import Client
+from echelon.server.controller import SERVER_LEASE
 from echelon.server.process import say
 from echelon.server.secret import make_secret
 from echelon.server.spread import Node, choose, crowded
@@ -71,6 +72,7 @@ class RayServers:
         shards: int = 256,
         staleness: int | None = None,
         aggregate: bool = False,
+        lease: float = SERVER_LEASE,
         memory: int | None = None,
         spill: Path | None = None,
         restore: Path | str | None = None,
@@ -108,6 +110,7 @@ class RayServers:
             "replicas": replicas,
             "expect": n,
             "settings": {"staleness": staleness, "aggregate": aggregate},
+            "lease": lease,
             "restore": None if restore is None else Path(restore).resolve(),
         }
         self._watch = threading.Thread(target=self._tend, name="echelon-ray", daemon=True)

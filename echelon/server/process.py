@@ -20,7 +20,7 @@ from typing import Any
 from echelon.errors import EchelonError, ServerError
 from echelon.server import durable, wire
 from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Manifest, Note, Persist, Send
-from echelon.server.controller import Controller
+from echelon.server.controller import SERVER_LEASE, Controller
 from echelon.server.loop import Connection, Loop, here, split
 from echelon.server.map import Map
 from echelon.server.replica import Replica
@@ -57,6 +57,7 @@ class ControllerProcess:
         replicas: int = 2,
         expect: int = 1,
         settings: Mapping[str, Any] | None = None,
+        lease: float = SERVER_LEASE,
         restore: Path | None = None,
         say: Say = say,
     ) -> None:
@@ -81,6 +82,7 @@ class ControllerProcess:
             expect=expect,
             settings=settings,
             now=time.monotonic(),
+            lease=lease,
             restore=restored,
         )
         self.loop = Loop(self, secret)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,6 +37,9 @@ class Session:
         self.roads: Roads
         self._error: Exception | None = None
         self._lost_since = 0.0
+        #: Shards that went back to a checkpoint while workers went on: its folder, and the map's version that ordered it.
+        self.restored: dict[int, tuple[str, int]] = {}
+        self._notice: str | None = None
         self._stranded: list[Part] = []
         self._asked: set[Request] = set()
         join = {
@@ -205,6 +209,15 @@ class Session:
                 self.outbox.lose(server)
         if new.lost and not (self.map is not None and self.map.lost):
             self._lost_since = time.monotonic()
+        restored = {shard: new.sources[shard] for shard in sorted(new.revived) if shard in new.sources}
+        back = [shard for shard, source in restored.items() if self.restored.get(shard) != source]
+        if self.map is not None and back:
+            named = ", ".join(map(str, back[:8])) + (", ..." if len(back) > 8 else "")
+            self._notice = (
+                f"controller {self.herald.address}: shards {named} ({len(back)} of {new.shards}) had lost all replicas and went back to "
+                f"the checkpoint {restored[back[0]][0]}: what was pushed to them since is lost"
+            )
+        self.restored = restored
         self.map = new
         sections = self.outbox.install(new)
         self.roads = Roads.of_map(self.outbox.routes, new.shards)
@@ -258,6 +271,9 @@ class Session:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if self._notice is not None:
+            notice, self._notice = self._notice, None
+            warnings.warn(notice, stacklevel=3)
         lost_for = time.monotonic() - self._lost_since
         if self.map is not None and self.map.lost and lost_for > min(RESTORED, self.patience):
             lost = sorted(self.map.lost)

@@ -10,6 +10,8 @@ import pytest
 
 from echelon.errors import CheckpointError, ServerError
 from echelon.server import Rule, Servers, Table, checkpoint, connect
+from echelon.server.hashing import shard_of
+from tests.whole import only_whole
 
 TABLE = Table(name="t", dim=4, rule=Rule(kind="adagrad", lr=0.1))
 IDS = np.arange(64, dtype=np.int64)
@@ -56,6 +58,36 @@ def test_another_number_of_servers_goes_on_from_it(count: int, written: tuple[Pa
         assert np.array_equal(
             client.pull({"t": IDS})["t"], after
         )  # with the optimizer's state, and applied although its number is old
+
+
+@only_whole
+def test_shards_that_went_back_to_it_while_the_job_went_on_are_told_of(
+    written: tuple[Path, np.ndarray, np.ndarray],
+) -> None:
+    folder, then, _ = written
+    with (
+        Servers(2, replicas=1, restore=folder) as servers,
+        connect(servers.address, secret=servers.secret) as client,
+    ):
+        client.push({"t": (IDS, grads(3))})
+        client.flush()
+        assert client.restored == {}
+        gone = [shard for shard, head in enumerate(client.map.heads) if head == "s1"]
+        servers.servers["s1"].process.kill()
+
+        def rows_after() -> np.ndarray:
+            while not client.restored:
+                client.acknowledged()
+            return client.pull({"t": IDS})["t"]
+
+        with pytest.warns(
+            UserWarning, match=r"went back to the checkpoint .*checkpoint: what was pushed to them since is lost"
+        ):
+            rows = rows_after()
+        assert client.restored == dict.fromkeys(gone, str(folder.resolve()))
+        back = np.isin(shard_of(IDS, client.map.shards), gone)
+        assert np.array_equal(rows[back], then[back])
+        assert not np.array_equal(rows[~back], then[~back])
 
 
 def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from echelon.errors import DocumentError
+from echelon.errors import DocumentError, ServerError
 from echelon.server import controller as controllers
 from echelon.server import wire
 from echelon.server.actions import Manifest, Note, Persist, Send
@@ -378,3 +378,16 @@ def test_learners_are_taken_in_together_and_inherit_from_the_last_replica(job: J
     job.pass_time(0.1)
     assert [job.core.map.chains[shard] for shard in mine[:-1]] == [("b",)] * (len(mine) - 1)
     assert list(job.core.map.lost) == mine[-1:]
+
+
+def test_the_lease_is_as_long_as_one_says() -> None:
+    """Machines that starve their processes need more patience than the default's."""
+    made = Job(lease=3.0)
+    for name in ("a", "b"):
+        made.join(name)
+    made.pass_time(2.8, "a")
+    assert "a" in made.core.map.servers
+    made.pass_time(0.4, "a")
+    assert "a" not in made.core.map.servers
+    with pytest.raises(ServerError, match=r"lease: 0\.1 s; servers are missed after 0\.5 to 60 s"):
+        Job(lease=0.1)
