@@ -39,10 +39,11 @@ WORDS, STORED, DIM, W_AT, SCALE_AT, S_AT, STATE = range(7)
 LR, DECAY, KEEP, MU, UNDAMPED, B1, B1C, B2, B2C, EPS, FIRST, WIDTH = range(12)
 #: Places in a rule's switches; STEP: 0 where each row counts its own.
 KIND, NESTEROV, SPARSE, COUNT_AT, STEP = range(5)
-#: Ids whose slots and rows are fetched ahead of their use.
-BATCH = 64
 #: How many rows ahead an update fetches.
 AHEAD = 6
+#: Ids whose slots and rows are fetched ahead of their use: tight loops over so many, because a wrong guess in one stage of a loop over
+#: all stages would throw away the work of the others.
+BATCH = 32
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -524,10 +525,16 @@ def _step(c, p, switches, w, g, state, scratch):
     elif kind == ADAGRAD:
         eps = c[EPS]
         v = state[:n]
-        for j in range(n):
-            d = g[j] + decay * w[j]
-            v[j] += d * d
-            w[j] -= lr * d / (math.sqrt(v[j]) + eps)
+        if decay == 0:
+            for j in range(n):
+                d = g[j]
+                v[j] += d * d
+                w[j] -= lr * d / (math.sqrt(v[j]) + eps)
+        else:
+            for j in range(n):
+                d = g[j] + decay * w[j]
+                v[j] += d * d
+                w[j] -= lr * d / (math.sqrt(v[j]) + eps)
     elif kind == ROWWISE:
         u = g
         if decay != 0:
@@ -577,51 +584,55 @@ def dense_lamb(c, p, switches, w, g, state, u, pair):
 
 
 @_inlined
-def _aim(index, starts, masks, shift, ids, first, shard, low):
-    """Hashes a batch of ids and asks for their slots; `shard` and `low` hold two batches, in turns."""
+def _aim(index, starts, masks, shift, ids, first, shard, low, known):
+    """Hashes a batch of ids and asks for the slots of those whose row is not known; `shard` and `low` hold two batches, in turns."""
     for i in range(first, min(first + BATCH, ids.shape[0])):
         h = mix64(np.uint64(ids[i]))
         s = np.int64(h >> shift) if shift < 64 else 0
         tag = np.int64(h & _LOW)
         shard[i & (2 * BATCH - 1)] = s
         low[i & (2 * BATCH - 1)] = tag
-        _fetch(index, starts[s] + (tag & masks[s]))
+        if known[i] == 0:
+            _fetch(index, starts[s] + (tag & masks[s]))
 
 
 @_inlined
-def _seek(index, starts, masks, ri, words, lines, first, size, shard, low, where):
-    """Of a batch that was aimed at: a row that is likely each id's own (0: none), whose lines are asked for, and its slot."""
+def _seek(index, starts, masks, ri, words, lines, first, size, shard, low, known):
+    """Of a batch that was aimed at: the row that is likely each id's own (0: none), whose lines are asked for."""
     for i in range(first, first + size):
         k = i & (2 * BATCH - 1)
-        start, mask = starts[shard[k]], masks[shard[k]]
-        tag = np.uint64(low[k])
-        at = low[k] & mask
-        row = np.int64(0)
-        while True:
-            slot = index[start + at]
-            if slot == 0:
-                break
-            if slot >> np.uint64(32) == tag:
-                row = np.int64(slot & _LOW)
-                for j in range(0, lines, 8):
-                    _fetch(ri, row * words + j)
-                break
-            at = (at + 1) & mask
-        where[i] = row
-        low[k] = at
+        row = known[i]
+        if row == 0:
+            start, mask = starts[shard[k]], masks[shard[k]]
+            tag = np.uint64(low[k])
+            at = low[k] & mask
+            while True:
+                slot = index[start + at]
+                if slot == 0:
+                    break
+                if slot >> np.uint64(32) == tag:
+                    row = np.int64(slot & _LOW)
+                    break
+                at = (at + 1) & mask
+            known[i] = row
+        for j in range(0, lines, 8):
+            _fetch(ri, row * words + j)
 
 
 @_inlined
-def _sure(index, starts, masks, ri, words, wanted, shard, at, row):
+def _sure(index, starts, masks, ri, words, ids, i, shard, low, known):
     """The row that is an id's own: the one found, or one behind it where another id has the same 32 bits, which is rare."""
-    if row != 0 and ri[row * words] != wanted:
-        row = _probe(index, starts[shard], masks[shard], at + 1, mix64(np.uint64(wanted)) & _LOW, ri, words, wanted)
+    row = known[i]
+    if row != 0 and ri[row * words] != ids[i]:
+        s, tag = shard[i & (2 * BATCH - 1)], low[i & (2 * BATCH - 1)]
+        row = _probe(index, starts[s], masks[s], tag & masks[s], np.uint64(tag), ri, words, ids[i])
+        known[i] = row
     return row
 
 
 @_compiled
-def find(index, starts, masks, shift, ri, words, ids, where, missing):
-    """The row of each id, 0 where there is none; how many there are none of, and per shard in `missing`."""
+def find(index, starts, masks, shift, ri, words, ids, where, ring, missing):
+    """The row of each id into `where` (zeros), 0 if there is none; how many there are none of, and per shard in `missing`."""
     index, starts, masks, ri, ids, where = (
         _bare(index),
         _bare(starts),
@@ -631,21 +642,17 @@ def find(index, starts, masks, shift, ri, words, ids, where, missing):
         _bare(where),
     )
     n = ids.shape[0]
-    low = np.empty(2 * BATCH, np.int64)
-    shard = np.empty(2 * BATCH, np.int64)
+    shard, low = _bare(ring[0]), _bare(ring[1])
     absent = 0
-    _aim(index, starts, masks, shift, ids, 0, shard, low)
+    _aim(index, starts, masks, shift, ids, 0, shard, low, where)
     for first in range(0, n, BATCH):
         size = min(BATCH, n - first)
-        _aim(index, starts, masks, shift, ids, first + BATCH, shard, low)
-        _seek(index, starts, masks, ri, words, words, first, size, shard, low, where)
+        _aim(index, starts, masks, shift, ids, first + BATCH, shard, low, where)
+        _seek(index, starts, masks, ri, words, 1, first, size, shard, low, where)
         for i in range(first, first + size):
-            k = i & (2 * BATCH - 1)
-            row = _sure(index, starts, masks, ri, words, ids[i], shard[k], low[k], where[i])
-            where[i] = row
-            if row == 0:
+            if _sure(index, starts, masks, ri, words, ids, i, shard, low, where) == 0:
                 absent += 1
-                missing[shard[k]] += 1
+                missing[shard[i & (2 * BATCH - 1)]] += 1
     return absent
 
 
@@ -807,27 +814,27 @@ def copy_in(index, starts, masks, used, shift, ri, words, free, source):
 
 
 @_compiled
-def read(index, starts, masks, shift, ids, layout, ri, rc, r4, r2, r1, init, scalars, seed, nearest, out):
-    """The weights of each id into `out`; of a row that is not there, those it would be created with."""
+def read(index, starts, masks, shift, ids, known, ring, layout, ri, rc, r4, r2, r1, init, scalars, seed, nearest, out):
+    """The weights of each id into `out`; of a row that is not there, those it would be created with.
+
+    known: the row of each id or 0, as far as known; filled in. ring: room for those under way (2, 2 * BATCH).
+    """
     index, starts, masks, ids, layout = _bare(index), _bare(starts), _bare(masks), _bare(ids), _bare(layout)
     ri, rc, r4, r2, r1, out = _bare(ri), _bare(rc), _bare(r4), _bare(r2), _bare(r1), _bare(out)
-    nearest = _bare(nearest)
+    nearest, known = _bare(nearest), _bare(known)
     n = ids.shape[0]
     dim, words, stored = layout[DIM], layout[WORDS], layout[STORED]
     per = 8 // rc.itemsize
     lines = layout[S_AT] // per
     flat = out.reshape(-1)
-    low = np.empty(2 * BATCH, np.int64)
-    shard = np.empty(2 * BATCH, np.int64)
-    where = np.empty(n, np.int64)
-    _aim(index, starts, masks, shift, ids, 0, shard, low)
+    shard, low = _bare(ring[0]), _bare(ring[1])
+    _aim(index, starts, masks, shift, ids, 0, shard, low, known)
     for first in range(0, n, BATCH):
         size = min(BATCH, n - first)
-        _aim(index, starts, masks, shift, ids, first + BATCH, shard, low)
-        _seek(index, starts, masks, ri, words, lines, first, size, shard, low, where)
+        _aim(index, starts, masks, shift, ids, first + BATCH, shard, low, known)
+        _seek(index, starts, masks, ri, words, lines, first, size, shard, low, known)
         for i in range(first, first + size):
-            k = i & (2 * BATCH - 1)
-            row = _sure(index, starts, masks, ri, words, ids[i], shard[k], low[k], where[i])
+            row = _sure(index, starts, masks, ri, words, ids, i, shard, low, known)
             if row == 0:
                 initial(init, scalars[0], scalars[1], seed, ids[i], out[i])
                 if stored != NATIVE:
@@ -837,6 +844,48 @@ def read(index, starts, masks, shift, ids, layout, ri, rc, r4, r2, r1, init, sca
                 _copy(flat, i * dim, rc, row * words * per + layout[W_AT], dim)
             else:
                 _decode(layout, row, rc, r4, r2, r1, out[i])
+
+
+@_compiled
+def update(
+    index, starts, masks, shift, ids, known, ring, values, lsns, layout, ri, rc, c, p, switches, scratch, absent
+):
+    """Rows that are there (and hold weights as the arithmetic's float) updated by their gradients. Ids are unique.
+
+    known, ring: as in `read`. The places of ids that have no row go into `absent`; how many.
+    """
+    index, starts, masks, ri, ids, known = (
+        _bare(index),
+        _bare(starts),
+        _bare(masks),
+        _bare(ri),
+        _bare(ids),
+        _bare(known),
+    )
+    rc, values, lsns, scratch = _bare(rc), _bare(values), _bare(lsns), _bare(scratch)
+    c, p, switches, layout = _bare(c), _bare(p), _bare(switches), _bare(layout)
+    n = ids.shape[0]
+    dim, words = layout[DIM], layout[WORDS]
+    per = 8 // rc.itemsize
+    shard, low = _bare(ring[0]), _bare(ring[1])
+    missing = 0
+    _aim(index, starts, masks, shift, ids, 0, shard, low, known)
+    for first in range(0, n, BATCH):
+        size = min(BATCH, n - first)
+        _aim(index, starts, masks, shift, ids, first + BATCH, shard, low, known)
+        _seek(index, starts, masks, ri, words, words, first, size, shard, low, known)
+        for i in range(first, first + size):
+            row = _sure(index, starts, masks, ri, words, ids, i, shard, low, known)
+            if row == 0:
+                absent[missing] = i
+                missing += 1
+                continue
+            ri[row * words + 1] = lsns[shard[i & (2 * BATCH - 1)]]
+            at = row * words * per
+            w = rc[at + layout[W_AT] : at + layout[W_AT] + dim]
+            state = rc[at + layout[S_AT] : at + layout[S_AT] + layout[STATE]]
+            _step(c, p, switches, w, values[i], state, scratch)
+    return missing
 
 
 @_compiled

@@ -26,6 +26,8 @@ _LEAST = 16
 #: How much of a spill file is claimed at a time, so that a full disk is an error and not a signal.
 _CLAIM = 64 << 20
 _MASK = (1 << 64) - 1
+#: Reads whose rows are remembered for the pushes that follow them: of as many workers, and of steps ahead.
+_READS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,11 @@ class Rows:
         self._writes = 0
         self._recent = Recent(shards) if logged and shards <= MOST_SHARDS else None
         self._found: tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray, int]] | None = None
+        #: Where the rows of the last reads are: a push of the same ids mostly follows, and need not look for them.
+        self._read: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._ruled: tuple[tuple[float | None, int | None], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        self._absent = np.empty(0, np.int64)
+        self._ring = np.empty((2, 2 * k.BATCH), np.int64)
         self._nearest = np.full(spec.dim, 1 << 15, np.uint16)
         self._draws = np.zeros(spec.dim, np.uint16)
         self._scratch = np.zeros(2 * spec.dim + 2, self._float)
@@ -232,6 +239,15 @@ class Rows:
         which = np.flatnonzero(wanted > LOAD * (self.masks + 1))
         slots = np.exp2(np.ceil(np.log2(wanted[which] / LOAD + 1))).astype(np.int64)
         return which, np.maximum(slots, _LEAST)
+
+    def most_need(self, new: int) -> int | None:
+        """Bytes that so many new rows take at most, whatever their shards; None: there may be no room for them here."""
+        # A shard that grows has at most twice the slots that LOAD asks for, and one to round up.
+        slots = int(2 * (self.count + new) / LOAD) + 2 * self.shards
+        rows = int(self.free[1]) + new
+        fits = rows <= self.most + 1 and self._bump + slots <= self._slots
+        claimed = self._file is None or rows * self.layout.stride <= self._claimed
+        return new * self.layout.stride + 8 * slots if fits and claimed else None
 
     def fits(self, missing: np.ndarray) -> bool:
         """Whether the reserved addresses take that many more."""
@@ -290,6 +306,11 @@ class Rows:
 
     # Finding, reading, writing
 
+    @property
+    def native(self) -> bool:
+        """Whether weights are stored as they are computed with, and rows move when they are pushed to only."""
+        return self.layout.stored == k.NATIVE and not self.spec.rule.every
+
     def check(self, step: int | None) -> None:
         """Whether the rule can go by that step."""
         switches_of(self.spec.rule, -1, sparse=True, step=step, name=self.spec.name)
@@ -299,20 +320,54 @@ class Rows:
         # An entry is found when it is prepared and again when it is applied: the second time it is known.
         if self._found is not None and self._found[0] == self._writes and np.array_equal(self._found[1], ids):
             return self._found[2]
-        where = np.empty(len(ids), np.int64)
+        where = np.zeros(len(ids), np.int64)
         missing = np.zeros(self.shards, np.int64)
-        absent = k.find(self.index, self.starts, self.masks, self._shift, self.ri, self.words, ids, where, missing)
+        absent = k.find(
+            self.index, self.starts, self.masks, self._shift, self.ri, self.words, ids, where, self._ring, missing
+        )
         self._found = (self._writes, ids.copy(), (where, missing, absent))
         return where, missing, absent
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Weights in the table's arithmetic."""
         out = np.empty((len(ids), self.spec.dim), self._float)
+        known = np.zeros(len(ids), np.int64)
         k.read(
-            self.index, self.starts, self.masks, self._shift, ids, self._places, self.ri, self.rc, self.r4, self.r2, self.r1,
+            self.index, self.starts, self.masks, self._shift, ids, known, self._ring, self._places, self.ri, self.rc, self.r4, self.r2, self.r1,
             self._kind, self._scalars, self._seed, self._nearest, out,
         )  # fmt: skip
+        if len(ids):
+            while len(self._read) >= _READS:
+                del self._read[next(iter(self._read))]
+            self._read[len(ids), int(ids[0]), int(ids[-1])] = (ids.copy(), known)
         return out
+
+    def update(
+        self, ids: np.ndarray, values: np.ndarray, lsn: np.ndarray, *, lr: float | None, step: int | None
+    ) -> np.ndarray:
+        """Updates the rows that are here, of a table that stores them as it computes; which of the ids (unique) have none."""
+        self._writes += 1
+        n = len(ids)
+        if n > len(self._absent):
+            self._absent = np.empty(2 * n, np.int64)
+        asked, known = self._read.pop((n, int(ids[0]), int(ids[-1])), (None, None)) if n else (None, None)
+        if asked is None or not np.array_equal(asked, ids):
+            known = np.zeros(n, np.int64)
+        c, p, switches = self._rule(lr, step)
+        missing = k.update(
+            self.index, self.starts, self.masks, self._shift, ids, known, self._ring, values, lsn, self._places, self.ri, self.rc,
+            c, p, switches, self._scratch, self._absent,
+        )  # fmt: skip
+        if self._recent is not None:
+            self._recent.add(ids if not missing else ids[known != 0], lsn, int(self.free[1]))
+        return self._absent[:missing]
+
+    def _rule(self, lr: float | None, step: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rule's numbers, in the arithmetic's float and in float64, and its choices; the last ones are kept."""
+        if self._ruled is None or self._ruled[0] != (lr, step):
+            p, switches = self.numbers(lr, step, setting=False)
+            self._ruled = ((lr, step), (p.astype(self._float), p, switches))
+        return self._ruled[1]
 
     def write(
         self,
@@ -328,7 +383,7 @@ class Rows:
         """Updates or sets rows; ids are unique, `where` is fresh and there is room."""
         self._writes += 1
         if self._recent is not None:
-            self._recent.add(ids, lsn, self.count)
+            self._recent.add(ids, lsn, int(self.free[1]))
         p, switches = self.numbers(lr, step, setting=setting)
         k.apply(
             self.index, self.starts, self.masks, self.used, self._shift, self.free, ids, where, values, lsn,
@@ -346,7 +401,9 @@ class Rows:
 
     def of(self, shard: int, *, clear: bool = False) -> np.ndarray:
         """The numbers of a shard's rows; with `clear` they are given back."""
-        self._writes += clear
+        if clear:
+            self._writes += 1
+            self._read.clear()
         rows = np.empty(int(self.used[shard]), np.int64)
         found = k.walk(
             self.index, int(self.starts[shard]), int(self.masks[shard]), self.ri, self.words, self.free, clear, rows
@@ -412,6 +469,7 @@ class Rows:
     def remove(self, ids: np.ndarray) -> None:
         """Takes rows out, those that are here."""
         self._writes += 1
+        self._read.clear()
         k.remove(self.index, self.starts, self.masks, self.used, self._shift, self.ri, self.words, self.free, ids)
 
     def sorted(self, shard: int) -> np.ndarray:

@@ -46,6 +46,8 @@ class Store:
         #: Ids that were pushed to, but not often enough yet: a table of counts each.
         self._waiting: dict[str, Rows] = {}
         self._blocks: dict[str, Blocks] = {}
+        #: New rows of a table for which there is room for certain, while nothing else takes memory.
+        self._sure: dict[str, int] = {}
 
     def declare(self, spec: Table | Dense) -> None:
         """Makes a table or dense parameter known; again with the same spec: nothing happens."""
@@ -183,12 +185,19 @@ class Store:
         table = self._table(name)
         table.check(step)
         ids, values = self._summed(table, ids, grads)
+        lsn = np.ascontiguousarray(lsn, np.int64)
+        if table.native and name not in self._waiting and self._is_sure(name, table, len(ids)):
+            # Nothing can be refused any more: rows that are here are updated in the pass that finds them, and new ones made after.
+            new = table.update(ids, values, lsn, lr=lr, step=step)
+            if not len(new):
+                return
+            ids, values = ids[new], values[new]
         where, missing, absent = table.find(ids)
         if absent and name in self._waiting:
             ids, where, values = self._admit(table, ids, where, values, lsn)
         elif absent:
             self._make_room([(table, missing)], 0)
-        table.write(ids, where, values, np.ascontiguousarray(lsn, np.int64), lr=lr, step=step, setting=False)
+        table.write(ids, where, values, lsn, lr=lr, step=step, setting=False)
 
     @property
     def movers(self) -> Mapping[str, Moving]:
@@ -299,6 +308,7 @@ class Store:
         self._check(needs, sum(dense.cost(block) for dense, block, _ in blocks) - held)
         for table, missing in needs:
             table.claim(missing)
+        self._sure.clear()
         self.drop(shard)
         for (table, missing), (_, chunks) in zip(needs, tables, strict=True):
             missing[shard] = sum(len(chunk) for chunk in chunks)
@@ -418,8 +428,20 @@ class Store:
         self._make_room([], dense.need(blocks))
         dense.apply(names, values, lr=lr, lsn=lsn, step=step)
 
+    def _is_sure(self, name: str, table: Rows, new: int) -> bool:
+        """Whether so many new rows cannot be refused. Asked of every push, so it is reckoned once for many."""
+        if self._sure.get(name, 0) < new:
+            for rows in (new + (1 << 20), new):
+                need = table.most_need(rows)
+                if need is not None and self.bytes + need <= self._bound:
+                    self._sure[name] = rows
+                    return True
+            return False
+        return True
+
     def _make_room(self, tables: Sequence[tuple[Rows, np.ndarray]], blocks: int) -> None:
         self._check(tables, blocks)
+        self._sure.clear()
         for table, missing in tables:
             table.claim(missing)
         for table, missing in tables:

@@ -83,9 +83,22 @@ _LARGEST = 1 << 40
 
 Buffer = bytes | bytearray | memoryview
 
-_write = json.JSONEncoder(separators=(",", ":")).encode
-_scan = json.JSONDecoder().decode
-_descriptors = [struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1)]
+_descriptors = [struct.Struct(f"<BB{ndim}Q") for ndim in range(MAX_NDIM + 1)]
+_zeros = [bytes(count) for count in range(ALIGN)]
+_scan = json.JSONDecoder().scan_once
+
+
+def _writer() -> Callable[[dict[str, Any]], str]:
+    """JSON without spaces. JSONEncoder.encode makes a new compiled encoder for each call, which takes longer than a frame's JSON."""
+    encoder = json.JSONEncoder(separators=(",", ":"))
+    make = json.encoder.c_make_encoder
+    if make is None:
+        return encoder.encode
+    chunks = make(None, encoder.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True)
+    return lambda meta: "".join(chunks(meta, 0))
+
+
+_write = _writer()
 
 
 class WireError(ServerError):
@@ -106,10 +119,6 @@ class Frame:
         return f"{NAMES.get(self.kind, self.kind)} #{self.request} {self.meta} {[array.shape for array in self.arrays]}"
 
 
-def _padding(length: int) -> int:
-    return -length % ALIGN
-
-
 def encode(
     kind: int, request: int, meta: dict[str, Any], arrays: Sequence[np.ndarray] = (), *, flags: int = 0
 ) -> list[Buffer]:
@@ -119,28 +128,26 @@ def encode(
         raise WireError(f"frame {NAMES.get(kind, kind)}: {len(text)} bytes of JSON; at most {MAX_META}")
     if not arrays:
         return [HEADER.pack(MAGIC, kind, flags, request, len(text), 0, 0, len(text)) + text]
-    described = []
+    pieces = [text]
+    length = HEADER.size + len(text)
     for array in arrays:
-        code = _CODES.get(array.dtype)
-        if code is None or array.ndim > MAX_NDIM:
-            raise WireError(f"frame {NAMES.get(kind, kind)}: {array.dtype} of {array.ndim} dims cannot be sent")
-        described.append(bytes((code, array.ndim)) + _descriptors[array.ndim].pack(*array.shape))
-    front = text + b"".join(described)
-    length = HEADER.size + len(front)
+        code, ndim = _CODES.get(array.dtype), array.ndim
+        if code is None or ndim > MAX_NDIM:
+            raise WireError(f"frame {NAMES.get(kind, kind)}: {array.dtype} of {ndim} dims cannot be sent")
+        pieces.append(_descriptors[ndim].pack(code, ndim, *array.shape))
+        length += 2 + 8 * ndim
     buffers: list[Buffer] = []
-    gap = b""
     for array in arrays:
-        pad = _padding(length)
-        gap += bytes(pad)
-        length += pad + array.nbytes
-        if array.nbytes:
-            buffers.append(gap)
-            buffers.append(np.ascontiguousarray(array).data.cast("B"))
-            gap = b""
-    if gap or not buffers:
-        buffers.append(gap)
-    header = HEADER.pack(MAGIC, kind, flags, request, len(text), len(arrays), 0, length - HEADER.size)
-    buffers[0] = header + front + bytes(buffers[0])
+        gap, size = -length % ALIGN, array.nbytes
+        pieces.append(_zeros[gap])
+        length += gap + size
+        if size:
+            buffers.append(b"".join(pieces))
+            buffers.append((array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B"))
+            pieces = []
+    if pieces:
+        buffers.append(b"".join(pieces))
+    buffers[0] = HEADER.pack(MAGIC, kind, flags, request, len(text), len(arrays), 0, length - HEADER.size) + buffers[0]
     return buffers
 
 
@@ -178,36 +185,41 @@ def layout(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[
     """Of a frame's first bytes: its JSON object, and of each array the dtype, shape and place in the frame."""
     view = raw.data
     _magic, kind, _flags, _request, meta_length, count, _reserved, body = HEADER.unpack_from(view)
-    at = HEADER.size + meta_length
+    return _layout(view, kind, meta_length, count, body)
+
+
+def _layout(
+    view: memoryview, kind: int, meta_length: int, count: int, body: int
+) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[int, ...], int]]]:
+    at, end = HEADER.size + meta_length, HEADER.size + body
     try:
-        meta = _scan(str(view[HEADER.size : at], "utf-8"))
-    except (ValueError, RecursionError):
+        text = str(view[HEADER.size : at], "utf-8")
+        meta, last = _scan(text, 0)
+    except (ValueError, RecursionError, StopIteration):
         raise WireError(f"frame {NAMES.get(kind, kind)}: its meta is not JSON") from None
-    if not isinstance(meta, dict):
+    if not isinstance(meta, dict) or last != len(text):
         raise WireError(f"frame {NAMES.get(kind, kind)}: its meta is not an object")
-    end = HEADER.size + body
     described = []
     try:
         for _ in range(count):
-            code, ndim = view[at], view[at + 1]
-            dtype = _KINDS.get(code)
-            if dtype is None or ndim > MAX_NDIM:
-                raise WireError(f"frame {NAMES.get(kind, kind)}: no array has dtype {code} and {ndim} dims")
-            described.append((dtype, _descriptors[ndim].unpack_from(view, at + 2)))
+            ndim = view[at + 1]
+            if ndim > MAX_NDIM or view[at] not in _KINDS:
+                raise WireError(f"frame {NAMES.get(kind, kind)}: no array has dtype {view[at]} and {ndim} dims")
+            described.append(_descriptors[ndim].unpack_from(view, at))
             at += 2 + 8 * ndim
     except (IndexError, struct.error):
         raise WireError(f"frame {NAMES.get(kind, kind)}: its descriptors are cut off") from None
     places = []
-    for dtype, shape in described:
-        at += _padding(at)
-        size = dtype.itemsize
-        span = 1
+    for code, _ndim, *shape in described:
+        at += -at % ALIGN
+        dtype = _KINDS[code]
+        size, span = dtype.itemsize, 1
         for extent in shape:
             span *= extent or 1
             size *= extent
         if span > _LARGEST:
             raise WireError(f"frame {NAMES.get(kind, kind)}: an array of shape {shape}")
-        places.append((dtype, shape, at))
+        places.append((dtype, tuple(shape), at))
         at += size
         if at > end:
             raise WireError(f"frame {NAMES.get(kind, kind)}: arrays of more than its {body} bytes")
@@ -218,17 +230,13 @@ def layout(raw: np.ndarray) -> tuple[dict[str, Any], list[tuple[np.dtype, tuple[
 
 def parse(raw: np.ndarray) -> Frame:
     """The frame that these bytes are, all of them."""
-    if len(raw) < HEADER.size or frame_length(raw.data, limit=len(raw)) != len(raw):
+    view = raw.data
+    if len(view) < HEADER.size or frame_length(view, limit=len(view)) != len(view):
         raise WireError(f"{len(raw)} bytes are not one frame")
-    meta, places = layout(raw)
-    arrays = []
-    for dtype, shape, at in places:
-        count = 1
-        for extent in shape:
-            count *= extent
-        array = np.frombuffer(raw, dtype, count, at) if count else np.empty(shape, dtype)
-        arrays.append(array if len(shape) == 1 else array.reshape(shape))
-    _magic, kind, flags, request, *_ = HEADER.unpack_from(raw.data)
+    _magic, kind, flags, request, meta_length, count, _reserved, body = HEADER.unpack_from(view)
+    meta, places = _layout(view, kind, meta_length, count, body)
+    # An array of nothing may lie behind the last byte, where numpy lets none begin.
+    arrays = [np.ndarray(shape, dtype, view, at if at < len(view) else 0) for dtype, shape, at in places]
     return Frame(kind, request, meta, arrays, raw, flags)
 
 
