@@ -85,16 +85,18 @@ Buffer = bytes | bytearray | memoryview
 
 _descriptors = [struct.Struct(f"<BB{ndim}Q") for ndim in range(MAX_NDIM + 1)]
 _zeros = [bytes(count) for count in range(ALIGN)]
-_scan = json.JSONDecoder().scan_once
+_decoder: Any = json.JSONDecoder()
+_scan = _decoder.scan_once
 
 
 def _writer() -> Callable[[dict[str, Any]], str]:
     """JSON without spaces. JSONEncoder.encode makes a new compiled encoder for each call, which takes longer than a frame's JSON."""
     encoder = json.JSONEncoder(separators=(",", ":"))
-    make = json.encoder.c_make_encoder
+    module: Any = json.encoder
+    make = module.c_make_encoder
     if make is None:
         return encoder.encode
-    chunks = make(None, encoder.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True)
+    chunks = make(None, encoder.default, module.encode_basestring_ascii, None, ":", ",", False, False, True)
     return lambda meta: "".join(chunks(meta, 0))
 
 
