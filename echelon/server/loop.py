@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import selectors
+import select
 import socket
 import time
 from collections import deque
@@ -23,6 +23,7 @@ STRANGERS = 128
 #: A peer that does not read its answers is not read from beyond this.
 UNSENT = 1 << 26
 _VIEWS = 256
+READ, WRITE = select.POLLIN, select.POLLOUT
 
 
 class Connection:
@@ -64,7 +65,7 @@ class Loop:
 
     def __init__(self, owner: Owner, secret: bytes, *, limit: int = wire.MAX_FRAME) -> None:
         self.owner, self._secret, self._limit = owner, secret, limit
-        self._selector = selectors.DefaultSelector()
+        self._poll, self._wait = _poller()
         self._connections: dict[int, Connection] = {}
         self._strangers: dict[int, Connection] = {}
         self._listener: socket.socket | None = None
@@ -90,7 +91,7 @@ class Loop:
                 f"{host}:{port}: cannot listen there ({error.strerror}); choose another address or port 0"
             ) from None
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._poll.register(listener, READ)
         self._listener = listener
         name = listener.getsockname()
         return f"[{name[0]}]:{name[1]}" if family == socket.AF_INET6 else f"{name[0]}:{name[1]}"
@@ -98,12 +99,12 @@ class Loop:
     def watch(self, handle: int, call: Callable[[], None]) -> None:
         """Call when a file can be read."""
         self._calls[handle] = call
-        self._selector.register(handle, selectors.EVENT_READ, None)
+        self._poll.register(handle, READ)
 
     def unwatch(self, handle: int) -> None:
         """Not any more."""
         if self._calls.pop(handle, None) is not None:
-            self._selector.unregister(handle)
+            self._poll.unregister(handle)
 
     def connect(self, address: str, role: int, tag: Any) -> Connection | None:
         """Call someone; `owner.opened` once both have proved themselves, `owner.closed` if it fails later; None if it fails at once."""
@@ -143,8 +144,8 @@ class Loop:
         if self._connections.pop(connection.handle, None) is None:
             return
         self._strangers.pop(connection.handle, None)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.sock)
+        with contextlib.suppress(KeyError, OSError):
+            self._poll.unregister(connection.handle)
         connection.sock.close()
         connection.out.clear()
         self.owner.closed(connection)
@@ -154,8 +155,8 @@ class Loop:
         due = time.monotonic() + TICK
         try:
             while self.running:
-                for key, events in self._selector.select(max(0.0, due - time.monotonic())):
-                    self._event(key, events)
+                for handle, events in self._wait(max(0.0, due - time.monotonic())):
+                    self._event(handle, events)
                     if self._unflushed:
                         self._flush_all()
                 now = time.monotonic()
@@ -174,21 +175,20 @@ class Loop:
         self._connections.clear()
         if self._listener is not None:
             self._listener.close()
-        self._selector.close()
+        if hasattr(self._poll, "close"):
+            self._poll.close()
 
-    def _event(self, key: selectors.SelectorKey, events: int) -> None:
-        connection = key.data
+    def _event(self, handle: int, events: int) -> None:
+        connection = self._connections.get(handle)
         if connection is None:
-            if key.fileobj is self._listener:
+            if self._listener is not None and handle == self._listener.fileno():
                 self._accept()
-            elif key.fd in self._calls:
-                self._calls[key.fd]()
+            elif handle in self._calls:
+                self._calls[handle]()
             return
-        if connection.handle not in self._connections:
-            return
-        if events & selectors.EVENT_WRITE:
+        if events & WRITE:
             self._flush(connection)
-        if events & selectors.EVENT_READ and connection.handle in self._connections:
+        if events & ~WRITE and handle in self._connections:  # an error or a hang-up is read too
             self._read(connection)
 
     def _accept(self) -> None:
@@ -212,24 +212,24 @@ class Loop:
 
     def _add(self, connection: Connection) -> None:
         self._connections[connection.handle] = connection
-        connection.wants = selectors.EVENT_READ
-        self._selector.register(connection.sock, connection.wants, connection)
+        connection.wants = READ
+        self._poll.register(connection.handle, READ)
 
     def _want(self, connection: Connection) -> None:
         wants = 0
         if connection.unsent <= UNSENT or isinstance(connection.door, Caller):
-            wants |= selectors.EVENT_READ
+            wants |= READ
         if connection.out:
-            wants |= selectors.EVENT_WRITE
+            wants |= WRITE
         if wants != connection.wants:
             connection.wants = wants
-            self._selector.modify(connection.sock, wants, connection)
+            self._poll.modify(connection.handle, wants)
 
     def _flush_all(self) -> None:
         while self._unflushed:
             _, connection = self._unflushed.popitem()
             if connection.handle in self._connections:
-                if connection.wants & selectors.EVENT_WRITE or connection.greeting is not None:
+                if connection.wants & WRITE or connection.greeting is not None:
                     self._want(connection)
                 else:
                     self._flush(connection)
@@ -311,6 +311,15 @@ class Loop:
         late = [each for each in self._connections.values() if each.greeting is not None and now - each.opened > LIMIT]
         for connection in late:
             self.close(connection)
+
+
+def _poller() -> tuple[Any, Callable[[float], list[tuple[int, int]]]]:
+    """What watches handles, and how it is waited on for so many seconds: bare, because `selectors` costs more than a small frame's work."""
+    if hasattr(select, "epoll"):
+        epoll = select.epoll()
+        return epoll, epoll.poll
+    poll = select.poll()
+    return poll, lambda seconds: poll.poll(seconds * 1e3)
 
 
 def _hurry(sock: socket.socket) -> None:

@@ -364,6 +364,7 @@ class Rows:
 
     def _rule(self, lr: float | None, step: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rule's numbers, in the arithmetic's float and in float64, and its choices; the last ones are kept."""
+        step = step if self.spec.rule.steps == "given" else None
         if self._ruled is None or self._ruled[0] != (lr, step):
             p, switches = self.numbers(lr, step, setting=False)
             self._ruled = ((lr, step), (p.astype(self._float), p, switches))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,19 @@ from echelon.server.replay import Moving
 from echelon.server.rows import Rows, weights_of
 
 
+class _Unbounded:
+    """See `Store.unbounded`: around each entry that a backup takes, so made once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        self._store._bounded = False
+
+    def __exit__(self, *error: object) -> None:
+        self._store._bounded = True
+
+
 class Store:
     """`memory`: bytes that rows, index and blocks may take (None: the machine's); `spill`: a folder for rows beyond memory."""
 
@@ -41,6 +54,7 @@ class Store:
         beyond = physical if memory is None else min(4 * memory, max(2 * memory, physical))
         self._room = beyond if spill is None else _free(spill)
         self._bounded = True
+        self._unbounded = _Unbounded(self)
         self._rows: dict[str, Rows] = {}
         self._movers: dict[str, Moving] = {}
         #: Ids that were pushed to, but not often enough yet: a table of counts each.
@@ -90,14 +104,9 @@ class Store:
             dense.spec.length(block)
         return dense.shard[blocks]
 
-    @contextmanager
-    def unbounded(self) -> Iterator[None]:
+    def unbounded(self) -> AbstractContextManager[None]:
         """Within it memory has no bound: a backup takes what its head took, and a commit what was acknowledged, or they part."""
-        self._bounded = False
-        try:
-            yield
-        finally:
-            self._bounded = True
+        return self._unbounded
 
     # Reading
 

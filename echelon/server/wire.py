@@ -245,7 +245,8 @@ def parse(raw: np.ndarray) -> Frame:
 class Decoder:
     """Frames out of a stream of bytes, without a socket: receive into `room()`, then say how much to `fill()`."""
 
-    SCRATCH = 1 << 16
+    #: What is read before it is known how long a frame is; the start of a long one is copied out of it.
+    SCRATCH = 1 << 14
 
     def __init__(self, *, limit: int = MAX_FRAME) -> None:
         self.limit = limit

@@ -14,6 +14,9 @@ from echelon.server.covers import Cover
 from echelon.server.replica.teaching import Teaching
 from echelon.server.state import Diverged
 
+#: Answers to "is this taken" that are kept under one map.
+_KEPT = 4096
+
 
 class Following(Teaching):
     """A backup's side of the links to it."""
@@ -44,12 +47,17 @@ class Following(Teaching):
             answer["refused"] = sorted(self._refused[who])
         return answer
 
-    def _accepts(self, head: str, version: int, cover: Cover) -> np.ndarray:
-        """Per shard whether an entry of this head is taken."""
-        if head not in self._taking:
+    def _accepts(self, head: str, version: int, cover: Cover) -> tuple[np.ndarray, bool]:
+        """Per shard whether an entry of this head is taken, and whether on all. Kept until map or `_unloaded` change."""
+        key = (head, version, cover)
+        known = self._taking.get(key)
+        if known is None:
             held = self.map.held_by(self.name) if head != self.name else np.zeros(self.map.shards, bool)
-            self._taking[head] = held & self.map.headed_by(head)
-        return self._taking[head][cover.at] & (self._epochs[cover.at] <= version) & ~self._unloaded[cover.at]
+            taken = (held & self.map.headed_by(head) & (self._epochs <= version) & ~self._unloaded)[cover.at]
+            if len(self._taking) >= _KEPT:
+                self._taking.clear()
+            known = self._taking[key] = (taken, bool(taken.all()))
+        return known
 
     def _follow(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
         meta, kind, who = frame.meta, frame.kind, self._heads[peer]
@@ -60,7 +68,7 @@ class Following(Teaching):
             return
         if kind == wire.SYNC:
             shards = frame.arrays[0]
-            shards = shards[self._accepts(head, version, self.covers.of(shards))]
+            shards = shards[self._accepts(head, version, self.covers.of(shards))[0]]
             if who in self._refused:
                 self._refused[who] -= set(shards.tolist())
             self._send(
@@ -88,8 +96,7 @@ class Following(Teaching):
         frame = wire.parse(outer.arrays[0])
         only, version = outer.meta.get("only"), outer.meta["v"]
         cover = self.covers.of(frame.arrays[0] if only is None else np.array(only, np.uint16))
-        taken = self._accepts(head, version, cover)
-        every = bool(taken.all())
+        taken, every = self._accepts(head, version, cover)
         if every or taken.any():
             here = cover if every else cover.part(taken)
             self.counts["entries"] += 1
@@ -116,7 +123,7 @@ class Following(Teaching):
         meta = frame.meta
         shard = int(meta["shard"])
         one = np.array([shard], np.uint16)
-        if not self._accepts(head, meta["v"], self.covers.of(one)).all():
+        if not self._accepts(head, meta["v"], self.covers.of(one))[1]:
             self._arriving.pop(shard, None)
             return one
         if meta["part"] == 0:

@@ -9,7 +9,7 @@ import numpy as np
 
 from echelon.server import wire
 from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Note, Send
-from echelon.server.covers import Covers
+from echelon.server.covers import Cover, Covers
 from echelon.server.links import Link, Waiting
 from echelon.server.map import Map, empty
 from echelon.server.state import Diverged, Part, State, Store
@@ -72,7 +72,7 @@ class Ground:
         self._stalled: dict[Hashable, list[wire.Frame]] = {}
         self._arriving: dict[int, list[Part]] = {}
         self._answered: dict[str, float] = {}
-        self._taking: dict[str, np.ndarray] = {}
+        self._taking: dict[tuple[str, int, Cover], tuple[np.ndarray, bool]] = {}
         self._epochs = np.zeros(shards, np.int64)
         self._asked = -1
         self.counts = {"pushes": 0, "pulls": 0, "entries": 0, "rows": 0, "refused": 0, "stale": 0}

@@ -129,6 +129,7 @@ class Maps(Following):
             for shard, (folder, version) in self.map.sources.items()
             if held[shard] and self.name in self.map.chains[shard] and self.state.stamp[shard] < version
         }
+        self._taking.clear()
         self._unloaded[:] = False
         self._unloaded[list(self.loading)] = True
 
@@ -138,6 +139,7 @@ class Maps(Following):
             return []
         shard, (folder, version) = next(iter(self.loading.items()))
         del self.loading[shard]
+        self._taking.clear()
         self._unloaded[shard] = False
         try:
             if self._load is None:
