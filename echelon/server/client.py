@@ -370,7 +370,7 @@ class Client:
         # Rows of an earlier step may be older than the bound allows.
         self._prefetched = [each for each in self._prefetched if each[1].step >= self.step]
         for place, (kept, pull) in enumerate(self._prefetched):
-            if kept.keys() == ids.keys() and all(np.array_equal(kept[name], ids[name]) for name in kept):
+            if kept.keys() == ids.keys() and all(_same(kept[name], ids[name]) for name in kept):
                 del self._prefetched[place]
                 return pull
         return None
@@ -380,7 +380,7 @@ class Client:
         roads = self._session.roads
         kept = self._sorted.setdefault(name, [])
         for given, those, order in kept:
-            if those is roads and np.array_equal(given, ids):
+            if those is roads and _same(given, ids):
                 return order
         order = roads.sort(ids)
         kept.append((ids.copy(), roads, order))
@@ -404,6 +404,14 @@ class Client:
             return f"{name}: is declared as {type(spec).__name__}, not as a {what}; use pull and push for tables, pull_dense and dense= for dense ones"
         known = ", ".join(sorted(self._session.specs)) or "nothing"
         return f"{name}: no such {what} (declared: {known}); declare it first"
+
+
+def _same(kept: np.ndarray, ids: Any) -> bool:
+    """Whether these ids are those; mostly the first one tells that they are not."""
+    given = np.asarray(ids)
+    if given.shape != kept.shape or (given.ndim == 1 and len(given) and given[0] != kept[0]):
+        return False
+    return bool((given == kept).all())
 
 
 def _ids(name: str, ids: Any) -> np.ndarray:

@@ -135,8 +135,16 @@ class Outbox(Generic[Payload]):
         for push in self._pushes:
             if push.seq > section.seq:
                 break
-            push.flying = [each for each in push.flying if self._wants(push, each.cover).any()]
+            push.flying = [each for each in push.flying if self._flies(push, each, section)]
         return self._settle()
+
+    def _flies(self, push: _Push[Payload], each: Section[Payload], answered: Section[Payload]) -> bool:
+        """Whether a section still waits for its answer after `answered` has one."""
+        if each is answered:
+            return False
+        if each.version == answered.version and each.route is not answered.route:
+            return True  # routes of one map have no shard in common
+        return bool(self._wants(push, each.cover).any())
 
     def refuse(self, section: Section[Payload]) -> int:
         """A section will never be applied (the server said why): it is not sent again. It says nothing of earlier pushes."""
@@ -199,9 +207,9 @@ class Outbox(Generic[Payload]):
         return waiting if push.refused is None else waiting & ~push.refused[shards]
 
     def _settle(self) -> int:
-        """Let complete pushes go, in order."""
+        """Let complete pushes go, in order: those of which nothing is under way, nor wanted."""
         settled = 0
-        while self._pushes and not self._wants(self._pushes[0], self._all).any():
+        while self._pushes and not self._pushes[0].flying and not self._wants(self._pushes[0], self._all).any():
             self._pushes.popleft()
             settled += 1
         return settled

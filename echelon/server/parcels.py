@@ -19,6 +19,7 @@ Rows = slice | np.ndarray
 NOWHERE = 65535
 #: Bytes of rows that one frame brings at most: frames have a limit (wire.MAX_FRAME), and a server sends them one at a time.
 LARGE = 256 << 20
+_NONE = np.zeros(0, bool)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,11 +109,15 @@ class Parcel:
         sparse = sum(each.values.nbytes + each.order.ids.nbytes for each in self.tables)
         return sparse + sum(each.values.nbytes for each in self.dense)
 
+    def _mask(self, cover: np.ndarray) -> np.ndarray:
+        mask = np.zeros(self.roads.shards, bool)
+        mask[cover] = True
+        return mask
+
     def part(self, route: Route, cover: np.ndarray) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """The ops of a frame for these shards, and its arrays."""
         number = self._numbers.get(id(route)) if len(cover) == len(route.shards) else None
-        mask = np.zeros(self.roads.shards, bool)
-        mask[cover] = True
+        mask = self._mask(cover) if number is None or self.dense else _NONE
         ops: list[dict[str, Any]] = []
         arrays = [cover]
         for grads in self.tables:
@@ -171,6 +176,8 @@ class Part:
     cover: np.ndarray
     tables: list[tuple[Wanted, Rows]]
     dense: list[tuple[WantedDense, np.ndarray]]
+    #: Where the answer's arrays were received, by their place in it.
+    _placed: list[np.ndarray | None] = field(default_factory=list)
 
     def frame(self) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """Its ops and arrays."""
@@ -192,26 +199,26 @@ class Part:
             place is None or (place.dtype == dtype and place.shape == shape)
             for place, (dtype, shape) in zip(found, described, strict=True)
         )
-        return found if fits else [None] * len(described)
+        self._placed = found if fits else [None] * len(described)
+        return self._placed
 
     def take(self, arrays: Sequence[np.ndarray]) -> None:
         """The answer is here: put what is not in its place there."""
         from echelon.server.narrow import widen
 
-        rest = list(arrays)
+        placed = self._placed if len(self._placed) == len(arrays) else [None] * len(arrays)
+        rest = iter(zip(arrays, placed, strict=True))
         for each, rows in self.tables:
-            got = [rest.pop(0)] + ([rest.pop(0)] if each.wire in ("i2", "i1") else [])
-            if each.plain:
-                target = each.rows[rows] if isinstance(rows, slice) else None
-                if target is None or not np.may_share_memory(target, got[0]):
-                    each.rows[rows] = got[0]
-            else:
-                each.rows[rows] = widen(got, each.rows.dtype.str[1:])
+            got, place = next(rest)
+            scales = [next(rest)[0]] if each.wire in ("i2", "i1") else []
+            if got is place:
+                continue
+            each.rows[rows] = got if each.plain else widen([got, *scales], each.rows.dtype.str[1:])
         for dense, blocks in self.dense:
             for block in blocks:
-                target, values = dense.block(block), rest.pop(0)
-                if not np.may_share_memory(target, values):
-                    target[:] = values
+                got, place = next(rest)
+                if got is not place:
+                    dense.block(block)[:] = got
 
 
 @dataclass(slots=True, eq=False)

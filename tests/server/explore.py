@@ -147,7 +147,7 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     return made
 
 
-_SKIPPED = {"counts", "_asked_at", "down", "settings", "reports", "_load", "_declare", "requests", "covers"}
+_SKIPPED = {"counts", "_taking", "_asked_at", "down", "settings", "reports", "_load", "_declare", "requests", "covers"}
 
 
 def frozen(value: Any) -> Any:

@@ -47,8 +47,8 @@ class Following(Teaching):
             answer["refused"] = sorted(self._refused[who])
         return answer
 
-    def _accepts(self, head: str, version: int, cover: Cover) -> tuple[np.ndarray, bool]:
-        """Per shard whether an entry of this head is taken, and whether on all. Kept until map or `_unloaded` change."""
+    def _accepts(self, head: str, version: int, cover: Cover) -> np.ndarray:
+        """Per shard whether an entry of this head is taken. Kept until the map or `_unloaded` change."""
         key = (head, version, cover)
         known = self._taking.get(key)
         if known is None:
@@ -56,7 +56,7 @@ class Following(Teaching):
             taken = (held & self.map.headed_by(head) & (self._epochs <= version) & ~self._unloaded)[cover.at]
             if len(self._taking) >= _KEPT:
                 self._taking.clear()
-            known = self._taking[key] = (taken, bool(taken.all()))
+            known = self._taking[key] = taken
         return known
 
     def _follow(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
@@ -68,7 +68,7 @@ class Following(Teaching):
             return
         if kind == wire.SYNC:
             shards = frame.arrays[0]
-            shards = shards[self._accepts(head, version, self.covers.of(shards))[0]]
+            shards = shards[self._accepts(head, version, self.covers.of(shards))]
             if who in self._refused:
                 self._refused[who] -= set(shards.tolist())
             self._send(
@@ -96,7 +96,8 @@ class Following(Teaching):
         frame = wire.parse(outer.arrays[0])
         only, version = outer.meta.get("only"), outer.meta["v"]
         cover = self.covers.of(frame.arrays[0] if only is None else np.array(only, np.uint16))
-        taken, every = self._accepts(head, version, cover)
+        taken = self._accepts(head, version, cover)
+        every = bool(taken.all())
         if every or taken.any():
             here = cover if every else cover.part(taken)
             self.counts["entries"] += 1
@@ -123,7 +124,7 @@ class Following(Teaching):
         meta = frame.meta
         shard = int(meta["shard"])
         one = np.array([shard], np.uint16)
-        if not self._accepts(head, meta["v"], self.covers.of(one))[1]:
+        if not self._accepts(head, meta["v"], self.covers.of(one)).all():
             self._arriving.pop(shard, None)
             return one
         if meta["part"] == 0:

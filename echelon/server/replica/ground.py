@@ -72,7 +72,7 @@ class Ground:
         self._stalled: dict[Hashable, list[wire.Frame]] = {}
         self._arriving: dict[int, list[Part]] = {}
         self._answered: dict[str, float] = {}
-        self._taking: dict[tuple[str, int, Cover], tuple[np.ndarray, bool]] = {}
+        self._taking: dict[tuple[str, int, Cover], np.ndarray] = {}
         self._epochs = np.zeros(shards, np.int64)
         self._asked = -1
         self.counts = {"pushes": 0, "pulls": 0, "entries": 0, "rows": 0, "refused": 0, "stale": 0}
