@@ -142,7 +142,7 @@ class Outbox(Generic[Payload]):
         """Whether a section still waits for its answer after `answered` has one."""
         if each is answered:
             return False
-        if each.version == answered.version and each.route is not answered.route:
+        if each.version == answered.version and each.route.chain != answered.route.chain:
             return True  # routes of one map have no shard in common
         return bool(self._wants(push, each.cover).any())
 
