@@ -49,6 +49,9 @@ def require_room(folder: Path) -> None:
             )
     elif folder.exists() or folder.is_symlink():
         raise CheckpointError(f"{folder}: is no folder; give a new one")
+    place = partial(folder)
+    if place.is_dir() and any(not path.name.startswith(("shard-", MANIFEST)) for path in place.iterdir()):
+        raise CheckpointError(f"{place}: holds other things than a checkpoint that was begun; give a new folder")
 
 
 def save(folder: Path, shard: int, parts: Sequence[Part]) -> dict[str, Any]:

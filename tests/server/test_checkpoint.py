@@ -34,7 +34,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray,
         (other / "log.txt").write_text("dear")
         with pytest.raises(ServerError, match="holds other things than a checkpoint"):
             client.checkpoint(other)
-        assert (other / "log.txt").read_text() == "dear"
+        other.rename(other.with_name("run.partial"))
+        with pytest.raises(ServerError, match=r"run\.partial: holds other things than a checkpoint that was begun"):
+            client.checkpoint(other)
+        assert (folder.parent / "run.partial" / "log.txt").read_text() == "dear"
         client.checkpoint(folder)
         client.checkpoint(folder)  # over an older one
         then = client.pull({"t": IDS})["t"]
