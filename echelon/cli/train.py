@@ -35,6 +35,11 @@ def train(
     ] = None,
     quiet: Annotated[bool | None, typer.Option("--quiet/--no-quiet", help="No progress, only warnings.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that read data ahead, per rank [default: 0].")] = None,
+    servers: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Parameter servers that run already, by their controller's host:port."),
+    ] = None,
+    secret_file: Annotated[str | None, typer.Option(metavar="FILE", help="Their secret (mode 600).")] = None,
     show_settings: Annotated[
         bool, typer.Option("--show-settings", help="Print every setting and where it came from, then end.")
     ] = False,
@@ -53,6 +58,7 @@ def train(
     given = {
         "plan": plan, "out": out, "keep": keep, "every": every, "resume": resume,
         "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
+        "servers": servers, "secret_file": secret_file,
     }  # fmt: skip
     settings = resolve(given, read_settings(), Path(FILE), defaults())
     if show_settings:
@@ -70,6 +76,7 @@ def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
     options = {
         "folder": values["out"], "keep": values["keep"], "every": values["every"], "resume": values["resume"],
         "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
+        "servers": values["servers"], "secret_file": values["secret_file"],
     }  # fmt: skip
     tell = json and read_world().main
     try:

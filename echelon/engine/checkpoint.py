@@ -148,7 +148,7 @@ def load(run: Run, folder: Path) -> None:
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good = manifest["loss_scale"]
     if run.hub is not None:
-        run.hub.load(folder / FOLDER)
+        run.hub.load(folder / FOLDER, manifest["step"])
         run.hub.updates = manifest["served"]["updates"]
     run.nominal = manifest["nominal"]
     run.expect_changes(manifest["changing"])

@@ -1,13 +1,15 @@
-"""The servers of a run: started by rank 0 as processes of its machine, which end with it; every rank has a client of its own."""
+"""The servers of a run: started by rank 0 as processes of its machine, which end with it, or such that run already and go on after it.
+Every rank has a client of its own."""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.engine.ranks import Ranks
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, ServerError
 from echelon.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -20,11 +22,19 @@ FOLDER = "server"
 SHARDS = 64
 
 
-class Keeper:
-    """Starts the servers and joins them. Every rank makes the same calls in the same order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Servers that somebody else started and ends."""
 
-    def __init__(self, plan: Plan, ranks: Ranks) -> None:
-        self._plan, self._ranks = plan, ranks
+    address: str  #: of their controller
+    secret_file: Path
+
+
+class Keeper:
+    """Starts the servers, or finds those that run elsewhere, and joins them. Every rank makes the same calls in the same order."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, elsewhere: Elsewhere | None = None) -> None:
+        self._plan, self._ranks, self.elsewhere = plan, ranks, elsewhere
         self._servers: Servers | None = None
         self._client: Client | None = None
 
@@ -42,7 +52,11 @@ class Keeper:
         plan, ranks = self._plan, self._ranks
         told: tuple[str, bytes] = "", b""
         with ranks.together():
-            if ranks.world.main:
+            if self.elsewhere is not None and ranks.world.main:
+                from echelon.server.secret import read_secret
+
+                told = self.elsewhere.address, read_secret(self.elsewhere.secret_file)
+            elif ranks.world.main:
                 self._servers = Servers(
                     plan.servers,
                     replicas=plan.replicas,
@@ -56,6 +70,30 @@ class Keeper:
         address, secret = ranks.gather(told)[0]
         with ranks.together():
             self._client = connect(address, secret=secret, worker=str(ranks.rank))
+            if self.elsewhere is not None:
+                self._require_settings(self.elsewhere)
+
+    def _require_settings(self, elsewhere: Elsewhere) -> None:
+        """Whether gradients are added up and who waits for whom is the servers' own, decided when they are started."""
+        bound = self._plan.staleness
+        mine = {"staleness": bound, "aggregate": bound == 0}
+        found = {name: self.client.settings.get(name) for name in mine}
+        if found != mine:
+            words = (
+                f"--staleness {bound}"
+                if bound
+                else "--staleness 0 --aggregate"
+                if bound == 0
+                else "without --staleness"
+            )
+            raise ServerError(
+                f"the servers at {elsewhere.address} have staleness={found['staleness']}, aggregate={found['aggregate']}, and the plan has "
+                f"staleness={'none' if bound is None else bound}; start them with `echelon serve ... {words}`, or change the plan"
+            )
+
+    def known(self) -> dict[str, Any]:
+        """What servers elsewhere hold already, by name."""
+        return dict(self.client.specs) if self.elsewhere is not None else {}
 
     def save(self, folder: Path) -> None:
         """Have the servers write what they hold."""

@@ -26,6 +26,7 @@ from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.intake import Mover, open_intake, seed_step
+from echelon.engine.keeper import Elsewhere
 from echelon.engine.optimizers import begin_late, make_optimizers, make_schedules
 from echelon.engine.outcome import Step
 from echelon.engine.pipeline import Pipeline, add_up
@@ -63,8 +64,15 @@ class Run:
         dtype: torch.dtype | None = None,
         workers: int = 0,
         warn: Callable[[str], None] = lambda message: None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`dtype` recasts the model and its floating inputs, for proofs in float64; the user's own module is then copied."""
+        """`dtype` recasts the model and its floating inputs, for proofs in float64; the user's own module is then copied. `elsewhere`:
+        parameter servers that run already."""
+        if elsewhere is not None and not plan.served:
+            raise PlanError(
+                f'servers={elsewhere.address}: the plan "{plan}" uses no servers; add exchange=server to it, or leave servers out'
+            )
+        self.elsewhere = elsewhere
         if dtype is not None and isinstance(job.model, nn.Module):
             job = dataclasses.replace(job, model=copy.deepcopy(job.model))
         self.job, self.plan, self.world = job, plan, world

@@ -22,7 +22,7 @@ from echelon.engine.keeper import Keeper
 from echelon.engine.lookup import Rows, Standin, install
 from echelon.engine.ranks import Group
 from echelon.engine.rules import rate_of, rule_of
-from echelon.errors import JobError, PlanError
+from echelon.errors import JobError, PlanError, ServerError
 from echelon.plan.served import Served
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ class Hub:
         self.updates = 0
         with run.ranks.together():
             self._specs = self._declared(run)
-        self._keeper = Keeper(run.plan, run.ranks)
+        self._keeper = Keeper(run.plan, run.ranks, run.elsewhere)
+        #: Servers elsewhere hold what was trained before: it is gone on with, or nothing is done.
+        self._found = False
         self._restore: list[Callable[[], None]] = []
         try:
             self._keeper.open()
@@ -156,17 +158,36 @@ class Hub:
     def _declare(self, first: Mapping[str, Tensor]) -> None:
         """The first values are rank 0's."""
         run, client = self._run, self._keeper.client
+        with run.ranks.together():
+            self._found = run.world.main and self._compared()
+        self._found = run.ranks.gather(self._found)[0]
         for main in (True, False):
             if run.world.main == main:
                 for spec in self._specs:
                     value = self.dense.get(spec.name)
-                    if value is None:
+                    if value is None or self._found:
                         client.declare(spec)
                     else:
                         client.declare(spec, initial=_plain(value.detach().reshape(-1)))
-                if main:
+                if main and not self._found:
                     self._fill(first)
             run.ranks.barrier()
+
+    def _compared(self) -> bool:
+        """Whether servers elsewhere hold this job's tables; refused where they are another's."""
+        known, mine = self._keeper.known(), {spec.name: spec for spec in self._specs}
+        if known and known != mine:
+            strange = sorted(name for name in known.keys() | mine.keys() if known.get(name) != mine.get(name))[0]
+            here = f"as {known[strange]}" if strange in known else "not at all"
+            raise ServerError(
+                f"servers={self._address}: they hold another job's {', '.join(sorted(known)[:3])}: {strange} is there {here}, and here "
+                f"{mine.get(strange, 'not at all')}; start servers of this job's own (`echelon serve`)"
+            )
+        return bool(known)
+
+    @property
+    def _address(self) -> str:
+        return self._keeper.elsewhere.address if self._keeper.elsewhere is not None else ""
 
     def _fill(self, first: Mapping[str, Tensor]) -> None:
         client = self._keeper.client
@@ -199,6 +220,10 @@ class Hub:
 
     def begin(self, batch: StepBatch) -> None:
         """Before a step's first forward: the rows that it is known to read."""
+        if self._found:
+            raise ServerError(
+                f"servers={self._address}: they hold what this job trained before; go on from its last checkpoint (resume), or start new servers"
+            )
         self._rows, self._made = {}, {}
         wanted = self._foresight.ids([micro.batch for micro in batch.micros])
         if wanted:
@@ -356,8 +381,20 @@ class Hub:
             if self._run.world.main:
                 self._keeper.save(folder)
 
-    def load(self, folder: Path) -> None:
-        """Go on with what servers wrote to `folder`, on as many servers as the plan has now; every rank must call it."""
+    def load(self, folder: Path, step: int) -> None:
+        """Go on with what servers wrote to `folder` after so many steps, on as many servers as the plan has now; every rank must call it.
+        Servers elsewhere must hold just that: they were not used since, or began from it."""
+        if self._keeper.elsewhere is not None:
+            with self._run.ranks.together():
+                there = self._keeper.client.step if self._found else 0
+                if not self._found or there != step:
+                    raise ServerError(
+                        f"servers={self._address}: they are at step {there}, and the checkpoint {folder} at step {step}; start servers with "
+                        f"`echelon serve ... --restore {folder}`, or train with --fresh on empty ones"
+                    )
+            self._found = False
+            self.take_over()
+            return
         self._keeper.close()
         self._keeper.open(folder)
         self._declare({})

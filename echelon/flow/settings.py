@@ -24,6 +24,8 @@ KINDS: dict[str, type] = {
     "require_certificate": str,
     "quiet": bool,
     "workers": int,
+    "servers": str,
+    "secret_file": str,
 }
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -70,12 +72,20 @@ class Settings:
     quiet: bool = False
     #: Processes that read data ahead, per rank.
     workers: int = 0
+    #: The controller's address (host:port) of parameter servers that run already, and the file that has their secret.
+    servers: str | None = None
+    secret_file: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("keep", 1), ("every", 1), ("workers", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise JobError(f"{name}={value!r}: a whole number of at least {least}")
+        if (self.servers is None) != (self.secret_file is None):
+            given, missing = ("servers", "secret_file") if self.secret_file is None else ("secret_file", "servers")
+            raise JobError(
+                f"{given}={getattr(self, given)}: without {missing}; both are told by `echelon serve`, give both (--servers, --secret-file)"
+            )
         if self.certificate is not None and not Path(self.certificate).is_file():
             raise JobError(f"{self.certificate}: no certificate there; `echelon verify` writes one")
 

@@ -26,6 +26,7 @@ from echelon.world import World
 
 if TYPE_CHECKING:
     from echelon.data.loader import StepBatch
+    from echelon.engine.keeper import Elsewhere
     from echelon.engine.outcome import Step
     from echelon.plan.certificate import Certificate
 
@@ -68,12 +69,27 @@ class Training:
         self._best: float | None = None
         self._begin = time.perf_counter()
 
+    def _elsewhere(self) -> Elsewhere | None:
+        address, secret = self._settings.servers, self._settings.secret_file
+        if address is None or secret is None:
+            return None
+        from echelon.engine.keeper import Elsewhere
+
+        return Elsewhere(address=address, secret_file=Path(secret))
+
     def run(self) -> Trained:
         """From the last checkpoint, or the beginning, to the end."""
         from echelon.engine.run import Run
 
         job, world = self._subject.job, self._world
-        run = Run(job, self._prepared.plan, world, workers=self._settings.workers, warn=self._warn)
+        run = Run(
+            job,
+            self._prepared.plan,
+            world,
+            workers=self._settings.workers,
+            warn=self._warn,
+            elsewhere=self._elsewhere(),
+        )
         self._run = run
         # Only rank 0 looked for a free name; the others follow it.
         self._folder = RunFolder(Path(run.ranks.gather(str(self._folder.path))[0]), keep=self._settings.keep)

@@ -270,6 +270,11 @@ class Client:
         return self._session.map
 
     @property
+    def specs(self) -> Mapping[str, Table | Dense]:
+        """What is declared, by name, as far as this worker knows."""
+        return self._session.specs
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """Of the job, as the controller has them: staleness, replicas, ..."""
         return self._session.herald.settings

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from echelon.engine.agreement import Agreement
+from echelon.engine.keeper import Elsewhere
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
 from echelon.plan.plan import Plan
@@ -31,10 +32,19 @@ def plan_of(text: str) -> Plan:
 
 
 def train(
-    world: World, text: str, *, stop: int, load: str | None = None, save: str | None = None, **changes: Any
+    world: World,
+    text: str,
+    *,
+    stop: int,
+    load: str | None = None,
+    save: str | None = None,
+    elsewhere: tuple[str, str] | None = None,
+    **changes: Any,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """All parameters after `stop` steps, on rank 0, and the losses; from and to a checkpoint where one is named."""
-    with Run(make_job("mixed", **changes), plan_of(text), world) as run:
+    """All parameters after `stop` steps, on rank 0, and the losses; from and to a checkpoint where one is named; `elsewhere`: the address
+    and the secret's file of servers that run already."""
+    servers = Elsewhere(address=elsewhere[0], secret_file=Path(elsewhere[1])) if elsewhere else None
+    with Run(make_job("mixed", **changes), plan_of(text), world, elsewhere=servers) as run:
         if load is not None:
             run.load(Path(load))
         losses = [float(run.step(batch).loss) for batch in run.batches(stop)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,34 @@ def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: 
     with pytest.raises(Exception, match=r"items\.0\.weight was trained by a parameter server there") as refused:
         ranks.run(1, train, "dp=1", stop=6, load=saved)
     assert isinstance(refused.value.__cause__, ForeignCheckpoint)
+
+
+def test_servers_that_run_already_are_gone_on_with_and_no_others(ranks: Pool, tmp_path: Path) -> None:
+    from echelon.server import Servers, Table, connect
+
+    saved, secret = str(tmp_path / "step-2"), tmp_path / "secret"
+    with Servers(2, replicas=2, shards=16, staleness=0, aggregate=True) as running:
+        secret.touch(mode=0o600)
+        secret.write_text(running.secret.hex())
+        there = (running.address, str(secret))
+
+        def run(plan: str = "dp=2 exchange=server", **more: Any) -> list[float]:
+            return ranks.run(2, train, plan, elsewhere=there, timeout=120, **more)[0][1]
+
+        with pytest.raises(Exception, match="have staleness=0, aggregate=True, and the plan has staleness=4"):
+            run("dp=2 exchange=server staleness=4", stop=2)
+        before = run(stop=2, save=saved)
+        with pytest.raises(Exception, match="they hold what this job trained before; go on from its last checkpoint"):
+            run(stop=2)
+        after = run(stop=4, load=saved)
+        with pytest.raises(Exception, match=r"they are at step 4, and the checkpoint .* at step 2; start servers with"):
+            run(stop=4, load=saved)
+        with connect(running.address, secret=running.secret, worker="other") as client:
+            client.declare(Table(name="strange", dim=3))
+        with pytest.raises(Exception, match=r"they hold another job's items\.0\.weight, .*: strange is there as Table"):
+            run(stop=4, load=saved)
+    (_, losses), *_ = ranks.run(1, train, "dp=1", stop=4)
+    assert [*before[:2], *after] == pytest.approx(losses, rel=1e-5)
 
 
 def test_ranks_that_do_not_wait_stop_at_the_same_step(ranks: Pool) -> None:
