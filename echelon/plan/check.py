@@ -334,6 +334,7 @@ def _with_devices(plan: Plan, cluster: Cluster, precision: Precision | None) -> 
                 **_size(plan), rule=f"the plan needs {plan.ranks} devices and there are {cluster.ranks}",
                 remedy=_smaller(plan, cluster.ranks),
             )  # fmt: skip
+        yield from _slow_bf16(cluster, precision)
         return
     cores = cluster.cores
     threads = plan.threads or max(cores // plan.ranks, 1)
@@ -352,6 +353,18 @@ def _with_devices(plan: Plan, cluster: Cluster, precision: Precision | None) -> 
             path="precision", value=precision, rule=f"this CPU has no {precision} instructions: about 100 times slower",
             remedy="use precision=fp32", severity="warning",
         )  # fmt: skip
+
+
+def _slow_bf16(cluster: Cluster, precision: Precision | None) -> Iterator[Problem]:
+    """Devices older than bf16 compute it without matrix units."""
+    sheets = {device.name: device.sheet for node in cluster.nodes for device in node.devices if device.sheet}
+    for name, sheet in sheets.items():
+        if precision == "bf16" and sheet.peak("bf16") < sheet.peak("half"):
+            yield Problem(
+                path="precision", value=precision,
+                rule=f"{name} has no matrix units for bf16: products take {sheet.peak('half') / sheet.peak('bf16'):.0f} times as long as in fp16",
+                remedy="use precision=fp16", severity="warning",
+            )  # fmt: skip
 
 
 def _size(plan: Plan) -> dict[str, Any]:

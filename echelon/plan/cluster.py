@@ -143,7 +143,8 @@ class Link:
 class Sheet:
     """What a data sheet says of a device: prices what was not measured there."""
 
-    peaks: dict[str, float]  #: dense FLOP/s of matrix products by precision: fp32, tf32, half, fp8, fp4
+    #: Dense FLOP/s of matrix products by precision: fp32, tf32, half, fp8, fp4; bf16 where it is not as fast as half.
+    peaks: dict[str, float]
     vector: float  #: FLOP/s of everything that is no matrix product, in fp32
     bandwidth: float  #: bytes/s of its memory
     units: int  #: multiprocessors: a product is dealt out to them in tiles
@@ -152,14 +153,25 @@ class Sheet:
     #: Share of the peak that matrix instructions of earlier generations reach; kernels that were written for those use them.
     legacy: float = 1.0
     source: str = ""  #: where the figures were printed
+    price: float | None = None  #: of one such device for an hour; None: not known
 
     def __post_init__(self) -> None:
         if "fp32" not in self.peaks:
             raise ValueError(
                 f"peaks: {', '.join(self.peaks) or 'none'} given; fp32 is needed, every device computes in it"
             )
-        if min(*self.peaks.values(), self.vector, self.bandwidth, self.units, self.power, self.legacy) <= 0:
-            raise ValueError("a data sheet's figures are above 0")
+        strange = sorted(set(self.peaks) - set(_WIDER))
+        if strange:
+            raise ValueError(f"peaks: {', '.join(strange)}: not a precision; known are {', '.join(_WIDER)}")
+        figures = {f"{name} peak": value for name, value in self.peaks.items()}
+        figures |= {name: getattr(self, name) for name in ("vector", "bandwidth", "units", "power", "legacy")}
+        figures |= {"price": self.price} if self.price is not None else {}
+        for name, value in figures.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value}: a data sheet's figures are above 0 and finite")
+        for name in ("power", "legacy"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a share is at most 1")
 
     def peak(self, precision: str) -> float:
         """FLOP/s of products in `precision`; one that it lacks is computed in the next wider one that it has."""
@@ -174,6 +186,7 @@ _WIDER = {
     "fp4": ("fp4", "fp8", "half", "fp32"),
     "fp8": ("fp8", "half", "fp32"),
     "half": ("half", "fp32"),
+    "bf16": ("bf16", "half", "fp32"),
     "tf32": ("tf32", "fp32"),
     "fp32": ("fp32",),
 }
@@ -192,8 +205,10 @@ class Wire:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.rate <= 0 or self.domain < 0:
-            raise ValueError(f"{self.kind}: rate={self.rate} bytes/s is above 0 and domain={self.domain} not below it")
+        if not 0 < self.rate < math.inf or self.domain < 0:
+            raise ValueError(
+                f"{self.kind}: rate={self.rate} bytes/s is above 0 and finite, domain={self.domain} not below 0"
+            )
         if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"{self.kind}: share={self.share} of the rate is above 0 and at most 1")
 

@@ -91,6 +91,25 @@ def test_a_figure_in_the_file_replaces_the_catalogues(tmp_path: Path) -> None:
             r"no link between them; describe it under \[inside\]",
         ),
         ("nodes = ", "cannot be read as a cluster"),
+        ('[device]\nname = "H100-80GB"\npower = 3.0', r"\[device\] power=3.0: a share is at most 1"),
+        ('[device]\nname = "H100-80GB"\nprice = -1', "device.price=-1: a number above 0"),
+        ('[device]\nname = "H100-80GB"\nunits = 1.5', "device.units=1.5: a whole number"),
+        ('[device]\nname = "H100-80GB"\nmemory_gb = true', "device.memory_gb=True: a number above 0"),
+        ('[device]\nname = "H100-80GB"\ntflops = {half = inf}', "device.tflops.half=inf: a number above 0"),
+        ('[device]\nname = "H100-80GB"\ntflops = {int8 = 1}', "int8: not a precision"),
+        ('[device]\nname = "A100"', "A100-40GB or A100-80GB"),
+        (
+            'nodes = 2\n[device]\nname = "H100"\n[between]\nkind = "ib"\ngb_s = nan',
+            "between.gb_s=nan: a number above 0",
+        ),
+        (
+            'nodes = 2\n[device]\nname = "H100"\n[between]\nkind = "ib"\ngb_s = 1\nshare = 2',
+            "share=2.0 of the rate is above 0",
+        ),
+        (
+            'nodes = 2\n[device]\nname = "X"\nmemory_gb = 1\nbandwidth_gb_s = 1\nunits = 1\nvector_tflops = 1\ntflops = {fp32 = 1}',
+            r"no link between them; describe it under \[between\]",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, said: str) -> None:
@@ -131,3 +150,51 @@ def test_a_file_may_have_groups_of_nodes_that_are_not_alike(tmp_path: Path) -> N
         catalogue.cluster(str(write(tmp_path, groups)))
     with pytest.raises(DocumentError, match=r"group\.count"):
         catalogue.cluster(str(write(tmp_path, groups.replace("nodes = 2", "count = 2") + between)))
+
+
+def test_links_that_a_file_leaves_out_are_the_catalogues_and_a_note_says_so(tmp_path: Path) -> None:
+    cluster = catalogue.from_toml(write(tmp_path, 'nodes = 16\n[device]\nname = "H100-80GB"\ncount = 4'))
+    assert cluster.network is not None
+    assert cluster.network.rate == 200e9  # four of the eight ports that eight devices have
+    inside, between = cluster.notes
+    assert "does not describe [inside]: taken is nvswitch of 450 GB/s per device" in inside
+    assert "does not describe [between]: taken is infiniband of 200 GB/s per node" in between
+    alone = catalogue.from_toml(write(tmp_path, '[device]\nname = "H100-80GB"'))
+    assert alone.notes == ()
+    given = '\n[inside]\nkind = "nvswitch"\ngb_s = 450\n[between]\nkind = "ib"\ngb_s = 50'
+    full = catalogue.from_toml(write(tmp_path, f'nodes = 2\n[device]\nname = "H100-80GB"\ncount = 4{given}'))
+    assert full.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("64x1xA100-80GB", 25e9), ("2x8xA100-80GB", 200e9), ("2x4xGB200-192GB", 200e9), ("2x1xRTX4090", 3.125e9)],
+)
+def test_nodes_of_few_devices_have_few_ports(text: str, rate: float) -> None:
+    cluster = catalogue.cluster(text)
+    assert cluster.network is not None
+    assert cluster.network.rate == rate
+
+
+@pytest.mark.parametrize(
+    ("short", "name"), [("H100", "H100-80GB"), ("h200", "H200-141GB"), ("RTX4090", "RTX4090-24GB")]
+)
+def test_a_name_that_begins_one_will_do(short: str, name: str) -> None:
+    assert catalogue.cluster(f"8x{short}").nodes[0].devices[0].name == name
+
+
+def test_sockets_of_a_server_are_one_device_and_servers_have_a_network() -> None:
+    one, two = (catalogue.cluster(text).nodes[0].devices for text in ("XEON-8480", "2xXEON-8480"))
+    assert (len(two), two[0].cores, two[0].memory) == (1, 2 * one[0].cores, 2 * one[0].memory)
+    assert catalogue.cluster("8x1xXEON-8480").network is not None
+    with pytest.raises(DocumentError, match="8x1xXEON-8380 is 8 servers"):
+        catalogue.cluster("8xXEON-8380")
+
+
+def test_numbers_of_two_bytes_that_a_device_has_no_units_for_are_no_faster() -> None:
+    old, new = (catalogue.device(name).sheet for name in ("V100-32GB", "A100-80GB"))
+    assert old is not None
+    assert new is not None
+    assert old.peak("bf16") == old.peak("fp32") < old.peak("half")
+    assert new.peak("bf16") == new.peak("half")
+    assert [catalogue.device(name).instructions for name in ("XEON-8380", "XEON-8480")] == [(), ("bf16", "fp16")]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from echelon.errors import PlanError
+from echelon.plan import catalogue
 from echelon.plan.check import check, require
 from echelon.plan.cluster import Cluster, Curve, Device, Node, Point
 from echelon.plan.placement import Placement, Slice, Uncut
@@ -242,3 +243,13 @@ def test_shares_too_far_apart_for_a_micro_batch_are_refused_and_told_as_they_are
     assert "use micro=9" in str(problem)
     assert not check(replace(plan, micro=9), profile)
     assert "of up to 9 samples per rank" in explain(plan, batch=20)
+
+
+def test_bf16_on_devices_without_units_for_it_is_warned_of() -> None:
+    plan = from_text("dp=8 precision=bf16")
+    (told,) = [each for each in check(plan, None, catalogue.cluster("8xV100-32GB")) if each.path == "precision"]
+    assert told.severity == "warning"
+    assert "V100-32GB has no matrix units for bf16: products take 8 times as long as in fp16" in str(told)
+    assert not check(plan, None, catalogue.cluster("8xA100-80GB"))
+    assert not check(from_text("precision=bf16"), None, catalogue.cluster("XEON-8480"))
+    assert check(from_text("precision=bf16"), None, catalogue.cluster("XEON-8380"))
