@@ -12,7 +12,7 @@ that nobody's death forces waits until every server has the present map, so that
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.errors import DocumentError, EchelonError, ServerError
@@ -63,6 +63,16 @@ class Answer:
     request: int
     kind: int
     meta: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Offer:
+    """Something declared of which not all servers have said yet that they can hold it."""
+
+    spec: dict[str, Any]
+    askers: list[tuple[Hashable, int]]
+    able: set[str] = field(default_factory=set)
+    again: float = float("-inf")
 
 
 class Controller:
@@ -117,6 +127,7 @@ class Controller:
         self._writing: dict[str, Any] | None = None
         self._expiring: dict[int, tuple[Hashable, int, set[str]]] = {}
         self._numbers = 0
+        self._offers: dict[int, Offer] = {}
         #: (head, replica): until when they are not paired again.
         self._shunned: dict[tuple[str, str], float] = {}
         #: Lives of workers that left, and when; from when on all of those that left are known.
@@ -205,6 +216,7 @@ class Controller:
         if self._settled():
             self._elective(now)
         self._ask_checkpoint(now)
+        self._ask_offers(now)
         return self._actions()
 
     def _actions(self) -> list[Action]:
@@ -283,7 +295,10 @@ class Controller:
         elif kind == wire.WRITTEN:
             self._written(session, meta)
         elif kind == wire.DONE:
-            self._expired(session, int(meta["of"]))
+            if int(meta["of"]) in self._offers:
+                self._offered(now, session, int(meta["of"]), meta.get("error"))
+            else:
+                self._expired(session, int(meta["of"]))
         else:
             raise wire.WireError(f"no {wire.NAMES.get(kind, kind)} is taken here")
 
@@ -557,21 +572,52 @@ class Controller:
             self._publish(chains=tuple(chains), learners=tuple(learners))
 
     def _declare(self, now: float, peer: Hashable, request: int, spec: dict[str, Any]) -> None:
+        """First every server says whether it can hold it: what is on the disk must not end whoever reads it there."""
         if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
             raise wire.WireError("DECLARE: a spec with a name is expected")
-        known = next((each for each in self.specs if each["name"] == spec["name"]), None)
-        if known is None:
-            self.specs = [*self.specs, spec]
-            self._publish()
-        elif known != spec:
+        offer = next((each for each in self._offers.values() if each.spec["name"] == spec["name"]), None)
+        known = next((each for each in self.specs if each["name"] == spec["name"]), offer.spec if offer else None)
+        if known is not None and known != spec:
             self._refuse(
                 peer,
                 request,
                 "StoreError",
                 f"{spec['name']}: declared as {known}, now as {spec}; use another name, or the same spec in every worker",
             )
+        elif offer is not None:
+            offer.askers.append((peer, request))
+        elif known is not None:
+            self._later(peer, request, wire.DONE, {"version": self.map.version, "first": False})
+        else:
+            self._numbers += 1
+            self._offers[self._numbers] = Offer(spec=spec, askers=[(peer, request)])
+            self._ask_offers(now)
+
+    def _ask_offers(self, now: float) -> None:
+        """Ask servers that have not said yet whether they can hold what is declared; take it where all have."""
+        for number, offer in list(self._offers.items()):
+            if now >= offer.again:
+                offer.again = now + 1.0
+                for other, session in self.sessions.items():
+                    if session.role == "server" and session.name not in offer.able:
+                        self._send(other, wire.DECLARE, 0, {"spec": offer.spec, "of": number})
+            if set(self.map.servers) <= offer.able:
+                del self._offers[number]
+                self.specs = [*self.specs, offer.spec]
+                self._publish()
+                for place, (peer, request) in enumerate(offer.askers):
+                    self._later(peer, request, wire.DONE, {"version": self.map.version, "first": not place})
+
+    def _offered(self, now: float, session: Session, number: int, error: str | None) -> None:
+        """A server says whether it can hold what is declared."""
+        offer = self._offers[number]
+        if error is None:
+            offer.able.add(session.name)
+            self._ask_offers(now)
             return
-        self._later(peer, request, wire.DONE, {"version": self.map.version, "first": known is None})
+        del self._offers[number]
+        for peer, request in offer.askers:
+            self._refuse(peer, request, "StoreError", f"server {session.name} cannot hold it: {error}")
 
     # Changes that can wait
 

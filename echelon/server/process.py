@@ -352,6 +352,9 @@ class ServerProcess:
                 self._do(self.replica.on_map(now, new, meta["specs"]))
         elif frame.kind == wire.CHECKPOINT and self.replica is not None:
             self._write(meta)
+        elif frame.kind == wire.DECLARE and self._control is not None and self.replica is not None:
+            answer = {"of": meta["of"], "error": self._unable(meta["spec"])}
+            self.loop.send(self._control, wire.encode(wire.DONE, 0, answer))
         elif self.replica is not None:
             self._do(self.replica.on_control(now, frame))
 
@@ -369,6 +372,19 @@ class ServerProcess:
             load=lambda folder, shard: checkpoint.load(Path(folder), shard),
             declare=lambda spec: store.declare(spec_from_plain(spec)),
         )
+
+    def _unable(self, spec: dict[str, Any]) -> str | None:
+        """Why this server could not hold what is to be declared, beside all that it holds."""
+        from echelon.server.kinds import spec_from_plain
+        from echelon.server.store import Store
+
+        try:
+            trial = Store(shards=self._store.shards, memory=self._memory, spill=self._spill)
+            trial.declare(spec_from_plain(spec))
+            trial.close()
+        except (EchelonError, OSError, MemoryError, ValueError, OverflowError) as error:
+            return str(error) or type(error).__name__
+        return None
 
     def _anew(self) -> None:
         """We were taken for dead: what we hold is worth nothing any more. Join as a new server."""

@@ -59,7 +59,12 @@ class Job:
         return mine[-1] if mine else dict(answers[-1][1]) if answers else {}
 
     def install(self) -> None:
-        """All servers have the map."""
+        """All servers can hold what is declared, and have the map."""
+        for number in list(self.core._offers):
+            for peer, session in list(self.core.sessions.items()):
+                if session.role == "server":
+                    frame = wire.parse(wire.joined(wire.encode(wire.DONE, 0, {"of": number})))
+                    self.do(self.core.on_frame(self.now, peer, frame))
         for peer, session in list(self.core.sessions.items()):
             if session.role == "server":
                 frame = wire.parse(wire.joined(wire.encode(wire.INSTALLED, 0, {"version": self.core.map.version})))
@@ -253,6 +258,8 @@ def test_workers_leave_by_lease(job: Job) -> None:
 def test_a_new_life_goes_on_from_the_disk(job: Job) -> None:
     """It knows the map, and waits for its members before it judges them."""
     job.say("0", wire.DECLARE, {"spec": {"what": "table", "name": "emb", "dim": 2}})
+    job.install()
+    assert len(job.core.specs) == 1
     again = Job(job.disk)
     assert again.core.map == job.core.map
     assert again.core.specs == job.core.specs
@@ -286,6 +293,26 @@ def test_declared_once(job: Job) -> None:
     assert [meta["first"] for whom, kind, _, meta in job.heard if kind == wire.DONE] == [True]
     assert job.say("0", wire.DECLARE, {"spec": spec})[0][1]["first"] is False
     assert job.say("0", wire.DECLARE, {"spec": spec | {"dim": 3}})[0][0] == wire.REFUSED
+
+
+def test_what_a_server_cannot_hold_is_not_declared(job: Job) -> None:
+    """Every server says so first; only then is it on the disk, and whoever asked meanwhile is answered too."""
+    spec, before = {"what": "table", "name": "emb", "dim": 2}, job.disk
+    job.say("0", wire.DECLARE, {"spec": spec})
+    offers = [meta for whom, kind, _, meta in job.heard if kind == wire.DECLARE]
+    assert [each["spec"] for each in offers] == [spec, spec]
+    job.say("a", wire.DONE, {"of": offers[0]["of"], "error": None})
+    assert job.say("1", wire.DECLARE, {"spec": spec}, request=7) == []
+    assert job.say("1", wire.DECLARE, {"spec": spec | {"dim": 3}})[0][0] == wire.REFUSED
+    assert job.disk == before
+    job.say("b", wire.DONE, {"of": offers[0]["of"], "error": "no room"})
+    refused = [(whom, meta["message"]) for whom, kind, _, meta in job.heard if kind == wire.REFUSED]
+    assert refused == [("0", "server b cannot hold it: no room"), ("1", "server b cannot hold it: no room")]
+    assert job.disk == before
+    job.say("0", wire.DECLARE, {"spec": spec})
+    job.pass_time(2 * SERVER_LEASE, "b")  # asks those who did not answer again, and does not wait for the dead
+    job.install()
+    assert job.core.specs == [spec]
 
 
 @pytest.mark.parametrize(
