@@ -5,7 +5,8 @@ It prints `ready`, then answers each line `SECONDS` on its input with one line o
 its input. All of its processes descend from it, by which the bench adds up their processor time.
 
 Each peer does what ours does, in the kindest way that its makers document: ids made unique before they are looked up, gradients of
-equal ids added up before they are sent, several steps in one call of TensorFlow's so that its scheduling hardly counts.
+equal ids added up before they are sent, several steps in one call of TensorFlow's so that its scheduling hardly counts. TensorFlow is
+also run as its tutorial of ParameterServerStrategy has it (tensorflow-plain): one step per scheduled function, ids looked up as they come.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def _tensorflow_server(cluster: dict[str, list[str]], job: str, index: int) -> N
     server.join()
 
 
-def tensorflow(settings: argparse.Namespace) -> None:
+def tensorflow(settings: argparse.Namespace, *, plain: bool = False) -> None:
     """ParameterServerStrategy with its coordinator; table and accumulator sharded over the servers, Adagrad run on them."""
+    count = 1 if plain else STEPS
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     ports = free_ports(settings.servers + settings.workers)
     addresses = [f"127.0.0.1:{port}" for port in ports]
@@ -105,29 +107,43 @@ def tensorflow(settings: argparse.Namespace) -> None:
     def dataset() -> Any:
         return tf.data.Dataset.from_tensor_slices(pool).repeat()
 
+    def step(ids: Any) -> None:
+        keys, places = (ids, None) if plain else tf.unique(ids)
+        owner = tf.cast(keys // size, tf.int32)
+        parts = tf.dynamic_partition(keys % size, owner, len(tables))
+        order = tf.dynamic_partition(tf.range(tf.size(keys)), owner, len(tables))
+        found = tf.dynamic_stitch(order, [tf.gather(each, part) for each, part in zip(tables, parts, strict=True)])
+        if plain:
+            gradients = found * 1e-3
+        else:
+            gradients = tf.math.unsorted_segment_sum(tf.gather(found, places) * 1e-3, places, tf.size(keys))
+        for part, which, each, sums in zip(parts, order, tables, accumulators, strict=True):
+            grad = tf.gather(gradients, which)
+            if plain:  # its optimizers add up what a lookup's gradient has of equal ids
+                part, equal = tf.unique(part)
+                grad = tf.math.unsorted_segment_sum(grad, equal, tf.size(part))
+            tf.raw_ops.ResourceSparseApplyAdagradV2(
+                var=each.handle, accum=sums.handle, lr=RATE, epsilon=1e-7, grad=grad, indices=part
+            )
+
     @tf.function
     def steps(batches: Any) -> None:
-        for _ in range(STEPS):
-            unique, places = tf.unique(next(batches))
-            owner = tf.cast(unique // size, tf.int32)
-            parts = tf.dynamic_partition(unique % size, owner, len(tables))
-            order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, len(tables))
-            found = [tf.gather(each, part) for each, part in zip(tables, parts, strict=True)]
-            rows = tf.gather(tf.dynamic_stitch(order, found), places)
-            gradients = tf.math.unsorted_segment_sum(rows * 1e-3, places, tf.size(unique))
-            for part, which, each, sums in zip(parts, order, tables, accumulators, strict=True):
-                tf.raw_ops.ResourceSparseApplyAdagradV2(
-                    var=each.handle, accum=sums.handle, lr=RATE, epsilon=1e-7, grad=tf.gather(gradients, which), indices=part
-                )  # fmt: skip
+        for _ in range(count):
+            step(next(batches))
 
     batches = iter(coordinator.create_per_worker_dataset(dataset))
 
     def advance() -> None:
-        for _ in range(settings.workers * 4):
+        for _ in range(settings.workers * 4 * (STEPS // count)):
             coordinator.schedule(steps, args=(batches,))
         coordinator.join()
 
     serve_turns(advance, workers=settings.workers, steps=STEPS * 4)
+
+
+def tensorflow_plain(settings: argparse.Namespace) -> None:
+    """The same as the tutorial of it has a step."""
+    tensorflow(settings, plain=True)
 
 
 def _shards(variable: Any) -> list[Any]:
@@ -291,7 +307,7 @@ def arguments(peers: list[str]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-PEERS = {"tensorflow": tensorflow, "torch.rpc": torch_rpc, "loopback": loopback}
+PEERS = {"tensorflow": tensorflow, "tensorflow-plain": tensorflow_plain, "torch.rpc": torch_rpc, "loopback": loopback}
 
 if __name__ == "__main__":
     chosen = arguments(list(PEERS))
