@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from echelon.server.wire import Pieces
+
 #: Kinds of connection: one that was accepted, one to another server, the one to the controller.
 PEER, LINK, CONTROL = "peer", "link", "control"
 
@@ -19,7 +21,7 @@ class Send(NamedTuple):
     kind: int
     request: int
     meta: dict[str, Any]
-    arrays: Sequence[np.ndarray] = ()
+    arrays: Sequence[np.ndarray | Pieces] = ()
 
 
 class Close(NamedTuple):

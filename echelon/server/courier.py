@@ -24,11 +24,13 @@ from echelon.server.secret import WORKER, Caller
 BUFFER = 4 << 20
 #: Read at once before it is known what comes: short answers whole, of long ones the front and a little more.
 SCRATCH = 16 << 10
+#: Of a long answer so much is waited for at a time: waking up for every packet costs more than the copy.
+AT_ONCE = 1 << 20
 #: A dial (connecting and the handshake) that takes longer is given up and begun again.
 DIAL = 3.0
 #: Seconds until a server is dialled again: the first time, and at most.
 FIRST_DELAY, LAST_DELAY = 0.01, 0.25
-_BATCH = 512  # buffers per call of sendmsg and recvmsg; the kernel takes 1024
+_BATCH = 16  # buffers per call of sendmsg and recvmsg: each costs to look at, and a call moves a few at most
 
 Described = list[tuple[np.dtype, tuple[int, ...]]]
 
@@ -41,7 +43,7 @@ class Request:
     meta: dict[str, Any]
     arrays: Sequence[np.ndarray]
     done: Callable[[Request, wire.Frame], None]
-    places: Callable[[dict[str, Any], Described], Sequence[np.ndarray | None]] | None = None
+    places: Callable[[dict[str, Any], Described], Sequence[np.ndarray | wire.Pieces | None]] | None = None
     #: Whose it is: the section of a push, the part of a pull.
     item: Any = None
     server: str = ""
@@ -56,8 +58,9 @@ class _Incoming:
     request: Request | None
     header: bytes
     meta: dict[str, Any]
-    arrays: list[np.ndarray]
+    arrays: list[Any]
     views: list[memoryview] = field(default_factory=list)
+    rest: int = 0
 
 
 class Link:
@@ -75,6 +78,7 @@ class Link:
         self._incoming: _Incoming | None = None
         self._greeting = b""
         self._requests = 0
+        self._least = 1
         host, _, port = address.rpartition(":")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
@@ -141,6 +145,8 @@ class Link:
             if not got:
                 raise EOFError
             _advance(incoming.views, got)
+            incoming.rest -= got
+            self._wait_for(min(incoming.rest, AT_ONCE))
             if not incoming.views:
                 self._incoming = None
                 self._answer(incoming)
@@ -156,6 +162,13 @@ class Link:
             return False
         self._frames()
         return self._incoming is not None
+
+    def _wait_for(self, count: int) -> None:
+        """Be told of what arrived when it is so much (or the connection ended)."""
+        least = count if count == AT_ONCE else 1
+        if least != self._least:
+            self._least = least
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def _greet(self) -> None:
         if self._have < self._caller.needs:
@@ -196,27 +209,29 @@ class Link:
         meta, places = wire.layout(front)
         request = self.waiting.get(wire.HEADER.unpack(header)[3])
         kind = wire.HEADER.unpack(header)[1]
-        chosen: Sequence[np.ndarray | None] = [None] * len(places)
+        chosen: Sequence[np.ndarray | wire.Pieces | None] = [None] * len(places)
         if request is not None and request.places is not None and not request.dropped and kind == wire.ROWS:
             chosen = request.places(meta, [(dtype, shape) for dtype, shape, _ in places])
         incoming = _Incoming(request=request, header=header, meta=meta, arrays=[])
-        at, here = len(front), len(front)
+        at = here = len(front)
         for (dtype, shape, start), target in zip(places, chosen, strict=True):
             array = np.empty(shape, dtype) if target is None else target
             incoming.arrays.append(array)
-            if not array.nbytes:
-                continue
-            view = array.reshape(-1).data.cast("B")
-            if start < here:
-                known = min(here - start, len(view))
-                view[:known] = front[start : start + known].data
-                view = view[known:]
-            elif start > at:
-                incoming.views.append(memoryview(bytearray(start - at)))
-            at = max(at, start + array.nbytes)
-            if len(view):
-                incoming.views.append(view)
+            for piece in array.pieces if isinstance(array, wire.Pieces) else (array,):
+                view = piece.reshape(-1).data.cast("B") if piece.nbytes else memoryview(b"")
+                end = start + len(view)
+                if view and start < here:
+                    known = min(here - start, len(view))
+                    view[:known] = front[start : start + known].data
+                    view = view[known:]
+                elif view and start > at:
+                    incoming.views.append(memoryview(bytearray(start - at)))
+                if view:
+                    incoming.views.append(view)
+                at, start = max(at, end), end
         assert at == length, "a frame's last array ends it"
+        incoming.rest = length - here
+        self._wait_for(min(incoming.rest, AT_ONCE))
         return incoming
 
     def _answer(self, incoming: _Incoming) -> None:

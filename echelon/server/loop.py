@@ -22,7 +22,7 @@ BUFFER = 1 << 22
 STRANGERS = 128
 #: A peer that does not read its answers is not read from beyond this.
 UNSENT = 1 << 26
-_VIEWS = 256
+_VIEWS = 16
 READ, WRITE = select.POLLIN, select.POLLOUT
 
 

@@ -12,13 +12,14 @@ from echelon.server.combine import Grouped, group
 from echelon.server.hashing import block_shards, shard_of
 from echelon.server.kinds import BLOCK, Dense, Table
 from echelon.server.outbox import Route
+from echelon.server.wire import Pieces
 
 #: Which rows of a parcel: a slice where a route's lie together, else their numbers.
 Rows = slice | np.ndarray
 #: In place of a route's number: the shard has no living replica.
 NOWHERE = 65535
 #: Bytes of rows that one frame brings at most: frames have a limit (wire.MAX_FRAME), and a server sends them one at a time.
-LARGE = 256 << 20
+LARGE = 64 << 20
 _NONE = np.zeros(0, bool)
 
 
@@ -163,9 +164,12 @@ class WantedDense:
     values: np.ndarray
     shards: np.ndarray
 
-    def block(self, number: int) -> np.ndarray:
-        """Where a block goes."""
-        return self.values[number * BLOCK : (number + 1) * BLOCK]
+    def runs(self, blocks: np.ndarray) -> Pieces:
+        """Where these blocks go: neighbours together."""
+        ends = np.flatnonzero(np.diff(blocks, append=-1) != 1)
+        firsts, lasts = blocks[np.concatenate(([0], ends[:-1] + 1))], blocks[ends]
+        pairs = zip(firsts.tolist(), lasts.tolist(), strict=True)
+        return Pieces([self.values[first * BLOCK : (last + 1) * BLOCK] for first, last in pairs])
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +181,7 @@ class Part:
     tables: list[tuple[Wanted, Rows]]
     dense: list[tuple[WantedDense, np.ndarray]]
     #: Where the answer's arrays were received, by their place in it.
-    _placed: list[np.ndarray | None] = field(default_factory=list)
+    _placed: list[np.ndarray | Pieces | None] = field(default_factory=list)
 
     def frame(self) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """Its ops and arrays."""
@@ -186,15 +190,15 @@ class Part:
         arrays = [each.order.ids[rows] for each, rows in self.tables] + [blocks for _, blocks in self.dense]
         return ops, [self.cover, *arrays]
 
-    def places(self, meta: Mapping[str, Any], described: Sequence[Any]) -> list[np.ndarray | None]:
+    def places(self, meta: Mapping[str, Any], described: Sequence[Any]) -> list[np.ndarray | Pieces | None]:
         """Where the arrays of the answer go; None: into an array of their own first."""
-        found: list[np.ndarray | None] = []
+        found: list[np.ndarray | Pieces | None] = []
         for each, rows in self.tables:
             found.append(each.rows[rows] if each.plain and isinstance(rows, slice) else None)
             if each.wire in ("i2", "i1"):
                 found.append(None)
         for dense, blocks in self.dense:
-            found += [dense.block(block) for block in blocks]
+            found.append(dense.runs(blocks))
         fits = len(found) == len(described) and all(
             place is None or (place.dtype == dtype and place.shape == shape)
             for place, (dtype, shape) in zip(found, described, strict=True)
@@ -202,7 +206,7 @@ class Part:
         self._placed = found if fits else [None] * len(described)
         return self._placed
 
-    def take(self, arrays: Sequence[np.ndarray]) -> None:
+    def take(self, arrays: Sequence[Any]) -> None:
         """The answer is here: put what is not in its place there."""
         from echelon.server.narrow import widen
 
@@ -215,10 +219,10 @@ class Part:
                 continue
             each.rows[rows] = got if each.plain else widen([got, *scales], each.rows.dtype.str[1:])
         for dense, blocks in self.dense:
-            for block in blocks:
-                got, place = next(rest)
-                if got is not place:
-                    dense.block(block)[:] = got
+            got, place = next(rest)
+            if got is not place:
+                for run in dense.runs(blocks).pieces:
+                    run[:], got = got[: len(run)], got[len(run) :]
 
 
 @dataclass(slots=True, eq=False)

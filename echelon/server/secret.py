@@ -22,7 +22,7 @@ from pathlib import Path
 
 from echelon.errors import ServerError
 
-PROTOCOL = 1
+PROTOCOL = 2
 LIMIT = 5.0  # seconds that a caller has to prove itself
 WORKER, SERVER, ADMIN = 1, 2, 3
 ROLES = {WORKER: "worker", SERVER: "server", ADMIN: "admin"}

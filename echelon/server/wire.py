@@ -121,8 +121,20 @@ class Frame:
         return f"{NAMES.get(self.kind, self.kind)} #{self.request} {self.meta} {[array.shape for array in self.arrays]}"
 
 
+class Pieces:
+    """Flat arrays of one dtype that travel end to end, as one array: what lies apart is not joined first."""
+
+    __slots__ = ("dtype", "nbytes", "pieces", "shape")
+    ndim = 1
+
+    def __init__(self, pieces: Sequence[np.ndarray]) -> None:
+        self.pieces, self.dtype = pieces, pieces[0].dtype
+        self.shape = (sum(len(piece) for piece in pieces),)
+        self.nbytes = self.shape[0] * self.dtype.itemsize
+
+
 def encode(
-    kind: int, request: int, meta: dict[str, Any], arrays: Sequence[np.ndarray] = (), *, flags: int = 0
+    kind: int, request: int, meta: dict[str, Any], arrays: Sequence[np.ndarray | Pieces] = (), *, flags: int = 0
 ) -> list[Buffer]:
     """A frame as buffers for sendmsg: arrays are not copied (unless they are not contiguous)."""
     text = _write(meta).encode() if meta else b"{}"
@@ -145,8 +157,9 @@ def encode(
         length += gap + size
         if size:
             buffers.append(b"".join(pieces))
-            buffers.append((array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B"))
             pieces = []
+            for each in array.pieces if isinstance(array, Pieces) else (array,):
+                buffers.append((each if each.flags.c_contiguous else np.ascontiguousarray(each)).data.cast("B"))
     if pieces:
         buffers.append(b"".join(pieces))
     buffers[0] = HEADER.pack(MAGIC, kind, flags, request, len(text), len(arrays), 0, length - HEADER.size) + buffers[0]

@@ -88,11 +88,18 @@ class Ground:
         return out
 
     def _send(
-        self, peer: Hashable, kind: int, request: int, meta: dict[str, Any], arrays: Sequence[np.ndarray] = ()
+        self,
+        peer: Hashable,
+        kind: int,
+        request: int,
+        meta: dict[str, Any],
+        arrays: Sequence[np.ndarray | wire.Pieces] = (),
     ) -> None:
         self._out.append(Send(PEER, peer, kind, request, meta, arrays))
 
-    def _link(self, server: str, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+    def _link(
+        self, server: str, kind: int, meta: dict[str, Any], arrays: Sequence[np.ndarray | wire.Pieces] = ()
+    ) -> None:
         self._out.append(Send(LINK, server, kind, 0, meta, arrays))
 
     def _tell(self, kind: int, meta: dict[str, Any]) -> None:

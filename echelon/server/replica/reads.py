@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -71,11 +71,15 @@ class Reads(Clocks):
                 for step, waiting in self.state.pending.items()
             ):
                 return False  # its commit is yet to be logged
-            store, found, counts = self.state.store, [], []
+            store, counts = self.state.store, []
+            found: list[np.ndarray | wire.Pieces] = []
             for op, ids in zip(meta["ops"], arrays[1:], strict=True):
-                part = (
-                    store.read(op["table"], ids, op["wire"]) if "table" in op else store.read_blocks(op["dense"], ids)
-                )
+                part: Sequence[np.ndarray | wire.Pieces]
+                if "table" in op:
+                    part = store.read(op["table"], ids, op["wire"])
+                else:
+                    blocks = store.read_blocks(op["dense"], ids)
+                    part = [wire.Pieces(blocks)] if blocks else []
                 self.counts["rows"] += len(ids)
                 found += part
                 counts.append(len(part))
