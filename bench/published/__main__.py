@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.published.cases import Case, Outcome, cases, outcome
+from bench.published.cases import Case, Outcome, outcome
 from bench.published.fit import STARTS, fit
+from bench.published.prepare import prepared
 from bench.published.rows import ROWS, Row, read
 from bench.published.scores import choices, summary
 from echelon.errors import EchelonError
 from echelon.simulator.fitted import Fitted, fitted, written
-from echelon.simulator.work import Work
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rows = read(given.rows)
         begun = clock.perf_counter()
-        made = {row.id: cases(row, worker) for row in rows}
+        found_cases = prepared(rows)
+        made = {name: each for name, each in found_cases.items() if not isinstance(each, EchelonError)}
+        for each in found_cases.values():
+            if isinstance(each, EchelonError):
+                raise each
         profiled = clock.perf_counter() - begun
     except EchelonError as error:
         print(error, file=sys.stderr)
@@ -56,13 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dumps({"rows": [plain(row, found[row.id]) for row in rows], "summary": scores}, indent=1) + "\n"
         )
     return 0
-
-
-def worker(model: dict[str, Any], *, core: str, half: bool, fused_norm: bool, layers: int) -> Work:
-    """What the simulator needs of a row's model."""
-    from bench.published.profiles import key_of, work  # torch is needed from here on
-
-    return work(key_of(model, core=core, half=half, fused_norm=fused_norm), layers)
 
 
 def left_out(

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.published.__main__ import left_out, worker
+from bench.published.__main__ import left_out
 from bench.published.assumed import usual_length
 from bench.published.cases import Case, Outcome, _variants, cases, outcome
 from bench.published.fit import fit
 from bench.published.models import CONVNETS, Transformer, package_loss, word_loss
+from bench.published.prepare import worker
 from bench.published.profiles import TRACED, deepen, job, key_of, shallow
 from bench.published.rows import ROWS, TRANSFORMERS, Row, read
 from bench.published.scores import (
