@@ -123,7 +123,8 @@ class Space:
         turns = rounds(self.profile.batch, family.mesh.dp, family.micro)
         blocks = self._blocks(family)
         if len(blocks) == 1 or family.mesh.pp == 1:
-            return turns * self._fullest(family.mesh.pp) * max(blocks)
+            slowest = max(blocks[kind] for kind in set(self.quotes.on[: family.mesh.ranks]))
+            return turns * self._fullest(family.mesh.pp) * slowest
         # Slow ranks may have few blocks: all are done soonest where every rank takes equally long.
         paces = [max(blocks[kind] for kind in kinds) for kinds in self._on_stages(family.mesh)]
         return turns * self.quotes.work.layers / sum(1 / pace for pace in paces)

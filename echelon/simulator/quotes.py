@@ -27,6 +27,7 @@ class Quotes:
         self.stack, self.fitted = stack or Stack(), fitted()
         #: The cluster as it would be with devices of each kind alone.
         self.clusters = kinds(cluster)
+        self._whole, self._reached = cluster, dict[int, list[Cluster]]()
         #: For each rank that there may be, the kind of its device.
         self.on = kinds_of_ranks(cluster)
         self.devices = sum(len(node.devices) for node in self.clusters[0].nodes)
@@ -48,9 +49,18 @@ class Quotes:
                 cluster,
                 known,
             )
-            for cluster, known, (largest, here) in zip(self.clusters, self._known, shares, strict=True)
+            for cluster, known, (largest, here) in zip(self._clusters(plan.ranks), self._known, shares, strict=True)
             if here
         ]
+
+    def _clusters(self, ranks: int) -> list[Cluster]:
+        """As so many ranks see them: links of nodes that none of them is on do not count."""
+        if len(self.clusters) == 1:
+            return self.clusters
+        nodes = -(-ranks // len(self.cluster.nodes[0].devices))
+        if nodes not in self._reached:
+            self._reached[nodes] = kinds(self._whole, ranks)
+        return self._reached[nodes]
 
     def _work(self, plan: Plan) -> Work:
         """What the model computes in the plan's precision, cut as it says where it does."""

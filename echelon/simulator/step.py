@@ -55,7 +55,7 @@ def simulate(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
 
 def laid_out(profile: Profile, cluster: Cluster, plan: Plan, stack: Stack | None = None) -> list[Placed]:
     """The plan on each kind of device of the cluster that ranks are on."""
-    work, alike = distil(profile, plan), kinds(cluster)
+    work, alike = distil(profile, plan), kinds(cluster, plan.ranks)
     shares = shares_of_kinds(profile.batch, plan, kinds_of_ranks(cluster), len(alike))
     return [
         Placed(lay_out(work, profile.batch, each, plan, stack or Stack(), largest=largest, here=here), each)
@@ -75,7 +75,7 @@ def kinds_of_ranks(cluster: Cluster) -> list[int]:
 def shares_of_kinds(batch: int, plan: Plan, on: Sequence[int], number: int) -> list[tuple[int | None, tuple[int, ...]]]:
     """For each of so many kinds of device the most samples that a rank on one has (None: as many as any), and the ranks of pp that are on such.
 
-    Without a pipeline all ranks do the same, wherever they come to be: what is unequal then are shares of the batch.
+    Without a pipeline all ranks do the same, on whatever device they are: what is unequal then are shares of the batch.
     """
     mesh = plan.mesh
     if mesh.pp > 1 and number == 1:
@@ -85,7 +85,8 @@ def shares_of_kinds(batch: int, plan: Plan, on: Sequence[int], number: int) -> l
         stages = [set(on[rank * each : (rank + 1) * each]) for rank in range(mesh.pp)]
         return [(None, tuple(rank for rank in range(mesh.pp) if kind in stages[rank])) for kind in range(number)]
     if not plan.shares or plan.ranks != mesh.dp or batch < mesh.dp:
-        return [(None, (0,))] * number
+        reached = set(on[: plan.ranks])
+        return [(None, (0,) if kind in reached else ()) for kind in range(number)]
     placed = list(zip(on, sizes(batch, mesh.dp, plan.shares), strict=False))
     most = [max((size for at, size in placed if at == kind), default=0) for kind in range(number)]
     return [(size, (0,) if size else ()) for size in most]
@@ -97,9 +98,9 @@ def by_sheet(cluster: Cluster) -> bool:
     return device.sheet is not None and not device.curves
 
 
-def kinds(cluster: Cluster) -> list[Cluster]:
+def kinds(cluster: Cluster, ranks: int | None = None) -> list[Cluster]:
     """For each kind of device the cluster as it would be with that kind alone, as many in each node as all nodes have, over the slowest
-    link that there is."""
+    link of the nodes that the first `ranks` ranks are on."""
     devices = distinct(device for node in cluster.nodes for device in node.devices)
     if len(devices) == 1:
         return [cluster]
@@ -109,7 +110,8 @@ def kinds(cluster: Cluster) -> list[Cluster]:
             f"{cluster.name}: {bare} has no data sheet and others have; describe it in the cluster's file too"
         )
     fewest = min(len(node.devices) for node in cluster.nodes)
-    wires = [node.wire for node in cluster.nodes if node.wire is not None]
+    reached = cluster.nodes if ranks is None else cluster.nodes[: -(-ranks // fewest)]
+    wires = [node.wire for node in reached if node.wire is not None]
     wire = min(wires, key=lambda each: each.rate) if wires else None
     names = " and ".join(sorted({device.name for device in devices}))
     notes = [f"{names}: what has the same work waits for the slowest, and a plan must fit wherever it is"]

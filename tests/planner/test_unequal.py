@@ -104,3 +104,16 @@ def test_bounds_hold_on_unequal_devices_and_nothing_better_is_missed(batch: int,
             assert space.quotes.may_fit(placed) or not forecast.fits, plan
     found, all_ = (search(profile, cluster, top=3, exhaustive=each) for each in (False, True))
     assert [each.forecast.time.step for each in found] == [each.forecast.time.step for each in all_]
+
+
+def test_ranks_on_devices_of_one_kind_are_priced_on_these_alone() -> None:
+    """A cluster that has slow machines too is no slower than without them."""
+    profile, both, fast = model(), mixed(FAST, SLOW), mixed(FAST)
+    plan = from_text("dp=2 zero=1")
+    assert simulate(profile, both, plan).time == simulate(profile, fast, plan).time
+    assert search(profile, both)[0].forecast.time.step <= search(profile, fast)[0].forecast.time.step * 1.02
+    # On all of them the slowest decides, whatever was reckoned for fewer.
+    assert (
+        simulate(profile, both, from_text("dp=4")).time.step
+        > simulate(profile, mixed(FAST, FAST), from_text("dp=4")).time.step
+    )
