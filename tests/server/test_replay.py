@@ -12,8 +12,12 @@ import torch
 
 pytest.importorskip("numba")
 
+from echelon.errors import ServerError
+from echelon.server import wire
+from echelon.server.covers import Covers
 from echelon.server.kinds import Dense, Init, Rule, StoreError, Table
 from echelon.server.replay import Course, first_rows
+from echelon.server.state import State
 from echelon.server.store import Store
 
 SHARDS = 8
@@ -161,3 +165,39 @@ def test_what_no_row_could_make_up_for_is_refused() -> None:
     plain.declare(Table(name="t", dim=3, dtype="f8", stored="f8"))
     with pytest.raises(StoreError, match=r"not declared here with rule\.every"):
         plain.install(0, store.snapshot(0))
+
+
+def test_a_step_that_is_added_up_moves_shards_that_it_has_no_gradients_for_once() -> None:
+    """Two workers in step, two routes; all gradients are of the one, to the other goes the table's rate alone. Through a snapshot in between."""
+    rule = Rule(kind="sgd", weight_decay=1.0, every=True)
+    covers, everywhere = Covers(SHARDS), np.arange(SHARDS, dtype=np.uint16)
+    state = State(store_of(rule), SHARDS)
+    before = state.store.read("t", np.arange(4), "f8")[0]
+    mine = everywhere == state.store.shards_of("t", np.array([2]))[0]
+
+    def entry(kind: int, meta: dict[str, Any], *arrays: np.ndarray) -> wire.Frame:
+        return wire.parse(wire.joined(wire.encode(kind, 0, meta, list(arrays))))
+
+    def push(
+        worker: str, cover: np.ndarray, ops: list[dict[str, Any]], rates: dict[str, float], *arrays: np.ndarray
+    ) -> None:
+        meta = {"worker": worker, "incarnation": 1, "seq": 1, "step": 0, "tick": True, "aggregate": True}
+        frame = entry(wire.PUSH, meta | {"lr": rates, "ops": ops}, cover, *arrays)
+        state.push(frame, covers.of(cover), version=1, whole=True, void=False)
+
+    for worker in ("a", "b"):
+        push(worker, everywhere[mine], [{"table": "t"}], {"t": 0.5}, np.array([2]), np.ones((1, 3)))
+        push(worker, everywhere[~mine], [], {"t": 0.5})
+    assert (state.store.read("t", np.arange(4), "f8")[0] == before).all()
+    other = State(store_of(rule), SHARDS)
+    for shard in range(SHARDS):
+        other.install(shard, state.snapshot(shard))
+    for each in (state, other):
+        for part in (mine, ~mine):
+            each.commit(entry(wire.COMMIT, {"step": 0}, everywhere[part]), covers.of(everywhere[part]), version=1)
+        after = each.store.read("t", np.arange(4), "f8")[0]
+        assert after == pytest.approx(before * 0.5 - (np.arange(4) == 2)[:, None])
+        assert {each.store.movers["t"].course(shard).now for shard in range(SHARDS)} == {1}
+    assert [state.digest(shard) for shard in range(SHARDS)] == [other.digest(shard) for shard in range(SHARDS)]
+    with pytest.raises(ServerError, match="a push moves all of its rows, and has no rate for them"):
+        push("c", everywhere, [{"table": "t"}], {}, np.array([2]), np.ones((1, 3)))
