@@ -147,7 +147,8 @@ def contenders(settings: argparse.Namespace, servers: int, workers: int) -> list
     ours = (sys.executable, "-m", "bench.server_ours", "train")
     peers = str(ROOT / "bench" / "server_peers.py")
     found = [Contender(name="echelon", command=(*ours, *size))]
-    twice = (f"--servers={max(2, servers)}", *size[1:])
+    # One server and a second that is its replica only, or several that are each other's.
+    twice = (f"--servers={max(2, servers)}", f"--heads={servers}", *size[1:])
     found.append(Contender(name="echelon, replicated", command=(*ours, *twice, "--replicas=2")))
     for name, word in TENSORFLOW.items():
         if "tensorflow" in settings.peers:
@@ -315,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += pull_dense(settings) if settings.dense else []
     notes = [
         f"{settings.rounds} turns of {settings.seconds:g} s each, {os.cpu_count()} cores, {time.perf_counter() - began:.0f} s in all.",
-        "echelon, replicated: at 1 x 1 it has a second server, for the replica; TensorFlow and torch.rpc have none.",
+        "echelon, replicated: at 1 x 1 a second server is the replica of the first (heads=1); at 2 x 2 each is the other's; TensorFlow and torch.rpc have none.",
     ]
     return publish("Parameter server", rows, json_path=settings.json, notes=[] if settings.growth else notes)
 

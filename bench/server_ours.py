@@ -54,7 +54,13 @@ def work(index: int, settings: Any, address: str, secret: bytes, pipe: Any) -> N
 def train(settings: Any) -> None:
     """The sparse table under load."""
     memory = int(settings.rows * settings.dim * 8 * 1.4) * settings.replicas // settings.servers + (256 << 20)
-    with Servers(settings.servers, replicas=settings.replicas, memory=memory, staleness=settings.staleness) as servers:
+    with Servers(
+        settings.servers,
+        replicas=settings.replicas,
+        heads=settings.heads,
+        memory=memory,
+        staleness=settings.staleness,
+    ) as servers:
         context = multiprocessing.get_context("spawn")
         pipes, workers = [], []
         for index in range(settings.workers):

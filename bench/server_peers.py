@@ -300,6 +300,9 @@ def arguments(peers: list[str]) -> argparse.Namespace:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument(
+        "--heads", type=int, default=None, help="servers that take pushes; the others are replicas only"
+    )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch", type=int, default=4096)

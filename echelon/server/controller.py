@@ -417,10 +417,11 @@ class Controller:
         if not new or len(self.map.servers) < self.expect:
             return
         order = ring(self.map.servers)
+        leading = order[: self.settings.get("heads")]
         chains = list(self.map.chains)
         sources = dict(self.map.sources)
         for place, shard in enumerate(new):
-            chains[shard] = behind(order[place % len(order)], order, self.map.servers, self.replicas)
+            chains[shard] = behind(leading[place % len(leading)], order, self.map.servers, self.replicas)
             if self._restoring is not None:
                 sources[shard] = (self._restoring, self.map.version + 1)
         self._restoring = None
@@ -626,7 +627,7 @@ class Controller:
             return
         if now < self._calm or not self.map.servers:
             return
-        wanted = wish(self.map, self.replicas, leaving=self.leaving)
+        wanted = wish(self.map, self.replicas, leaving=self.leaving, heads=self.settings.get("heads"))
         chains, learners = list(self.map.chains), list(self.map.learners)
         hands: dict[str, list[int]] = {}
         waiting: set[str] = set()
@@ -679,7 +680,7 @@ class Controller:
         self._drained = set()
         if not drained:
             return False
-        wanted = wish(self.map, self.replicas, leaving=self.leaving)
+        wanted = wish(self.map, self.replicas, leaving=self.leaving, heads=self.settings.get("heads"))
         chains = list(self.map.chains)
         for shard in drained:
             if set(wanted[shard]) <= set(chains[shard]):

@@ -81,6 +81,8 @@ class Servers:
 
     `staleness`: None never waits, s lets no worker read more than s steps ahead of the slowest; `aggregate`: with 0, gradients of a step
     are added up over workers and applied once. `folder` keeps the controller's file and the logs; `restore`: a checkpoint to begin from.
+    `heads`: how many of the servers take pushes and reads at most, the others being replicas only (None: all take their share). A batch
+    costs a frame per head: `Servers(2, replicas=2, heads=1)` is one server and its replica, at less processor time than two of each.
     `lease`: seconds without a sign of life after which a server is taken for dead; more where processes may be starved of time.
     """
 
@@ -89,6 +91,7 @@ class Servers:
         n: int = 1,
         *,
         replicas: int = 2,
+        heads: int | None = None,
         shards: int = 256,
         staleness: int | None = None,
         aggregate: bool = False,
@@ -105,12 +108,14 @@ class Servers:
     ) -> None:
         if n < 1 or not 1 <= replicas <= 3:
             raise ServerError(f"{n} servers with {replicas} replicas; use at least one server, and 1, 2 or 3 replicas")
+        if heads is not None and heads < 1:
+            raise ServerError(f"heads={heads}; at least one server takes pushes, use 1 or more, or None for all")
         self.secret = secret or make_secret()
         self._own = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="echelon-servers-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self._bind, self._memory, self._spill, self._hosts = bind, memory, spill, hosts
-        settings = {"staleness": staleness, "aggregate": aggregate}
+        settings = {"staleness": staleness, "aggregate": aggregate} | ({"heads": heads} if heads else {})
         self._config = {
             "role": "controller",
             "secret": self.secret.hex(),

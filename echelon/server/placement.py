@@ -34,30 +34,33 @@ def behind(head: str, order: Sequence[str], servers: Mapping[str, Seat], count: 
     return tuple(chain)
 
 
-def wish(map: Map, replicas: int, *, leaving: Collection[str] = ()) -> list[tuple[str, ...]]:
-    """The chains that one would like: as few moves of heads as balance takes; all shards of a head have one chain."""
+def wish(map: Map, replicas: int, *, leaving: Collection[str] = (), heads: int | None = None) -> list[tuple[str, ...]]:
+    """The chains that one would like: as few moves of heads as balance takes; all shards of a head have one chain.
+
+    `heads`: how many servers are heads at most, the others only replicas (None: all are heads). Those that head the most stay.
+    """
     staying = {name: seat for name, seat in map.servers.items() if name not in leaving}
     if not staying:
         return list(map.chains)
     order = ring(staying)
-    most, extra = divmod(map.shards, len(order))
-    # Those that have the most keep the one more that not all can have.
     had = {name: sum(head == name for head in map.heads) for name in order}
-    ranked = sorted(order, key=lambda name: (-had[name], order.index(name)))
-    quota = {name: most + (place < extra) for place, name in enumerate(ranked)}
-    heads: list[str | None] = []
+    # Those that have the most keep the one more that not all can have.
+    leading = sorted(order, key=lambda name: (-had[name], order.index(name)))[:heads]
+    most, extra = divmod(map.shards, len(leading))
+    quota = {name: most + (place < extra) for place, name in enumerate(leading)}
+    wanted: list[str | None] = []
     for head in map.heads:
         if head is not None and quota.get(head):
             quota[head] -= 1
-            heads.append(head)
+            wanted.append(head)
         else:
-            heads.append(None)
-    for shard, head in enumerate(heads):
+            wanted.append(None)
+    for shard, head in enumerate(wanted):
         if head is None:
             # A replica that is there already needs no copy.
             here = [name for name in map.chains[shard] if quota.get(name)]
-            chosen = here[0] if here else max(order, key=lambda name: (quota[name], -order.index(name)))
+            chosen = here[0] if here else max(leading, key=lambda name: (quota[name], -order.index(name)))
             quota[chosen] -= 1
-            heads[shard] = chosen
+            wanted[shard] = chosen
     chains = {name: behind(name, order, staying, replicas) for name in order}
-    return [chains[head] for head in heads if head is not None]
+    return [chains[head] for head in wanted if head is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,17 @@ def test_shards_are_placed_when_all_expected_are_here() -> None:
     assert {len(chain) for chain in known.chains} == {2}
     assert all(len({known.servers[name].host for name in chain}) == 2 for chain in known.chains)
     assert wish(known, 2) == list(known.chains)
+
+
+def test_some_servers_are_replicas_only() -> None:
+    """With heads=1 one server heads everything, and whoever does goes on when others join or it was another before."""
+    made = Job(expect=2, settings={"heads": 1})
+    made.join("a", host="one")
+    made.join("b", host="two")
+    assert set(made.core.map.chains) == {("a", "b")}
+    taken_over = replace(made.core.map, chains=(("b",),) * made.core.map.shards)
+    assert set(wish(taken_over, 2, heads=1)) == {("b", "a")}
+    assert {chain[0] for chain in wish(taken_over, 2, heads=2)} == {"a", "b"}
 
 
 def test_a_worker_is_answered_when_all_servers_count_it(job: Job) -> None:

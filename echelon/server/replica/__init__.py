@@ -14,9 +14,10 @@ all of them have it. As **backup** (or learner) it takes what the head that its 
   not newer than this head's; a new head waits until LEASE has passed since its own last answer to the old one.
 
 Frames of workers (meta; arrays): PULL {version, worker, incarnation, step, bound, ops: [{table, wire} | {dense}]}; cover u16, then ids or
-blocks per op -> ROWS {counts} [rows and their scales | the blocks end to end]. PUSH {version, worker, incarnation, seq, step, tick, aggregate, lr, ops: [{table} | {table, assign} |
-{dense} | {set}]}; cover, then per op ids and values (n, dim), or blocks and one array per block -> ACK {seq}. Either may be answered STALE
-{version}: nothing was done, ask again under a map at least that new; or REFUSED {error, message}.
+blocks per op -> ROWS {counts}; per op rows (and scales), or the blocks end to end. PUSH {version, worker, incarnation, seq, step, tick,
+aggregate, lr, ops: [{table} | {table, assign} | {dense} | {set}]}; cover, then per op ids and values (n, dim), or blocks and one array per
+block -> ACK {seq}. Either may be answered STALE {version}: nothing was done, ask again under a map at least that new; or REFUSED {error,
+message}.
 
 Its rooms, each of which knows only those before it: `ground` (what all share), `entries` (the log on its way to the other replicas, and who
 waits for that), `clocks` (who counts from which step on, commits), `reads`, `pushes`, `teaching` (as head: bringing replicas to where we
