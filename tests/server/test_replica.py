@@ -459,3 +459,22 @@ def test_pushes_go_on_between_the_parts_of_a_snapshot() -> None:
     assert learner.state.digest(0) == head.state.digest(0)
     assert net.send("a", pushed(3))[0][0] == "ACK"
     assert net.rows("c") == [3]
+
+
+def test_what_follows_from_a_greeting_goes_out_behind_what_is_sent_again() -> None:
+    """A link comes back: the next part of a snapshot must not overtake an entry that was numbered before it."""
+    net = Net("a", "c", shards=2)
+    head = net.nodes["a"]
+    head.parts = 1
+    net.install(mapped(1, "ac", "a"))
+    assert net.send("a", pushed(1, shards=2))[0][0] == "ACK"
+    whole = head.on_answer
+    head.on_answer = lambda now, server, frame: [] if frame.kind == wire.GOT else whole(now, server, frame)  # type: ignore[method-assign]
+    net.install(mapped(2, "ac", "a", learners=((), ("c",))))  # the first part arrives, its answer does not
+    net.up.clear()
+    assert net.send("a", pushed(2, shards=2)) == []  # nor does an entry of the other shard
+    head.on_answer = whole  # type: ignore[method-assign]
+    net.cut("a", "c")
+    net.link()
+    assert [kind for kind, _, _ in net.heard()] == ["ACK"]
+    assert net.rows("c") == net.rows("a") == [2, 2]
