@@ -24,10 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server import controller as controllers
 from echelon.server import wire
 from echelon.server.actions import CONTROL, LINK, PEER, Action, Close, Persist, Send
-from echelon.server.controller import Controller
+from echelon.server.controller import Controller, members, moving
 from echelon.server.covers import Cover, Covers
 from echelon.server.links import Sent
 from echelon.server.map import Map
@@ -840,8 +839,8 @@ class Found:
 
 def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int = 0) -> Found:
     """All that can happen in a case, or as much as time allows (then in an order that the seed draws). Raises Broken."""
-    calm, controllers.CALM = controllers.CALM, 0.0
-    together, controllers.TOGETHER = controllers.TOGETHER, 0.0 if case.single else controllers.TOGETHER
+    calm, members.CALM = members.CALM, 0.0
+    together, moving.TOGETHER = moving.TOGETHER, 0.0 if case.single else moving.TOGETHER
     forget()
     began = time.monotonic()
     drawn = random.Random(seed)
@@ -882,4 +881,4 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int 
                     stack.append(other)
         return Found(states=len(seen), ends=ends, seconds=time.monotonic() - began, whole=True)
     finally:
-        controllers.CALM, controllers.TOGETHER = calm, together
+        members.CALM, moving.TOGETHER = calm, together

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from echelon.errors import DocumentError, ServerError
-from echelon.server import controller as controllers
 from echelon.server import wire
 from echelon.server.actions import Manifest, Note, Persist, Send
-from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller
+from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller, moving
 from echelon.server.map import Map
 from echelon.server.placement import behind, ring, wish
 
@@ -365,8 +364,8 @@ def test_rings() -> None:
 
 def test_workers_that_left_long_ago_are_over_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that is here, nor one that left lately; many at a time, and not before all that left are known."""
-    monkeypatch.setattr(controllers, "AWAY_FOR_EVER", 5.0)
-    monkeypatch.setattr(controllers, "FORGOTTEN", 3)
+    monkeypatch.setattr(moving, "AWAY_FOR_EVER", 5.0)
+    monkeypatch.setattr(moving, "FORGOTTEN", 3)
     here = job.core.map.workers["0"]
     gone = []
     for number in range(4):

@@ -1,0 +1,106 @@
+"""Checkpoints that heads write and the manifest that makes them one; rows that expire."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from echelon.server import wire
+from echelon.server.actions import Manifest, Persist
+from echelon.server.controller.ground import Ground, Session
+
+
+class Checkpoints(Ground):
+    """What servers are asked to do for somebody who waits."""
+
+    def _begin_checkpoint(self, now: float, peer: Hashable, request: int, path: str) -> None:
+        if self._writing is not None and self._writing["path"] == path:
+            self._writing |= {"peer": peer, "request": request}  # asked again after its connection ended
+            return
+        if self._writing is not None:
+            self._refuse(
+                peer, request, "ServerError", f"a checkpoint to {self._writing['path']} is being written; wait for it"
+            )
+            return
+        if self.map.lost or not all(self.map.chains):
+            self._refuse(
+                peer,
+                request,
+                "ShardsLost",
+                f"shards {sorted(self.map.lost)[:8]} are lost: a checkpoint would lack them",
+            )
+            return
+        self._numbers += 1
+        self._writing = {
+            "id": self._numbers,
+            "path": path,
+            "peer": peer,
+            "request": request,
+            "files": {},
+            "asked": -1.0,
+        }
+        self._ask_checkpoint(now)
+
+    def _ask_checkpoint(self, now: float) -> None:
+        """Ask heads for the shards that are not written yet; again after a while, since heads change."""
+        writing = self._writing
+        if writing is None or now < writing["asked"]:
+            return
+        writing["asked"] = now + 5.0 if writing["asked"] < 0 else now + 10.0
+        wanted: dict[str, list[int]] = {}
+        for shard, head in enumerate(self.map.heads):
+            if head is not None and shard not in writing["files"]:
+                wanted.setdefault(head, []).append(shard)
+        for head, shards in wanted.items():
+            peer = self._peer_of("server", head)
+            if peer is not None:
+                self._send(peer, wire.CHECKPOINT, 0, {"id": writing["id"], "path": writing["path"], "shards": shards})
+
+    def _written(self, session: Session, meta: dict[str, Any]) -> None:
+        writing = self._writing
+        if writing is None or meta["id"] != writing["id"]:
+            return
+        if "error" in meta:
+            self._writing = None
+            self._refuse(writing["peer"], writing["request"], "CheckpointError", str(meta["error"]))
+            return
+        writing["files"][int(meta["shard"])] = {key: meta[key] for key in ("file", "sha256", "bytes", "lsn")}
+        if len(writing["files"]) < self.map.shards:
+            return
+        self._writing = None
+        self.checkpoint = writing["path"]
+        manifest = {
+            "shards": self.map.shards,
+            "specs": self.specs,
+            "settings": self.settings,
+            "count": self.count,
+            "files": {str(shard): writing["files"][shard] for shard in sorted(writing["files"])},
+        }
+        self._out += [Manifest(writing["path"], manifest), Persist(self.document())]
+        size = sum(each["bytes"] for each in writing["files"].values())
+        self._send(writing["peer"], wire.DONE, writing["request"], {"path": writing["path"], "bytes": size})
+
+    def _expire(self, peer: Hashable, request: int, meta: dict[str, Any]) -> None:
+        table, older = str(meta["table"]), int(meta["older"])
+        if older < 0:
+            self._refuse(peer, request, "ServerError", f"older: {older}; entries of the log are counted from 0")
+            return
+        if not any(spec["name"] == table and spec.get("what") == "table" for spec in self.specs):
+            self._refuse(peer, request, "ServerError", f"{table}: no table of that name is declared")
+            return
+        self._numbers += 1
+        asked = set()
+        for other, session in self.sessions.items():
+            if session.role == "server":
+                asked.add(session.name)
+                self._send(other, wire.EXPIRE, 0, {"table": table, "older": older, "of": self._numbers})
+        self._expiring[self._numbers] = (peer, request, asked)
+
+    def _expired(self, session: Session, number: int) -> None:
+        entry = self._expiring.get(number)
+        if entry is None:
+            return
+        entry[2].discard(session.name)
+        if not {name for name in entry[2] if name in self.map.servers}:
+            del self._expiring[number]
+            self._send(entry[0], wire.DONE, entry[1], {})

@@ -1,0 +1,62 @@
+"""What is declared: offered to every server, taken when all can hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from echelon.server import wire
+from echelon.server.controller.checkpoints import Checkpoints
+from echelon.server.controller.ground import Offer, Session
+
+
+class Specs(Checkpoints):
+    """Tables and dense parameters."""
+
+    def _declare(self, now: float, peer: Hashable, request: int, spec: dict[str, Any]) -> None:
+        """First every server says whether it can hold it: what is on the disk must not end whoever reads it there."""
+        if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
+            raise wire.WireError("DECLARE: a spec with a name is expected")
+        offer = next((each for each in self._offers.values() if each.spec["name"] == spec["name"]), None)
+        known = next((each for each in self.specs if each["name"] == spec["name"]), offer.spec if offer else None)
+        if known is not None and known != spec:
+            self._refuse(
+                peer,
+                request,
+                "StoreError",
+                f"{spec['name']}: declared as {known}, now as {spec}; use another name, or the same spec in every worker",
+            )
+        elif offer is not None:
+            offer.askers.append((peer, request))
+        elif known is not None:
+            self._later(peer, request, wire.DONE, {"version": self.map.version, "first": False})
+        else:
+            self._numbers += 1
+            self._offers[self._numbers] = Offer(spec=spec, askers=[(peer, request)])
+            self._ask_offers(now)
+
+    def _ask_offers(self, now: float) -> None:
+        """Ask servers that have not said yet whether they can hold what is declared; take it where all have."""
+        for number, offer in list(self._offers.items()):
+            if now >= offer.again:
+                offer.again = now + 1.0
+                for other, session in self.sessions.items():
+                    if session.role == "server" and session.name not in offer.able:
+                        self._send(other, wire.DECLARE, 0, {"spec": offer.spec, "of": number})
+            if set(self.map.servers) <= offer.able:
+                del self._offers[number]
+                self.specs = [*self.specs, offer.spec]
+                self._publish()
+                for place, (peer, request) in enumerate(offer.askers):
+                    self._later(peer, request, wire.DONE, {"version": self.map.version, "first": not place})
+
+    def _offered(self, now: float, session: Session, number: int, error: str | None) -> None:
+        """A server says whether it can hold what is declared."""
+        offer = self._offers[number]
+        if error is None:
+            offer.able.add(session.name)
+            self._ask_offers(now)
+            return
+        del self._offers[number]
+        for peer, request in offer.askers:
+            self._refuse(peer, request, "StoreError", f"server {session.name} cannot hold it: {error}")
