@@ -148,6 +148,8 @@ def build(name: str, device: Device, count: int, nodes: int, *, inside: Wire | N
     """`nodes` nodes of `count` devices (sockets where they are processors). Links that its ranks will need must be given."""
     if count < 1 or nodes < 1:
         raise DocumentError(f"{name}: {nodes} nodes of {count} devices; both are at least 1")
+    if count * nodes > _MOST_DEVICES:
+        raise DocumentError(f"{name}: {nodes} nodes of {count} devices; {_MOST_DEVICES:,} devices at most")
     if count > 1 and inside is None and device.kind == "cuda":
         raise DocumentError(
             f"{name}: {count} devices in a node and no link between them; describe it under [inside]: kind, gb_s per device and direction"
@@ -200,6 +202,13 @@ _DEVICE_KEYS = ("name", "count", "memory_gb", "units", "tflops", *_FIGURES, "sou
 #: What a device that is not in the catalogue needs.
 _NEEDED = ("memory_gb", "bandwidth_gb_s", "units", "vector_tflops", "tflops")
 _WIRE_KEYS = ("kind", "gb_s", "domain", "share", "source")
+#: What links are called: inside, one that ends in mesh joins each pair of devices by wires of its own.
+_KINDS = {
+    "inside": ("nvswitch", "nvlink-mesh", "xgmi-mesh", "pcie", "other"),
+    "between": ("infiniband", "roce", "ethernet", "efa", "slingshot", "omnipath", "other"),
+}
+#: More devices than any machine has are a slip of the pen.
+_MOST_DEVICES, _MOST_MEMORY = 2**20, 2**20
 
 
 def from_toml(path: str | Path) -> Cluster:
@@ -208,7 +217,7 @@ def from_toml(path: str | Path) -> Cluster:
         plain = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DocumentError(f"{path}: cannot be read as a cluster ({error})") from error
-    title = str(plain.get("name", Path(path).stem))
+    title = _text(path, "name", plain.get("name", Path(path).stem))
     network = _wire(path, plain, "between")
     if "group" not in plain:
         _known(path, plain, ("name", "nodes", "device", "inside", "between"))
@@ -244,6 +253,10 @@ def _alike(path: str | Path, plain: dict[str, Any], title: str, network: Wire | 
     count = _whole(path, "device.count", given.get("count", 1))
     nodes = _whole(path, "nodes", plain.get("nodes", 1))
     near, far, notes = _wire(path, plain, "inside"), network, []
+    if near is not None and near.domain and (near.domain < count or near.domain % count):
+        raise DocumentError(
+            f"{path}: inside.domain={near.domain}: devices that share the link are those of whole nodes, of {count} each"
+        )
     if near is None and name is not None and made.kind == "cuda":
         near = inside(name)
         notes += [_assumed(path, "inside", near, "device")] if near is not None and count > 1 else []
@@ -288,7 +301,7 @@ def _device(path: str | Path, given: dict[str, Any]) -> Device:
         peaks = {key: _figure(path, f"device.tflops.{key}", value) * _TERA for key, value in rates.items()}
         changes["peaks"] = sheet.peaks | peaks if name is not None else peaks
     changes |= {"units": _whole(path, "device.units", given["units"])} if "units" in given else {}
-    changes |= {"source": str(given["source"])} if "source" in given else {}
+    changes |= {"source": _text(path, "device.source", given["source"])} if "source" in given else {}
     try:
         made = replace(made, sheet=replace(sheet, **changes))
     except ValueError as error:
@@ -297,7 +310,10 @@ def _device(path: str | Path, given: dict[str, Any]) -> Device:
         return made
     # A processor's memory is the machine's; of a card's name-plate torch sees most.
     seen = 1.0 if made.kind == "cpu" else SEEN
-    return replace(made, memory=int(_figure(path, "device.memory_gb", given["memory_gb"]) * seen * 2**30))
+    memory = _figure(path, "device.memory_gb", given["memory_gb"])
+    if not 1 <= memory <= _MOST_MEMORY:
+        raise DocumentError(f"{path}: device.memory_gb={memory:g}: between 1 and {_MOST_MEMORY:,}")
+    return replace(made, memory=int(memory * seen * 2**30))
 
 
 def _wire(path: str | Path, plain: dict[str, Any], name: str) -> Wire | None:
@@ -307,13 +323,15 @@ def _wire(path: str | Path, plain: dict[str, Any], name: str) -> Wire | None:
     if not isinstance(given, dict) or not {"kind", "gb_s"} <= set(given):
         raise DocumentError(f"{path}: [{name}] needs kind and gb_s (in each direction)")
     _known(path, given, _WIRE_KEYS, f"{name}.")
+    if given["kind"] not in _KINDS[name]:
+        raise DocumentError(f"{path}: {name}.kind={given['kind']!r}: not one of {', '.join(_KINDS[name])}")
     try:
         return Wire(
-            kind=str(given["kind"]),
+            kind=given["kind"],
             rate=_figure(path, f"{name}.gb_s", given["gb_s"]) * _GIGA,
             domain=_whole(path, f"{name}.domain", given["domain"]) if "domain" in given else 0,
             share=_figure(path, f"{name}.share", given["share"]) if "share" in given else None,
-            source=str(given.get("source", path)),
+            source=_text(path, f"{name}.source", given.get("source", str(path))),
         )
     except ValueError as error:
         raise DocumentError(f"{path}: [{name}] {error}") from error
@@ -323,6 +341,12 @@ def _figure(path: str | Path, name: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise DocumentError(f"{path}: {name}={value!r}: a number above 0")
     return float(value)
+
+
+def _text(path: str | Path, name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise DocumentError(f"{path}: {name}={value!r}: a text")
+    return value
 
 
 def _whole(path: str | Path, name: str, value: Any) -> int:

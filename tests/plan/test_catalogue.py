@@ -97,13 +97,24 @@ def test_a_figure_in_the_file_replaces_the_catalogues(tmp_path: Path) -> None:
         ('[device]\nname = "H100-80GB"\nmemory_gb = true', "device.memory_gb=True: a number above 0"),
         ('[device]\nname = "H100-80GB"\ntflops = {half = inf}', "device.tflops.half=inf: a number above 0"),
         ('[device]\nname = "H100-80GB"\ntflops = {int8 = 1}', "int8: not a precision"),
+        ('[device]\nname = "H100-80GB"\nmemory_gb = 1e300', "device.memory_gb=1e[+]300: between 1 and"),
+        ('[device]\nname = "H100-80GB"\nsource = 5', "device.source=5: a text"),
+        ('nodes = 1000000000000\n[device]\nname = "H100-80GB"', "1,048,576 devices at most"),
+        (
+            '[device]\nname = "H100-80GB"\ncount = 4\n[inside]\nkind = "nvswitch"\ngb_s = 1\ndomain = 3',
+            "inside.domain=3: devices that share",
+        ),
+        (
+            '[device]\nname = "H100-80GB"\ncount = 4\n[inside]\nkind = "pigeon"\ngb_s = 1',
+            "inside.kind='pigeon': not one of nvswitch",
+        ),
         ('[device]\nname = "A100"', "A100-40GB or A100-80GB"),
         (
-            'nodes = 2\n[device]\nname = "H100"\n[between]\nkind = "ib"\ngb_s = nan',
+            'nodes = 2\n[device]\nname = "H100"\n[between]\nkind = "roce"\ngb_s = nan',
             "between.gb_s=nan: a number above 0",
         ),
         (
-            'nodes = 2\n[device]\nname = "H100"\n[between]\nkind = "ib"\ngb_s = 1\nshare = 2',
+            'nodes = 2\n[device]\nname = "H100"\n[between]\nkind = "roce"\ngb_s = 1\nshare = 2',
             "share=2.0 of the rate is above 0",
         ),
         (
@@ -161,7 +172,7 @@ def test_links_that_a_file_leaves_out_are_the_catalogues_and_a_note_says_so(tmp_
     assert "does not describe [between]: taken is infiniband of 200 GB/s per node" in between
     alone = catalogue.from_toml(write(tmp_path, '[device]\nname = "H100-80GB"'))
     assert alone.notes == ()
-    given = '\n[inside]\nkind = "nvswitch"\ngb_s = 450\n[between]\nkind = "ib"\ngb_s = 50'
+    given = '\n[inside]\nkind = "nvswitch"\ngb_s = 450\n[between]\nkind = "roce"\ngb_s = 50'
     full = catalogue.from_toml(write(tmp_path, f'nodes = 2\n[device]\nname = "H100-80GB"\ncount = 4{given}'))
     assert full.notes == ()
 
