@@ -22,7 +22,7 @@ from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.profile import Profile
 from echelon.planner import search
-from echelon.planner.search import candidates
+from echelon.planner.measured import candidates
 from echelon.profiler.complete import complete
 from echelon.simulator import simulate
 

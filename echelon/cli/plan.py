@@ -45,7 +45,10 @@ def plan(
     ] = "fastest",
     within: Annotated[str | None, typer.Option(metavar="TIME", help="Time for all steps: 90s, 12h, 3d.")] = None,
     steps: Annotated[int, typer.Option(help="Steps that must be done in that time.")] = 1,
-    price: Annotated[float, typer.Option(help="What one device costs for an hour.")] = 1.0,
+    price: Annotated[
+        float | None,
+        typer.Option(help="What one device costs for an hour, for --goal cheapest; else as the cluster says."),
+    ] = None,
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="Forecast every plan, also those that cannot be the best.")
     ] = False,
@@ -76,6 +79,7 @@ def plan(
     from echelon.plan.check import check
     from echelon.plan.codec import to_plain
     from echelon.planner import Goal, explain, search
+    from echelon.planner.goal import Costs
 
     limit = duration(within) if within is not None else None
     wanted = Goal(kind=goal, within=limit, steps=steps, price=price)  # type: ignore[arg-type]
@@ -84,7 +88,8 @@ def plan(
         profile, machines, top=top, complete=subject.complete, goal=wanted, exhaustive=exhaustive, beyond=beyond,
         precisions=(None, *(precisions or ())),
     )  # fmt: skip
-    best = candidates[0]
+    best, costs = candidates[0], Costs(wanted, machines)
+    money = [costs.money(each.forecast.time.step, each.plan.ranks) for each in candidates] if goal == "cheapest" else []
     drawn = draw_plan(profile, machines, best.plan, picture, trace)
     if out is not None:
         best.plan.save(out)
@@ -93,6 +98,8 @@ def plan(
             {"plan": str(each.plan), "fits": each.forecast.fits, "forecast": to_plain(each.forecast)}
             for each in candidates
         ]
+        for row, cost in zip(rows, money, strict=False):
+            row["cost"] = cost
         print_json(
             {
                 "plan": str(best.plan),
@@ -109,7 +116,7 @@ def plan(
         f"{machines.name}: {machines.ranks} {'cores' if machines.kind == 'cpu' else 'devices'}, "
         f"{size(best.forecast.capacity)} for a rank of the best"
     )
-    screen.print(_table(candidates))
+    screen.print(_table(candidates, money))
     screen.print(f'best: "{best.plan}"' + (f", in {out}" if out else ""))
     typer.echo(explain(candidates))
     for each in drawn:
@@ -117,12 +124,15 @@ def plan(
     warn(str(each) for each in check(best.plan, profile, machines) if each.severity == "warning")
 
 
-def _table(candidates: tuple[Candidate, ...]) -> Table:
-    rows = table("plan", "step", "samples/s", "compute", "exchange", "memory")
-    for each in candidates:
+def _table(candidates: tuple[Candidate, ...], money: list[float]) -> Table:
+    """`money`: what a step of each costs, where that was the question."""
+    rows = table(
+        "plan", "step", "samples/s", "compute", "exchange", "memory", *(["cost of 1,000 steps"] if money else [])
+    )
+    for place, each in enumerate(candidates):
         time = each.forecast.time
         rows.add_row(
             str(each.plan), seconds(time.step), f"{each.forecast.rate:,.0f}", seconds(time.forward + time.backward),
-            seconds(time.exchange), size(each.forecast.memory.total),
+            seconds(time.exchange), size(each.forecast.memory.total), *([f"{1000 * money[place]:,.2f}"] if money else []),
         )  # fmt: skip
     return rows

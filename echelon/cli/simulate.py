@@ -93,7 +93,7 @@ def _show(forecast: Forecast) -> None:
     verdict = "fits" if forecast.fits else "DOES NOT FIT"
     screen.print(
         f"peak {size(memory.total)} ({size(memory.low + memory.framework)} to "
-        f"{size(memory.high + memory.framework)}) of {size(forecast.capacity)}: {verdict}"
+        f"{size(memory.needed)}) of {size(forecast.capacity)}: {verdict}"
         + (f"; it peaks in {forecast.peak_at}" if forecast.peak_at else "")
     )
     for note in forecast.notes:

@@ -33,6 +33,11 @@ class Memory:
         """Peak and framework together."""
         return self.peak + self.framework
 
+    @property
+    def needed(self) -> float:
+        """What there must be room for: the upper end, framework included."""
+        return self.high + self.framework
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
@@ -73,7 +78,7 @@ class Forecast(Document):
     @property
     def fits(self) -> bool:
         """Whether even the upper end fits."""
-        return self.memory.high + self.memory.framework <= self.capacity
+        return self.memory.needed <= self.capacity
 
     @property
     def rate(self) -> float:

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
@@ -269,6 +270,7 @@ class Profile(Document):
         return max(moment.kept.at(samples) for moment in self.moments)
 
 
+@lru_cache(maxsize=1 << 14)
 def fold_path(path: str) -> str:
     """`blocks.3.up` as `blocks.*.up`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)

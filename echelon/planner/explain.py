@@ -12,7 +12,7 @@ from echelon.plan.figures import size as _bytes
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.planner.search import Candidate
+from echelon.planner.candidate import Candidate
 from echelon.simulator import simulate
 
 _CAUSES = ("forward", "backward", "bubble", "exchange", "optimizer", "input", "overhead")
@@ -66,7 +66,7 @@ def why_not(profile: Profile, cluster: Cluster, plan: Plan, best: Plan) -> str:
 def _against(best: Forecast, other: Forecast) -> str:
     """The difference in time and bytes, by cause, and what binds."""
     if not other.fits:
-        needs = other.memory.high + other.memory.framework
+        needs = other.memory.needed
         largest = max(_PARTS, key=lambda part: getattr(other.memory, part))
         return (
             f"does not fit: up to {_bytes(needs)} per rank of {_bytes(other.capacity)}, {_bytes(needs - other.capacity)} too much; most of it "

@@ -31,10 +31,10 @@ def choose(plan: Plan, profile: Profile, price: Callable[[Plan], Forecast]) -> F
     if len(together) < 2 or plan.sequence or not cut.fits:
         return cut
     alone = [price(without(plan, group)) for group in together]
-    step, need = cut.time.step, _need(cut)
+    step, need = cut.time.step, cut.memory.needed
     left = cheapest(
         [(each.time.step - step) / step for each in alone],
-        [(_need(each) - need) / cut.capacity for each in alone],
+        [(each.memory.needed - need) / cut.capacity for each in alone],
         1 - need / cut.capacity,
     )
     if not left:
@@ -79,7 +79,3 @@ def without(plan: Plan, paths: Collection[str]) -> Plan:
         placements=tuple(each for each in plan.placements if each not in left),
         uncut=(*plan.uncut, *(Uncut(path=each.path, why=why) for each in left)),
     )
-
-
-def _need(forecast: Forecast) -> float:
-    return forecast.memory.high + forecast.memory.framework

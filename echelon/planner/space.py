@@ -24,7 +24,7 @@ from echelon.plan.plan import Plan, Precision, Recompute, Schedule
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds, sizes
 from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound, divide
-from echelon.planner.goal import Goal
+from echelon.planner.goal import Costs, Goal
 from echelon.planner.served import served_plans, worth
 from echelon.simulator.quotes import Quotes
 from echelon.simulator.step import distinct, on_ranks, simulate
@@ -227,16 +227,16 @@ class Space:
         return any(each.severity == "error" for each in problems)
 
 
-def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -> list[Forecast]:
+def best(space: Space, costs: Costs, *, top: int, near: float, exhaustive: bool) -> list[Forecast]:
     """The `top` plans that fit and every other whose cost is within `near` of the least; best first. Empty: nothing fits."""
     found: list[tuple[float, float, str, Forecast]] = []
-    order = count()
+    goal, order = costs.goal, count()
     queue: list[tuple[float, int, int | Family | Plan]] = []
 
     def put(seconds: float, item: int | Family) -> None:
         if exhaustive or seconds <= goal.limit:
             ranks = item if isinstance(item, int) else item.mesh.ranks
-            heapq.heappush(queue, (goal.cost(seconds, ranks, 0.0), next(order), item))
+            heapq.heappush(queue, (costs.cost(seconds, ranks, 0.0), next(order), item))
 
     for size in space.sizes(fine=goal.kind in ("devices", "cheapest")):
         put(space.least_at(size), size)
@@ -251,7 +251,7 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
             continue
         if isinstance(item, Family):
             for plan in space.plans(item):
-                cost = _bound(space, goal, plan, exhaustive=exhaustive)
+                cost = _bound(space, costs, plan, exhaustive=exhaustive)
                 if cost is not None:
                     heapq.heappush(queue, (cost, next(order), plan))
             continue
@@ -259,7 +259,7 @@ def best(space: Space, goal: Goal, *, top: int, near: float, exhaustive: bool) -
             continue
         forecast = space.quotes.forecast(space.quotes.placed(item))
         if forecast.fits and forecast.time.step <= goal.limit:
-            insort(found, (_cost(goal, forecast), forecast.time.step, str(item), forecast), key=lambda each: each[:3])
+            insort(found, (costs.of(forecast), forecast.time.step, str(item), forecast), key=lambda each: each[:3])
             enough = max(
                 found[0][0] * (1 + near), found[min(top, len(found)) - 1][0] if len(found) >= top else float("inf")
             )
@@ -312,17 +312,17 @@ def _whole(speeds: list[float]) -> tuple[int, ...]:
     return tuple(each // common for each in found)
 
 
-def _bound(space: Space, goal: Goal, plan: Plan, *, exhaustive: bool) -> float | None:
+def _bound(space: Space, costs: Costs, plan: Plan, *, exhaustive: bool) -> float | None:
     """What the plan costs at least; None: it cannot be what is looked for."""
     placed = space.quotes.placed(plan)
     if exhaustive:
         return 0.0
     if not space.quotes.may_fit(placed):
         return None
-    if goal.kind == "memory":
+    if costs.goal.kind == "memory":
         return space.quotes.peak(placed)
     seconds = space.quotes.least_seconds(placed)
-    return goal.cost(seconds, plan.ranks, 0.0) if seconds <= goal.limit else None
+    return costs.cost(seconds, plan.ranks, 0.0) if seconds <= costs.goal.limit else None
 
 
 def devices_needed(profile: Profile, cluster: Cluster, *, above: int, most: int = 2**20) -> int | None:
@@ -341,10 +341,6 @@ def devices_needed(profile: Profile, cluster: Cluster, *, above: int, most: int 
                 if any(space.quotes.fits(placed) for placed in map(space.quotes.placed, plans)):
                     return size
     return None
-
-
-def _cost(goal: Goal, forecast: Forecast) -> float:
-    return goal.cost(forecast.time.step, forecast.plan.ranks, forecast.memory.high + forecast.memory.framework)
 
 
 def powers(most: int) -> list[int]:

@@ -20,7 +20,7 @@ from echelon.simulator.host import Stretch, adding_up, held_up, issuing, updatin
 from echelon.simulator.layout import lay_out
 from echelon.simulator.load import Load, load_of, require_one_kind
 from echelon.simulator.memory import memory
-from echelon.simulator.part import parts
+from echelon.simulator.part import Part, parts
 from echelon.simulator.schedule import waiting
 from echelon.simulator.served import lean, of_ranks, with_servers, with_tables
 from echelon.simulator.shares import Shares
@@ -207,7 +207,7 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     held, where = max(
         (memory(part.profile, plan, load, part.waiting, part.freed) for part in ranks), key=lambda each: each[0].peak
     )
-    time = max(rank_times(profile, cluster, plan), key=lambda each: each.step)
+    time = max(_rank_times(profile, plan, load, ranks), key=lambda each: each.step)
     return Forecast(
         plan=plan,
         batch=profile.batch,
@@ -244,7 +244,10 @@ def _served(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
 def rank_times(profile: Profile, cluster: Cluster, plan: Plan) -> list[Time]:
     """The step as each rank of pp spends it, by measured curves."""
     load = load_of(profile, cluster, plan)
-    ranks = parts(profile, plan, load.micros)
+    return _rank_times(profile, plan, load, parts(profile, plan, load.micros))
+
+
+def _rank_times(profile: Profile, plan: Plan, load: Load, ranks: Sequence[Part]) -> list[Time]:
     found = [_time(profile, part.profile, rank, plan, load) for rank, part in enumerate(ranks)]
     waits = waiting(plan, len(load.micros), [busy for _, busy in found])
     return [_bounded(replace(time, bubble=wait)) for (time, _), wait in zip(found, waits, strict=True)]

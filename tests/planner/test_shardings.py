@@ -59,7 +59,7 @@ MODEL = make_language(blocks=4, width=2048, batch=1, length=2048, vocab=65536)
 
 
 def needs(forecast: Forecast) -> float:
-    return forecast.memory.high + forecast.memory.framework
+    return forecast.memory.needed
 
 
 def test_a_pair_is_cut_with_its_partner_and_a_tied_weight_with_its_other_name() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.check import check
-from echelon.plan.cluster import Cluster
+from echelon.plan.cluster import Cluster, Node
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement, Slice
 from echelon.plan.plan import Plan, Schedule
@@ -69,7 +69,7 @@ def test_bounds_are_never_above_what_they_bound(profile: Profile, name: str, bey
             bound, forecast = space.quotes.least_seconds(placed), space.quotes.forecast(placed)
             assert space.least(family) <= bound * (1 + 1e-9), plan
             assert bound <= forecast.time.step * (1 + 1e-9), plan
-            assert space.quotes.peak(placed) == forecast.memory.high + forecast.memory.framework, plan
+            assert space.quotes.peak(placed) == forecast.memory.needed, plan
             assert space.quotes.may_fit(placed) or not forecast.fits, plan
 
 
@@ -141,6 +141,8 @@ def test_each_goal_finds_what_it_asks_for() -> None:
         ({"kind": "memory", "within": 5.0}, "goal=memory with a deadline"),
         ({"steps": 0}, "at least one step"),
         ({"price": 0.0}, "above 0"),
+        ({"price": 2.0}, "price=2.0 with goal=fastest: nothing depends on it"),
+        ({"steps": 10}, "steps=10 without a deadline: nothing depends on it"),
     ],
 )
 def test_goals_that_contradict_themselves_are_refused(goal: dict[str, object], told: str) -> None:
@@ -279,6 +281,33 @@ def test_faster_devices_get_larger_shares_of_the_batch() -> None:
     assert best.forecast.time.step < 0.8 * equal.time.step
     assert from_text(str(best.plan)).shares == best.plan.shares
     assert not [problem for problem in check(best.plan, profile, cluster) if problem.severity == "error"]
+
+
+def test_what_devices_cost_decides_what_is_cheapest() -> None:
+    """Where the second half of the machines costs little it is taken too; where it costs much the first half has to do."""
+    profile = make_stack(blocks=8, width=4096, batch=64, length=2048)
+
+    def priced(first: float, second: float) -> Cluster:
+        made = mixed()
+        prices = zip(made.nodes, (first, second), strict=True)
+        return replace(made, nodes=tuple(_costing(node, price) for node, price in prices))
+
+    cheap, dear = (
+        search(profile, priced(1.0, each), goal=Goal(kind="cheapest"), top=1)[0].plan.ranks for each in (0.01, 100.0)
+    )
+    assert cheap == 4
+    assert dear <= 2
+    first, second = priced(1.0, 1.0).nodes
+    half = replace(mixed(), nodes=(first, _costing(second, None)))
+    with pytest.raises(PlanError, match="no price of A100-80GB is known, and others have one"):
+        search(profile, half, goal=Goal(kind="cheapest"))
+
+
+def _costing(node: Node, price: float | None) -> Node:
+    sheets = [(device, device.sheet) for device in node.devices]
+    return replace(
+        node, devices=tuple(replace(one, sheet=sheet and replace(sheet, price=price)) for one, sheet in sheets)
+    )
 
 
 def test_shares_that_are_not_one_for_each_data_rank_are_refused() -> None:

@@ -100,7 +100,7 @@ def test_bounds_hold_on_unequal_devices_and_nothing_better_is_missed(batch: int,
             forecast = space.quotes.forecast(placed)
             assert space.least(family) <= space.quotes.least_seconds(placed) * (1 + 1e-9), plan
             assert space.quotes.least_seconds(placed) <= forecast.time.step * (1 + 1e-9), plan
-            assert space.quotes.peak(placed) == forecast.memory.high + forecast.memory.framework, plan
+            assert space.quotes.peak(placed) == forecast.memory.needed, plan
             assert space.quotes.may_fit(placed) or not forecast.fits, plan
     found, all_ = (search(profile, cluster, top=3, exhaustive=each) for each in (False, True))
     assert [each.forecast.time.step for each in found] == [each.forecast.time.step for each in all_]

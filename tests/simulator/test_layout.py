@@ -140,7 +140,7 @@ def test_what_fits_goes_by_the_rank_that_may_need_most() -> None:
         pytest.fail("no model in which they differ")
     quotes = Quotes(profile, A100)
     forecast = quotes.forecast(quotes.placed(found.plan))
-    assert forecast.memory.high + forecast.memory.framework == quotes.peak(quotes.placed(found.plan))
+    assert forecast.memory.needed == quotes.peak(quotes.placed(found.plan))
 
 
 def exchange(profile: Profile, text: str) -> Time:

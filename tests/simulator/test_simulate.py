@@ -96,7 +96,7 @@ def test_fits_only_when_the_upper_end_fits() -> None:
     memory = simulate(profile, make_cluster(), plan()).memory
     between = (memory.peak + memory.high) / 2 + memory.framework
     assert not simulate(profile, make_cluster(memory=between / 0.95), plan()).fits
-    assert simulate(profile, make_cluster(memory=(memory.high + memory.framework) / 0.95 + 1e6), plan()).fits
+    assert simulate(profile, make_cluster(memory=memory.needed / 0.95 + 1e6), plan()).fits
 
 
 def test_exchange_hides_only_as_far_as_the_link_overlaps() -> None:
