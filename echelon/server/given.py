@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,14 +27,6 @@ def distinct(parts: Sequence[np.ndarray]) -> np.ndarray:
     """All ids of several arrays, each once."""
     ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return ids if k.unique(ids, table_for(len(ids))) else np.unique(ids)
-
-
-def check_rate(name: str, lr: Any) -> None:
-    """Whether a push may bring this learning rate; None: the rule's own."""
-    if lr is None:
-        return
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not -1e300 < lr < 1e300:
-        raise StoreError(f"{name}: a rate of {lr!r}; use a finite number")
 
 
 def rows_of(table: Rows, ids: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -32,6 +32,14 @@ class StoreFull(StoreError):  # noqa: N818 (a state; its base says error)
     """No room for what a push would create. Nothing of it was applied."""
 
 
+def check_rate(name: str, lr: Any) -> None:
+    """Whether a push may bring this learning rate; None: the rule's own."""
+    if lr is None:
+        return
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not -1e300 < lr < 1e300:
+        raise StoreError(f"{name}: a rate of {lr!r}; use a finite number below 1e300")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """How a gradient changes weights: torch.optim's formulas of the same names.

@@ -16,6 +16,7 @@ import numpy as np
 from echelon.errors import ServerError
 from echelon.server import wire
 from echelon.server.covers import Cover
+from echelon.server.kinds import check_rate
 from echelon.server.windows import ABSENT, Windows
 
 Part = tuple[dict[str, Any], list[np.ndarray]]
@@ -136,6 +137,9 @@ class State:
     def push(self, frame: wire.Frame, cover: Cover, *, version: int, whole: bool, void: bool) -> None:
         """Apply a push to `cover` (`whole`: that is all that it covers). `void`: only count it. An error: nothing has changed."""
         meta, at = frame.meta, cover.at
+        if not void:
+            for name, rate in (meta.get("lr") or {}).items():
+                check_rate(name, rate)
         moved = self._moved(meta) if self.store.movers and not void else {}
         self.lsn[at] += 1
         if (meta["ops"] or moved) and not void:

@@ -18,9 +18,9 @@ from echelon.server import kernels as k
 from echelon.server import moves
 from echelon.server.blocks import Blocks
 from echelon.server.combine import group, table_for
-from echelon.server.given import blocks_of, check_rate, distinct, ids_of, rows_of
+from echelon.server.given import blocks_of, distinct, ids_of, rows_of
 from echelon.server.hashing import bits_of, shard_of
-from echelon.server.kinds import Dense, Init, Rule, StoreError, StoreFull, Table
+from echelon.server.kinds import Dense, Init, Rule, StoreError, StoreFull, Table, check_rate
 from echelon.server.moves import Part
 from echelon.server.narrow import narrow
 from echelon.server.replay import Moving
@@ -214,8 +214,10 @@ class Store:
         return self._movers
 
     def advance(self, name: str, shards: np.ndarray, lr: float | None = None) -> None:
-        """Ends an update of such a table on these shards, after `apply` of the gradients that it has there."""
-        check_rate(name, lr)
+        """Ends an update of such a table on these shards, after `apply` of the gradients that it has there.
+
+        Its rate was checked before anything of the entry was done: half an entry must not be.
+        """
         self._movers[name].advance(np.asarray(shards, np.int64), lr)
 
     def assign(self, name: str, ids: np.ndarray, values: np.ndarray, *, lsn: np.ndarray) -> None:

@@ -201,3 +201,21 @@ def test_a_step_that_is_added_up_moves_shards_that_it_has_no_gradients_for_once(
     assert [state.digest(shard) for shard in range(SHARDS)] == [other.digest(shard) for shard in range(SHARDS)]
     with pytest.raises(ServerError, match="a push moves all of its rows, and has no rate for them"):
         push("c", everywhere, [{"table": "t"}], {}, np.array([2]), np.ones((1, 3)))
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rate", [1e301, True, -math.inf])
+def test_a_rate_that_no_rule_takes_is_refused_before_anything_changes(rate: float, together: bool) -> None:
+    """Also that of a table of which the push has nothing: with it all rows would move, at the end of the entry or of the step."""
+    store, cover = store_of(Rule(kind="adam", every=True)), np.arange(SHARDS, dtype=np.uint16)
+    store.declare(Table(name="u", dim=1))
+    state = State(store, SHARDS)
+    meta = {"worker": "a", "incarnation": 1, "seq": 1, "step": 0, "tick": True, "aggregate": together}
+    ops = {"lr": {"t": rate}, "ops": [{"table": "u"}]}
+    frame = wire.parse(wire.joined(wire.encode(wire.PUSH, 0, meta, [cover, np.arange(4), np.ones((4, 1), np.float32)])))
+    frame.meta.update(ops)  # JSON has no infinity
+    before = [state.digest(shard) for shard in range(SHARDS)]
+    with pytest.raises(StoreError, match="a rate of"):
+        state.push(frame, Covers(SHARDS).of(cover), version=1, whole=True, void=False)
+    assert [state.digest(shard) for shard in range(SHARDS)] == before
+    assert not state.pending

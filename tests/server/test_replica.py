@@ -318,6 +318,8 @@ def test_garbage_closes_its_connection_only(pair: Net) -> None:
         pushed(1, version="x"),
         pushed(1, lr={"t": 10**400}),
         pushed(1, lr={"t": float("1e308") * 10}),
+        pushed(1, lr={"t": 1e301}),
+        pushed(1, lr={"t": True}),
         pushed(-1),
         framed(wire.PULL, 1, {"version": 1, "ops": []}, [np.full(1, 7, np.uint16)]),
         framed(wire.PULL, 1, {"version": 1, "ops": [{"table": "t"}], "bound": None, "step": 0}, [cover]),

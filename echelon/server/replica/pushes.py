@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 
 from echelon.errors import EchelonError
 from echelon.server import wire
+from echelon.server.kinds import StoreError, check_rate
 from echelon.server.links import Waiting
 from echelon.server.replica.ground import MALFORMED
 from echelon.server.replica.reads import Reads
@@ -24,9 +24,11 @@ class Pushes(Reads):
                 raise wire.WireError(f"PUSH: {name} {meta[name]!r} is no number from 0")
         if type(meta["worker"]) is not str or type(meta["ops"]) is not list:
             raise wire.WireError("PUSH: a worker's name and a list of operations are expected")
-        rates = meta.get("lr")
-        if rates and not all(isinstance(rate, int | float) and math.isfinite(rate) for rate in rates.values()):
-            raise wire.WireError("PUSH: learning rates are finite numbers by name")
+        try:
+            for name, rate in (meta.get("lr") or {}).items():
+                check_rate(name, rate)
+        except StoreError as error:
+            raise wire.WireError(f"PUSH: {error}") from error
         if len(meta["ops"]) > 1:
             names = [named(op) for op in meta["ops"]]
             if len(set(names)) < len(names):
