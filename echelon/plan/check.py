@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -213,6 +214,7 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )  # fmt: skip
     yield from _cuts_of_model(plan, profile)
     yield from check_served(plan, profile)
+    yield from _experts(plan, profile)
     if batch < dp:
         yield Problem(
             path="dp", value=dp, rule=f"a batch of {batch} gives some rank no sample", remedy=f"use dp={batch} or less"
@@ -324,6 +326,22 @@ def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             path="stages", value=list(plan.stages),
             rule=f"one begins at {profile.visits[inside[0]].path}, inside a pair that tp cuts or between two calls that change one buffer",
             remedy="leave stages out: they are found",
+        )  # fmt: skip
+
+
+def _experts(plan: Plan, profile: Profile) -> Iterator[Problem]:
+    """Whether ranks of ep have whole experts: modules in a list within a block."""
+    ep, lists = plan.mesh.ep, dict[str, set[str]]()
+    for each in profile.parameters if ep > 1 else ():
+        unit = next((unit for unit in profile.units if each.name.startswith(f"{unit}.")), None)
+        inner = re.match(r"(.*?)\.(\d+)\.", each.name[len(unit) :]) if unit is not None else None
+        if inner is not None:
+            lists.setdefault(f"{unit}{inner[1]}", set()).add(inner[2])
+    numbers = sorted({len(each) for each in lists.values()})
+    if numbers and not any(number % ep == 0 for number in numbers):
+        yield Problem(
+            path="ep", value=ep, rule=f"a block has {' or '.join(map(str, numbers))} experts, which so many ranks cannot share evenly",
+            remedy=f"use a divisor of {numbers[-1]}",
         )  # fmt: skip
 
 

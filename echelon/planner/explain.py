@@ -30,9 +30,9 @@ def explain(candidates: Sequence[Candidate]) -> str:
         rivals = [c.forecast for c in candidates[1:] if c.forecast.plan.ranks > 1]
         if rivals:
             cost = rivals[0].time.exchange + rivals[0].time.optimizer - best.time.optimizer
-            lines.append(
+            lines += [
                 f"  one process: splitting over {rivals[0].plan.ranks} would cost {_seconds(cost)} of exchange and repeated work a step"
-            )
+            ] * (cost > 0)
         else:
             lines.append("  one process: nothing is exchanged")
     if not any(_plain(each.forecast) for each in candidates):
@@ -73,11 +73,12 @@ def _against(best: Forecast, other: Forecast) -> str:
             f"{largest} ({_bytes(getattr(other.memory, largest))}), most at {other.peak_at}"
         )
     slower = other.time.step - best.time.step
-    more = other.memory.peak - best.memory.peak
+    more = other.memory.total - best.memory.total
+    time = f"{_seconds(abs(slower))} {'slower' if slower > 0 else 'faster'} ({abs(slower) / best.time.step:.0%})"
+    memory = f"{_bytes(abs(more))} {'more' if more > 0 else 'less'} memory per rank"
     return (
-        f"{_seconds(abs(slower))} {'slower' if slower > 0 else 'faster'} ({abs(slower) / best.time.step:.0%})"
-        f"{_causes(best.time, other.time, _CAUSES, _seconds, best.time.step)}; {_bytes(abs(more))} {'more' if more > 0 else 'less'} memory per rank"
-        f"{_causes(best.memory, other.memory, _PARTS, _bytes, best.memory.peak)}"
+        f"{time if slower else 'as fast'}{_causes(best.time, other.time, _CAUSES, _seconds, best.time.step)}; "
+        f"{memory if abs(more) >= 1 else 'as much memory per rank'}{_causes(best.memory, other.memory, _PARTS, _bytes, best.memory.total)}"
     )
 
 

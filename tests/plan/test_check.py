@@ -253,3 +253,16 @@ def test_bf16_on_devices_without_units_for_it_is_warned_of() -> None:
     assert not check(plan, None, catalogue.cluster("8xA100-80GB"))
     assert not check(from_text("precision=bf16"), None, catalogue.cluster("XEON-8480"))
     assert check(from_text("precision=bf16"), None, catalogue.cluster("XEON-8380"))
+
+
+def test_experts_are_shared_evenly() -> None:
+    names = [f"blocks.{b}.experts.{e}.weight" for b in range(2) for e in range(6)]
+    profile = replace(
+        PROFILE,
+        parameters=tuple(Parameter(name=name, shape=(4, 4)) for name in names),
+        units=("blocks.0", "blocks.1"),
+        unit_bytes=(1, 1),
+    )
+    said = [str(each) for each in check(from_text("dp=8 ep=4"), profile) if not each.ahead and each.path == "ep"]
+    assert said == ["ep=4: a block has 6 experts, which so many ranks cannot share evenly; use a divisor of 6"]
+    assert not [each for each in check(from_text("dp=6 ep=3"), profile) if not each.ahead and each.path == "ep"]

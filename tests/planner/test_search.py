@@ -14,7 +14,9 @@ from echelon.plan.check import check
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import explain, search, why_not
+from echelon.planner.explain import _against
 from echelon.planner.measured import candidates
+from echelon.simulator import simulate
 from tests.simulator.cases import cut, make_cluster, make_gpus, make_profile, make_stack, plan, profiles
 
 
@@ -155,3 +157,12 @@ def test_a_tensor_axis_that_cannot_be_is_left_out() -> None:
 
     found = search(profile, make_gpus(2, 64e9), ranks=2, complete=never)
     assert {(each.plan.mesh.tp, each.plan.mesh.pp) for each in found} == {(1, 2)}
+
+
+def test_differences_in_memory_are_of_all_that_is_listed() -> None:
+    profile, cluster = make_profile(blocks=8, width=1024), make_cluster(cores=2)
+    best = plan(dp=1)
+    assert "as fast; as much memory per rank" in why_not(profile, cluster, best, best)
+    mine = simulate(profile, cluster, best)
+    other = replace(mine, memory=replace(mine.memory, framework=mine.memory.framework + 5e8))
+    assert "500 MB more memory per rank: framework +500 MB" in _against(mine, other)
