@@ -386,10 +386,12 @@ class Hub:
         Servers elsewhere must hold just that: they were not used since, or began from it."""
         if self._keeper.elsewhere is not None:
             with self._run.ranks.together():
-                there = self._keeper.client.step if self._found else 0
-                if not self._found or there != step:
+                # By the furthest rank of the run before: what it pushed is in the rows, or comes into them with a next step.
+                there, halves = self._keeper.client.standing() if self._found else (0, False)
+                if not self._found or there != step or halves:
+                    inside = f"within step {there}" if halves else f"at step {there}"
                     raise ServerError(
-                        f"servers={self._address}: they are at step {there}, and the checkpoint {folder} at step {step}; start servers with "
+                        f"servers={self._address}: they are {inside}, and the checkpoint {folder} at step {step}; start servers with "
                         f"`echelon serve ... --restore {folder}`, or train with --fresh on empty ones"
                     )
             self._found = False

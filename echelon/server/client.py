@@ -206,6 +206,17 @@ class Client:
             )
             return min(low for low, _ in found), max(high for _, high in found)
 
+    def standing(self) -> tuple[int, bool]:
+        """Steps that the furthest worker there ever was has finished; whether gradients wait for others to end their step."""
+        with self._lock:
+            found: list[tuple[int, bool]] = []
+            self._session.everywhere(
+                wire.CLOCK,
+                lambda cover: ({}, [cover]),
+                lambda cover, frame: found.append((int(frame.meta["furthest"]), bool(frame.meta["pending"]))),
+            )
+            return max(furthest for furthest, _ in found), any(pending for _, pending in found)
+
     def digests(self) -> dict[int, dict[str, str]]:
         """Per shard, of every replica, a digest of all that it holds: equal ones hold the same bytes."""
         with self._lock:
@@ -334,7 +345,13 @@ class Client:
 
     def _rates(self, lr: Mapping[str, float] | float | None, names: Sequence[str]) -> dict[str, float] | None:
         given = lr if isinstance(lr, Mapping) else {} if lr is None else dict.fromkeys(names, lr)
-        rates = {name: float(rate) for name, rate in given.items() if name in names or not self._moves(name)}
+        # Of what is declared: a head that does not know a table yet, and a replica that does, would part.
+        known = self._session.specs
+        rates = {
+            name: float(rate)
+            for name, rate in given.items()
+            if name in known and (name in names or not self._moves(name))
+        }
         # With its rate all rows of such a table move, also on routes to which nothing of this push goes; and with it alone.
         rates |= {name: self._table(name).rule.lr for name in names if name not in rates and self._moves(name)}
         return rates or None

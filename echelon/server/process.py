@@ -242,6 +242,10 @@ class ServerProcess:
         threading.Thread(target=self._beats, name="echelon-beats", daemon=True).start()
         self.loop.run()
 
+    def _alive(self) -> None:
+        """Busy, not stuck."""
+        self._turned = time.monotonic()
+
     def _beats(self) -> None:
         """Signs of life from a thread: a long snapshot or a large frame is no death. A stopped process stops this too."""
         import socket
@@ -363,7 +367,7 @@ class ServerProcess:
         from echelon.server.kinds import spec_from_plain
         from echelon.server.store import Store
 
-        self._store = store = Store(shards=shards, memory=self._memory, spill=self._spill)
+        self._store = store = Store(shards=shards, memory=self._memory, spill=self._spill, alive=self._alive)
         self.replica = Replica(
             name=self.name or "",
             incarnation=self.incarnation,

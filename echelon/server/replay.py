@@ -14,7 +14,7 @@ The compiled loops are of this file alone (numba renews its cache by file) and b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ BLOCK = 16
 #: Updates after which it is looked whether the rest of Adam's is below rounding.
 _LOOK = 16
 _KEPT = 256
+#: Numbers times updates that are brought up to date in one go, about 50 ms; between two the server says that it lives.
+_AT_ONCE = 10_000_000
+#: Updates after which Adam's averages have mostly ended.
+_ENDED = 1000
 
 
 def _compiling(**options: Any) -> Any:
@@ -313,6 +317,19 @@ class Course:
         self.nodes = np.zeros((2 if tree else 0, 4))
         self.most, self.least = 0.0, 1.0
 
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return self.rates.nbytes + self.terms.nbytes + self.nodes.nbytes
+
+    @property
+    def work(self) -> int:
+        """How many updates are computed one by one for a row that had none, about."""
+        how, ends = self.numbers[HOW], self.numbers[B1] < math.sqrt(self.numbers[B2])
+        if how == LINEAR:
+            return 1
+        return min(self.now, _ENDED) if how == AVERAGES and ends else self.now
+
     def copy(self) -> Course:
         """One that goes on by itself."""
         other = object.__new__(Course)
@@ -367,7 +384,8 @@ def course_of(spec: Table, ends: np.ndarray, rates: np.ndarray) -> Course:
 class _Loops:
     """The loops with what they need of a table."""
 
-    def __init__(self, spec: Table) -> None:
+    def __init__(self, spec: Table, alive: Callable[[], None] = lambda: None) -> None:
+        self._alive = alive
         layout = layout_of(spec)
         self.words = layout.stride // 8
         self._layout = np.array([self.words, spec.dim, layout.weights, layout.state, layout.states], np.int64)
@@ -386,10 +404,13 @@ class _Loops:
     def _bring(
         self, course: Course, where: np.ndarray, ri: np.ndarray, rc: np.ndarray, out: np.ndarray, mark: int
     ) -> None:
-        bring(
-            course.numbers, course.rates, course.terms, course.nodes, course.most, course.least, course.now,
-            self._layout, where, ri, rc, out, self._scratch, self._c, mark,
-        )  # fmt: skip
+        rows = max(1, _AT_ONCE // max(1, course.work * int(self._layout[DIM])))
+        for first in range(0, len(where), rows):
+            bring(
+                course.numbers, course.rates, course.terms, course.nodes, course.most, course.least, course.now,
+                self._layout, where[first : first + rows], ri, rc, out[first : first + rows], self._scratch, self._c, mark,
+            )  # fmt: skip
+            self._alive()
 
 
 class Moving(Rows):
@@ -398,11 +419,19 @@ class Moving(Rows):
     Shards that had the same updates share a course: those of one route have, as every push goes to all of it.
     """
 
-    def __init__(self, spec: Table, *, shards: int, room: int, spill: Path | None) -> None:
+    def __init__(
+        self, spec: Table, *, shards: int, room: int, spill: Path | None, alive: Callable[[], None] = lambda: None
+    ) -> None:
+        """`alive`: called every 50 ms or so while many updates are made up for."""
         super().__init__(spec, shards=shards, room=room, spill=spill)
-        self._loops = _Loops(spec)
+        self._loops = _Loops(spec, alive)
         self._courses = {0: Course(spec.rule)}
         self._course_of = np.zeros(shards, np.int64)
+
+    @property
+    def bytes(self) -> int:
+        """Memory in use, that of the updates' rates too."""
+        return super().bytes + sum(course.bytes for course in self._courses.values())
 
     def course(self, shard: int) -> Course:
         """The updates that a shard has had."""

@@ -28,6 +28,8 @@ _CLAIM = 64 << 20
 _MASK = (1 << 64) - 1
 #: Reads whose rows are remembered for the pushes that follow them: of as many workers, and of steps ahead.
 _READS = 64
+#: Ids of these reads in sum (16 bytes each, which are not in `bytes`); a read of more than an eighth of that is not remembered.
+_READ_IDS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,8 +338,10 @@ class Rows:
             self.index, self.starts, self.masks, self._shift, ids, known, self._ring, self._places, self.ri, self.rc, self.r4, self.r2, self.r1,
             self._kind, self._scalars, self._seed, self._nearest, out,
         )  # fmt: skip
-        if len(ids):
-            while len(self._read) >= _READS:
+        if self.native and 0 < len(ids) <= _READ_IDS // 8:
+            while self._read and (
+                len(self._read) >= _READS or len(ids) + sum(key[0] for key in self._read) > _READ_IDS
+            ):
                 del self._read[next(iter(self._read))]
             self._read[len(ids), int(ids[0]), int(ids[-1])] = (ids.copy(), known)
         return out

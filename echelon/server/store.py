@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,19 @@ class _Unbounded:
 
 
 class Store:
-    """`memory`: bytes that rows, index and blocks may take (None: the machine's); `spill`: a folder for rows beyond memory."""
+    """`memory`: bytes that rows, index and blocks may take (None: the machine's); `spill`: a folder for rows beyond memory; `alive`: called
+    now and then during work that may take seconds."""
 
-    def __init__(self, *, shards: int, memory: int | None = None, spill: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        shards: int,
+        memory: int | None = None,
+        spill: Path | None = None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
         bits_of(shards)
+        self._alive = alive
         self.shards = shards
         self.memory = memory
         self.spill = spill
@@ -72,6 +81,7 @@ class Store:
                     f"{spec.name}: declared as {known}, now as {spec}; use another name, or the same spec in every worker"
                 )
             return
+        self._sure.clear()  # it takes memory, too
         if isinstance(spec, Dense):
             if spec.rule.kind == "rowwise_adagrad":
                 raise StoreError(
@@ -79,10 +89,11 @@ class Store:
                 )
             self._blocks[spec.name] = Blocks(spec, shards=self.shards)
             return
-        kind = Moving if spec.rule.every else Rows
-        rows = self._rows[spec.name] = kind(spec, shards=self.shards, room=self._room, spill=self.spill)
-        if isinstance(rows, Moving):
-            self._movers[spec.name] = rows
+        if spec.rule.every:
+            moving = Moving(spec, shards=self.shards, room=self._room, spill=self.spill, alive=self._alive)
+            self._rows[spec.name] = self._movers[spec.name] = moving
+        else:
+            self._rows[spec.name] = Rows(spec, shards=self.shards, room=self._room, spill=self.spill)
         if spec.admit > 1:
             count = Table(
                 name=spec.name, dim=1, rule=Rule(kind="sgd"), init=Init(kind="zeros"), dtype="f8", stored="f8"

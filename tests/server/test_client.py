@@ -50,6 +50,20 @@ def test_a_table_all_of_whose_rows_move_moves_on_every_route_and_replica(client)
     assert all(len(set(each.values())) == 1 for each in client.digests().values())
 
 
+def test_how_far_the_furthest_came_is_known_after_it_left(servers, client, table, request):
+    with connect(servers.address, secret=servers.secret, worker=request.node.name) as other:
+        for _ in range(3):
+            other.push({table: (np.arange(4), np.zeros((4, 4)))})
+        furthest = other.step
+        other.flush()
+    assert client.standing() == (max(furthest, client.standing()[0]), False)
+    assert client.standing()[0] >= furthest > client.clock()[0]
+
+
+def test_rates_of_what_nobody_declared_are_not_sent(client, table):
+    assert client._rates({table: 0.5, "not declared": 0.5}, [table]) == {table: 0.5}
+
+
 def test_rows_come_in_the_order_of_the_ids_and_equal_ids_are_added_up(client, table):
     ids = np.array([7, -3, 7, 2**62, 7])
     client.push({table: (ids, -np.arange(20, dtype=np.float32).reshape(5, 4))})

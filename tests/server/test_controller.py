@@ -429,3 +429,47 @@ def test_the_lease_is_as_long_as_one_says() -> None:
     assert "a" not in made.core.map.servers
     with pytest.raises(ServerError, match=r"lease: 0\.1 s; servers are missed after 0\.5 to 60 s"):
         Job(lease=0.1)
+
+
+def test_a_life_that_was_never_given_is_refused(job: Job) -> None:
+    """It would lock the name: whoever joins under it later is a former life."""
+    assert job.join("1", "worker", life=2**61)["error"] == "Superseded"
+    assert "error" not in job.join("1", "worker")
+
+
+def test_an_heir_is_here(job: Job) -> None:
+    """A learner that caught up, and whose connection was lost since, inherits nothing."""
+    job.core.replicas = 1
+    job.pass_time(CALM + 0.2)
+    job.learn()
+    job.core.replicas = 2
+    job.pass_time(CALM + 0.2)
+    known = job.core.map
+    mine = [shard for shard, head in enumerate(known.heads) if head == "a"]
+    life = known.servers["b"].incarnation
+    job.say("a", wire.CAUGHTUP, {"shard": mine[0], "learner": "b", "incarnation": life, "version": known.version})
+    for name in ("a", "b"):
+        del job.core.sessions[name]
+    job.core.absent |= {("server", "a"): job.now, ("server", "b"): job.now + 9.0}
+    job.do(job.core.on_tick(job.now))
+    assert mine[0] in job.core.map.lost
+
+
+def test_one_head_of_several_servers_is_followed_by_one() -> None:
+    """heads=1: at failover, when another server fills the gap, and where shards go back to a checkpoint."""
+    made = Job(expect=3, settings={"heads": 1})
+    for name in ("a", "b", "c"):
+        made.join(name)
+    assert set(made.core.map.chains) == {("a", "b")}
+    made.pass_time(1.0, "a")
+    assert set(made.core.map.heads) == {"b"}
+    made.pass_time(CALM + 0.2)
+    made.learn()
+    assert set(made.core.map.chains) == {("b", "c")}
+    made.core.checkpoint = "folder"
+    made.pass_time(1.0, "b", "c")
+    assert len(made.core.map.lost) == 8
+    for name in ("d", "e"):
+        made.join(name)
+    made.pass_time(GRACE + 1)
+    assert set(made.core.map.heads) == {"d"}

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("numba")
 
 from echelon.errors import ServerError
-from echelon.server import wire
+from echelon.server import replay, wire
 from echelon.server.covers import Covers
 from echelon.server.kinds import Dense, Init, Rule, StoreError, Table
 from echelon.server.replay import Course, first_rows
@@ -219,3 +219,30 @@ def test_a_rate_that_no_rule_takes_is_refused_before_anything_changes(rate: floa
         state.push(frame, Covers(SHARDS).of(cover), version=1, whole=True, void=False)
     assert [state.digest(shard) for shard in range(SHARDS)] == before
     assert not state.pending
+
+
+@pytest.mark.parametrize("rule", [rule for rule, _ in RULES])
+def test_updates_are_made_up_for_in_parts_between_which_a_server_says_that_it_lives(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that takes long must not look like a death; the parts give the same bytes."""
+    signs: list[int] = []
+    table = Table(name="t", dim=3, rule=rule, init=Init(kind="normal", scale=1.0))
+    whole, parts = (
+        Store(shards=SHARDS, memory=1 << 24),
+        Store(shards=SHARDS, memory=1 << 24, alive=lambda: signs.append(1)),
+    )
+    few, many = np.arange(5), np.arange(40)
+    for store, at_once in ((whole, 1 << 40), (parts, 100)):
+        monkeypatch.setattr(replay, "_AT_ONCE", at_once)
+        store.declare(table)
+        empty = store.bytes
+        for number in range(1, 40):
+            step(store, few[: number % 3], np.ones((number % 3, 3), np.float32), 0.1, number)
+        assert store.bytes > empty + 39 * 8  # rates are memory too
+        signs.clear()
+        store.read("t", many)
+        assert store is whole or len(signs) >= (2 if rule.kind in ("sgd", "momentum") else 13)
+        step(store, many, np.ones((40, 3), np.float32), 0.1, 40)
+    assert whole.read("t", many)[0].tobytes() == parts.read("t", many)[0].tobytes()
+    assert [whole.digest(shard) for shard in range(SHARDS)] == [parts.digest(shard) for shard in range(SHARDS)]

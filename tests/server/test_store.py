@@ -330,3 +330,57 @@ def test_what_does_not_belong_is_refused():
     store.apply("t", np.arange(2), frozen, lsn=stamps(2))
     assert store.read("t", np.empty(0, np.int64), "i1")[0].shape == (0, 4)
     store.apply("t", np.empty(0, np.int64), np.empty((0, 4)), lsn=stamps(3))
+
+
+@pytest.mark.parametrize("rule", [Rule(kind="momentum", momentum=0.9), Rule(kind="adam")])
+def test_remembered_rows_are_forgotten_where_rows_move(rule):
+    """A push takes the places of rows from the read before it: not after rows expired, were installed or dropped, or tables grew."""
+    draw = np.random.default_rng(0)
+    spec = Table(name="t", dim=2, rule=rule, init=Init(kind="normal", scale=0.1))
+    quick, slow = (Store(shards=SHARDS, memory=MEMORY) for _ in range(2))
+    for store in (quick, slow):
+        store.declare(spec)
+    for lsn in range(1, 120):
+        ids = np.unique(draw.integers(0, 40 + 10 * lsn, 50))
+        quick.read("t", ids)
+        shard, what = lsn % SHARDS, lsn % 6
+        if what == 0:
+            gone = [store.expire("t", range(SHARDS), lsn - 3) for store in (quick, slow)]
+            assert gone[0] == gone[1] > 0
+        elif what == 2:
+            quick.install(shard, slow.snapshot(shard))
+        elif what == 4:
+            for store in (quick, slow):
+                store.assign("t", ids[::2], np.ones((len(ids[::2]), 2), np.float32), lsn=stamps(lsn))
+        elif what == 5:
+            quick.drop(shard)
+            quick.read("t", ids)
+            quick.install(shard, slow.snapshot(shard))
+        grads = draw.normal(size=(len(ids), 2)).astype(np.float32)
+        for store in (quick, slow):
+            store.apply("t", ids, grads, lsn=stamps(lsn), step=lsn)
+        assert digests(quick) == digests(slow), lsn
+
+
+def test_what_is_remembered_of_reads_is_bounded():
+    store = Store(shards=SHARDS, memory=MEMORY)
+    store.declare(Table(name="t", dim=1))
+    store.declare(Table(name="narrow", dim=1, stored="f2"))
+    for first in range(20):
+        for name in ("t", "narrow"):
+            store.read(name, np.arange(first, 60_000 + first))
+    store.read("t", np.arange(200_000))
+    kept = store._rows["t"]._read
+    assert 0 < sum(len(ids) for ids, _ in kept.values()) <= 1 << 19
+    assert all(len(ids) <= 1 << 16 for ids, _ in kept.values())
+    assert not store._rows["narrow"]._read
+
+
+def test_what_is_declared_takes_of_the_room_that_was_reckoned():
+    store = Store(shards=SHARDS, memory=MEMORY)
+    store.declare(Table(name="t", dim=1))
+    for lsn in (1, 2):
+        store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(lsn))
+    assert store._sure
+    store.declare(Table(name="u", dim=1))
+    assert not store._sure

@@ -106,6 +106,10 @@ class Members(Moving):
         elif name is None or not 0 < life < 1 << 62:
             raise wire.WireError(f"JOIN of worker {name!r} in life {life}: a name and a positive number are expected")
         known = self.map.workers.get(name, 0)
+        if life > self.count:
+            why = f"worker {name} in life {life}: this controller has given {self.count} lives only, it began anew; start the worker anew"
+            self._refuse(peer, request, "Superseded", why)
+            return
         if self.map.over(life):
             why = f"worker {name} was away for so long that it was given up; start it anew"
             self._refuse(peer, request, "Superseded", why)
@@ -147,7 +151,8 @@ class Members(Moving):
                 chains[shard] = tuple(name for name in chain if name not in servers)
                 learners[shard] = tuple(name for name in learners[shard] if name not in servers)
                 # The last replica's learner that caught up lacks nothing that was acknowledged.
-                heir = next((name for name in learners[shard] if (shard, name) in self._caught), None)
+                here = (name for name in learners[shard] if self._peer_of("server", name) is not None)
+                heir = next((name for name in here if (shard, name) in self._caught), None)
                 if chain and not chains[shard] and heir is not None:
                     chains[shard] = (heir,)
                     learners[shard] = tuple(name for name in learners[shard] if name != heir)
@@ -192,9 +197,11 @@ class Members(Moving):
         order = ring(
             {name: seat for name, seat in self.map.servers.items() if name not in self.leaving} or self.map.servers
         )
+        heading = [name for name in order if name in self.map.heads]
+        leading = [*heading, *(name for name in order if name not in heading)][: self.settings.get("heads")]
         chains, sources = list(self.map.chains), dict(self.map.sources)
         for place, shard in enumerate(sorted(self.map.lost)):
-            chains[shard] = behind(order[place % len(order)], order, self.map.servers, self.replicas)
+            chains[shard] = behind(leading[place % len(leading)], order, self.map.servers, self.replicas)
             sources[shard] = (self.checkpoint, self.map.version + 1)
         self._out.append(Note("restored", {"shards": sorted(self.map.lost), "checkpoint": self.checkpoint}))
         self.graves.clear()

@@ -102,7 +102,13 @@ class Reads(Clocks):
             floor = self.floor()[cover.at]
             most = max((int(self.state.windows.clock[live][cover.at].max()) for live in self._live), default=0)
             mine = int(self.state.windows.clock[slot][cover.at].max())
-            self._send(peer, wire.CLOCKED, frame.request, {"min": int(floor.min()), "max": most, "mine": mine})
+            told = {"min": int(floor.min()), "max": most, "mine": mine}
+            # Of those that left too, and whether gradients wait for a step's end.
+            told["furthest"] = int(windows.furthest(cover.shards).max())
+            told["pending"] = any(
+                np.isin(held.shards, cover.shards).any() for waiting in self.state.pending.values() for held in waiting
+            )
+            self._send(peer, wire.CLOCKED, frame.request, told)
         else:
             self._digest(peer, frame)
         return True
