@@ -7,20 +7,21 @@ import json
 import sys
 import time as clock
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench.published.cases import Case, Outcome, outcome
 from bench.published.fit import STARTS, fit
 from bench.published.prepare import prepared
-from bench.published.rows import ROWS, Row, read
+from bench.published.rows import ROWS, Refused, Row, scan
 from bench.published.scores import choices, summary
 from echelon.errors import EchelonError
-from echelon.simulator.fitted import Fitted, fitted, written
+from echelon.simulator.fitted import Fitted, fitted, rounded, written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit 2 for rows that cannot be read."""
+    """Exit 1 where some rows were refused (the others are forecast all the same), 2 where the file cannot be read or has no row."""
     parser = argparse.ArgumentParser(prog="python -m bench.published", description=__doc__)
     parser.add_argument("rows", nargs="?", default=ROWS, help="rows of published runs, one JSON object a line")
     parser.add_argument("--json", metavar="OUT", help="write every forecast and all scores there")
@@ -31,18 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="print the scores only")
     given = parser.parse_args(arguments)
     try:
-        rows = read(given.rows)
-        begun = clock.perf_counter()
-        found_cases = prepared(rows)
-        made = {name: each for name, each in found_cases.items() if not isinstance(each, EchelonError)}
-        for each in found_cases.values():
-            if isinstance(each, EchelonError):
-                raise each
-        profiled = clock.perf_counter() - begun
+        rows, refused = scan(given.rows)
     except EchelonError as error:
         print(error, file=sys.stderr)
         return 2
-    constants = fit(rows, made) if given.fit else fitted()
+    begun = clock.perf_counter()
+    made, failed = laid_out(rows)
+    refused += failed
+    rows = [row for row in rows if row.id in made]
+    profiled = clock.perf_counter() - begun
+    for each in refused:
+        print(each.reason, file=sys.stderr)
+    if not rows and not refused:
+        print(f"{given.rows}: no row in it; one JSON object a line is wanted", file=sys.stderr)
+    constants = rounded(fit(rows, made)) if given.fit else fitted()
     if given.fit:
         Path(given.fit).write_text(written(constants), encoding="utf-8")
     begun = clock.perf_counter()
@@ -54,12 +57,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.leave_one_out:
         scores["leave_one_out"] = left_out(rows, made, constants)
     report(rows, found, scores)
-    print(f"{len(rows)} rows: profiles {profiled:.0f} s, forecasts {took:.1f} s")
+    print(f"{len(rows)} rows, {len(refused)} refused: profiles {profiled:.0f} s, forecasts {took:.1f} s")
     if given.json:
-        Path(given.json).write_text(
-            json.dumps({"rows": [plain(row, found[row.id]) for row in rows], "summary": scores}, indent=1) + "\n"
-        )
-    return 0
+        whole = {
+            "rows": [plain(row, found[row.id]) for row in rows],
+            "refused": [asdict(each) for each in refused],
+            "summary": scores,
+        }
+        Path(given.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    if not rows:
+        return 2
+    return 1 if refused else 0
+
+
+def laid_out(rows: Sequence[Row]) -> tuple[dict[str, list[Case]], list[Refused]]:
+    """The cases of each row, and the rows of which no model or plan can be made."""
+    made: dict[str, list[Case]] = {}
+    refused = []
+    found = prepared(rows)
+    for row in rows:
+        each = found[row.id]
+        if isinstance(each, EchelonError):
+            refused.append(Refused(line=row.line, id=row.id, reason=f"line {row.line}: {row.id}: {each}"))
+        else:
+            made[row.id] = each
+    return made, refused
 
 
 def left_out(
@@ -86,8 +108,14 @@ def plain(row: Row, found: Outcome) -> dict[str, Any]:
         "predicted_samples_per_s": found.samples / found.seconds,
     }
     if found.seconds_range[0] != found.seconds_range[1]:
-        made["range_s"], made["range_gib"] = found.seconds_range, found.gib_range
+        made["range_s"] = found.seconds_range
         made["range_samples_per_s"] = [found.samples / found.seconds_range[1], found.samples / found.seconds_range[0]]
+    if found.gib_range[0] != found.gib_range[1]:
+        made["range_gib"] = found.gib_range
+    if not found.every:
+        made["range_fits"] = [False, True]
+    if found.notes:
+        made["notes"] = found.notes
     return made
 
 
@@ -108,6 +136,8 @@ def table(rows: list[Row], found: dict[str, Outcome]) -> None:
             ran += f"; {each.samples / high:.0f}-{each.samples / low:.0f} samples/s, printed {measured['samples_per_s']:.0f}"
         scored = ",".join(row.counts) or "(apart)"
         print(f"{row.id:16} {scored:24} {seconds} {printed or 0:10.3f} {error} {each.gib:6.1f} {held} {said}, {ran}")
+        for note in each.notes:
+            print(f"{'':16} {note}")
 
 
 def report(rows: list[Row], found: dict[str, Outcome], scores: dict[str, Any]) -> None:

@@ -17,14 +17,25 @@ from echelon.plan.plan import Plan
 from echelon.simulator.stack import Stack
 
 _GIGA, _TERA = 1e9, 1e12
+#: Devices of a usual node.
+_NODE = 8
 #: How attention is built in the model. Flash attention of no version is that of the flash-attn package, before torch had one of its own; with
 #: it comes the package's cross entropy.
 CORES = {
-    "flash1": "flash", "flash2": "flash", "flash": "package", "cudnn": "flash", "fused-softmax": "fused", "no-flash": "fused", "eager": "eager",
+    "flash1": "flash", "flash2": "flash", "flash": "package", "cudnn": "native", "fused-softmax": "fused", "no-flash": "fused", "eager": "eager",
     "none": "flash", "unknown": "flash", None: "flash",
 }  # fmt: skip
 #: Before there was a second version nobody said which: where it is not said it is the first.
 _KERNELS = {"flash1": "flash1", "flash": "flash1", "cudnn": "cudnn"}
+
+
+def _kernel(given: dict[str, Any], hardware: dict[str, Any]) -> str:
+    """Which kernel a fused attention is. Devices that compute in 4 bits came after the second version."""
+    sheet = catalogue.device(hardware["gpu"]).sheet
+    later = sheet is not None and "fp4" in sheet.peaks
+    return "flash2" if later and given["attention"] == "flash" else _KERNELS.get(given["attention"], "flash2")
+
+
 #: Tokens of a bin of samples alike in length, and the longest samples that are not binned.
 _BIN, _UNBINNED = 64, 128
 
@@ -58,7 +69,7 @@ def plan_of(given: dict[str, Any]) -> tuple[Plan, int]:
         zero=given["zero_stage"] or 0,
         micro=micro,
         # Models of 2-byte numbers are built so.
-        precision="tf32" if given["precision"] == "tf32" else None,
+        precision={"tf32": "tf32", "fp16": "fp16"}.get(given["precision"]),  # type: ignore[arg-type]
         recompute="block" if given["recompute"] == "full" else "none",
         compile=given["compile"] is True or kernels(given),
         sequence=given["sequence_parallel"] is True,
@@ -68,10 +79,13 @@ def plan_of(given: dict[str, Any]) -> tuple[Plan, int]:
 
 
 def _chunks(given: dict[str, Any]) -> int:
-    return (given["vp"] or 1) if (given["pp"] or 1) > 1 else 1
+    """Of the model on each rank of pp: where the row says no number, one, or two that are interleaved."""
+    if (given["pp"] or 1) == 1:
+        return 1
+    return given["vp"] or (2 if given["schedule"] == "interleaved" else 1)
 
 
-def stack_of(given: dict[str, Any]) -> Stack:
+def stack_of(given: dict[str, Any], hardware: dict[str, Any]) -> Stack:
     """How others than echelon's engine execute the plan."""
     half, recompute = is_half(given), given["recompute"]
     narrow = {"fp8": "fp8", "nvfp4": "fp4"}.get(given["precision"])
@@ -81,13 +95,17 @@ def stack_of(given: dict[str, Any]) -> Stack:
         narrow=narrow,  # type: ignore[arg-type]
         # These find the largest number of a tensor before they narrow it; the others know it from steps before, or by rows.
         scanned=given["fp8_recipe"] in ("current", "tensorwise"),
-        fetched=1 if given["fp8_all_gather"] else None,
+        fetched=1 if given["fp8_all_gather"] or given["fp8_params"] else None,
+        parameters=1 if given["fp8_params"] else None,
         chunks=_chunks(given),
-        attention=_KERNELS.get(given["attention"], "flash2"),  # type: ignore[arg-type]
+        attention=_kernel(given, hardware),  # type: ignore[arg-type]
         master=True,
+        beside=False,
         gradients=_gradient_bytes(given, half=half),
         message=4 if not half or given["grad_reduce"] == "fp32" else 2,
         overlap=given["overlap"] is not False,
+        # Pipelines exchange gradients when all micro-batches are done, unless they say otherwise.
+        overlap_stages=given["overlap"] is True,
         # Transformer Engine's products run beside the collectives of tp.
         overlap_tensor=given["async_tp"] is True or (kernels(given) and given["async_tp"] is None),
     )
@@ -112,20 +130,27 @@ def cluster_of(row: Row, hardware: dict[str, Any]) -> Cluster:
             peaks[key] = value * _TERA
     power = min(hardware["power_cap_w"] / catalogue.watts(name), 1.0) if hardware["power_cap_w"] else 1.0
     bandwidth = hardware["hbm_gb_s"] * _GIGA if hardware["hbm_gb_s"] else device.sheet.bandwidth
-    memory = int(hardware["mem_gb"] * catalogue.SEEN * 2**30) if hardware["mem_gb"] else device.memory
+    # The name-plate of later cards is of what is built in, and the catalogue has what can be used.
+    printed = int(hardware["mem_gb"] * catalogue.SEEN * 2**30) if hardware["mem_gb"] else device.memory
+    memory = min(printed, device.memory)
     device = replace(device, sheet=replace(device.sheet, peaks=peaks, bandwidth=bandwidth, power=power), memory=memory)
-    per_node = hardware["gpus_per_node"]
-    return catalogue.build(
-        row.id,
-        device,
-        per_node,
-        -(-row.gpus // per_node),
-        inside=_wire(hardware["intra"]) or catalogue.inside(name),
-        between=_wire(hardware["inter"]) or catalogue.between(name),
-    )
+    per_node = hardware["gpus_per_node"] or usual_node(hardware)
+    inside = _wire(name, hardware["intra"], inside=True) or catalogue.inside(name)
+    between = _wire(name, hardware["inter"], inside=False) or catalogue.between(name)
+    made = catalogue.build(row.id, device, per_node, -(-row.gpus // per_node), inside=inside, between=between)
+    # Domains of one node talk over its network too.
+    return replace(made, network=made.network or between) if inside and 0 < inside.domain < per_node else made
 
 
-def _wire(link: dict[str, Any]) -> Wire | None:
+def usual_node(hardware: dict[str, Any]) -> int:
+    """Devices of a node where a row does not say: trays of four where domains are larger than nodes, eight in all others."""
+    wire = catalogue.inside(hardware["gpu"])
+    return 4 if wire and wire.domain > _NODE else _NODE
+
+
+def _wire(name: str, link: dict[str, Any], *, inside: bool) -> Wire | None:
     if not link["gb_s"]:
         return None
-    return Wire(kind=link["kind"] or "", rate=link["gb_s"] * _GIGA, domain=link.get("domain") or 0)
+    usual = catalogue.inside(name)
+    domain = link.get("domain") or (usual.domain if usual and inside else 0)
+    return Wire(kind=link["kind"] or (usual.kind if usual and inside else ""), rate=link["gb_s"] * _GIGA, domain=domain)

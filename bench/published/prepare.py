@@ -59,6 +59,8 @@ def _found(row: Row) -> Found:
         return cases(row, worker)
     except EchelonError as error:
         return error
+    except RuntimeError as error:  # torch's, of a model that cannot be built
+        return EchelonError(f"no model can be made of it ({error})")
 
 
 def _told(parts: Iterable[Any], count: int) -> Iterable[Any]:
