@@ -13,11 +13,12 @@ from scipy.optimize import differential_evolution, least_squares
 
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
-from echelon.simulator.fitted import Fitted, bounds
-from echelon.simulator.sheet_memory import UNSURE, held_by_ranks
+from echelon.simulator.fitted import Fitted, bounds, chosen
+from echelon.simulator.sheet_memory import Parts, held_by_ranks, put_together, reserved
+from echelon.simulator.sheet_step import Known
 
 #: Constants of memory; all others are of time.
-MEMORY = ("slack", "cached", "context", "buffers", "spread")
+MEMORY = ("slack", "cached", "context", "buffers", "spread", "unsure")
 TIME = tuple(field.name for field in fields(Fitted) if field.name not in MEMORY)
 #: Errors beyond this count less and less: rows that ran other physics than they print must not bend everything.
 _ROBUST = 0.1
@@ -33,10 +34,6 @@ _MOST = 30
 
 #: How near to a device's capacity a forecast of memory is neither right nor wrong, in parts of it.
 _EDGE = 0.01
-#: How strongly constants of memory are held to the middle of their range: one goes to an edge where errors fall by 1 %, which is what
-#: readings in whole gigabytes are rounded by.
-_OPEN = 0.1
-
 Cases = Mapping[str, Sequence[Case]]
 
 
@@ -62,9 +59,9 @@ def fit_time(rows: Sequence[Row], cases: Cases, first: Fitted, starts: Sequence[
         return replace(first, **dict(zip(TIME, map(float, low + point * (high - low)), strict=True)))
 
     def residuals(point: numpy.ndarray) -> numpy.ndarray:
-        constants = at(point)
+        constants, known = at(point), dict[object, Known]()
         found = [
-            weight * _soft(math.log(median(case.seconds(constants) for case in each)) - target)
+            weight * _soft(math.log(median(case.seconds(constants, known) for case in each)) - target)
             for each, target, weight in targets
         ]
         return numpy.array([*found, *(_HOLD * (point - 0.5))])
@@ -99,16 +96,14 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
         return first
     held = [held_by_ranks(cases[row.id][0].layout) for row in scored]
     begins = numpy.cumsum([0, *map(len, held)])[:-1]
-    made, counted, uneven, axes = (
-        numpy.array([of(each) for ranks in held for each in ranks])
-        for of in (
-            lambda each: each.activations + each.temporary,
-            lambda each: each.parameters + each.gradients + each.optimizer,
-            lambda each: each.uneven,
-            lambda each: each.axes,
-        )
+    # Places of each row's ranks; rows that have fewer repeat their first.
+    most, lines = max(map(len, held)), numpy.arange(len(held))
+    ranks = numpy.array(
+        [[begin + (n if n < len(each) else 0) for n in range(most)] for begin, each in zip(begins, held, strict=True)]
     )
+    parts = together([each for row in held for each in row])
     capacity = numpy.array([cases[row.id][0].layout.capacity for row in scored])
+    of = numpy.repeat(capacity, [len(row) for row in held])
     on_card = numpy.array([row.measured.get("mem_kind") != "reserved" for row in scored])
     printed = numpy.array(
         [row.measured["peak_mem_gib"] or numpy.nan if "memory" in row.counts else numpy.nan for row in scored]
@@ -120,14 +115,17 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
     names = [row.source if "memory" in row.counts else "" for row in scored]
     printing = [[place for place, name in enumerate(names) if name == source] for source in sorted({*names} - {""})]
     low, high = (numpy.array([bounds()[name][side] for name in MEMORY]) for side in (0, 1))
+    strength = chosen("hold")
 
     def loss(point: numpy.ndarray) -> float:
-        slack, cached, context, buffers, spread = point
-        coming = made + slack * uneven
-        framework = numpy.maximum.reduceat(context + buffers * axes, begins)
-        peak = numpy.maximum.reduceat(counted + coming, begins)
-        upper = numpy.maximum.reduceat(counted + coming + UNSURE * made + spread * uneven, begins) + framework
-        shown = numpy.maximum(numpy.minimum(peak * (1 + cached), capacity - framework), peak) + framework * on_card
+        constants = replace(first, **dict(zip(MEMORY, map(float, point), strict=True)))
+        memory = put_together(parts, constants)
+        # As forecasts do: the rank that may need most tells all.
+        needed = memory.high + memory.framework
+        places = ranks[lines, numpy.argmax(needed[ranks], axis=1)]
+        upper = needed[places]
+        kept = reserved(memory, of, constants)[places]
+        shown = kept + memory.framework[places] * on_card
         errors = numpy.abs(numpy.log(shown / 2**30 / printed))
         # Smooth near the edge, so that a rare row does not decide.
         margin = numpy.clip(numpy.log(upper / capacity) / _EDGE, -50, 50)
@@ -136,8 +134,14 @@ def fit_memory(rows: Sequence[Row], cases: Cases, first: Fitted) -> Fitted:
         # Every source weighs the same.
         error = sum(float(numpy.mean(errors[each])) for each in printing) / max(len(printing), 1)
         # What the rows leave open stays in the middle of its range.
-        open_ = _OPEN * float(numpy.mean(numpy.abs((point - low) / (high - low) - 0.5)))
+        open_ = strength * float(numpy.mean(numpy.abs((point - low) / (high - low) - 0.5)))
         return float(error + sum(wrong)) + open_
 
     answer = differential_evolution(loss, list(zip(low, high, strict=True)), rng=0, maxiter=60, popsize=12, tol=1e-6)
     return replace(first, **dict(zip(MEMORY, map(float, answer.x), strict=True)))
+
+
+def together(ranks: Sequence[Parts]) -> Parts:
+    """What many ranks hold as arrays, so that they are put together at once."""
+    names = [field.name for field in fields(Parts) if field.name != "where"]
+    return Parts(**{name: numpy.array([getattr(each, name) for each in ranks]) for name in names}, where="")

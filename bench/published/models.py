@@ -33,7 +33,8 @@ class FusedNorm(nn.Module):
 
 
 class Core(nn.Module):
-    """Attention between its projections: one kernel, or written out with a softmax that is fused or not."""
+    """Attention between its projections: one kernel, or written out with a softmax that is fused or not. The flash-attn package and cuDNN
+    take fewer keys than queries as they are; around torch's own kernel and written-out ones stacks repeat them (`repeat_kv`)."""
 
     def __init__(self, kind: str, *, causal: bool) -> None:
         super().__init__()
@@ -41,9 +42,11 @@ class Core(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
+        if self.kind in ("native", "package"):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=groups > 1)
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        if self.kind in ("flash", "package"):
+        if self.kind == "flash":
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         lots, heads, length, width = q.shape
         scores = torch.bmm(q.reshape(-1, length, width), k.reshape(-1, length, width).transpose(1, 2))
@@ -107,7 +110,7 @@ class Block(nn.Module):
         super().__init__()
         arch = model["arch"]
         bias = arch in ("gpt", "bert")
-        self.post, self.drop = arch == "bert", arch == "bert"
+        self.post = arch == "bert"
         self.attention = Attention(model, core, bias=bias, rotary=arch in ("llama", "nemotron"), causal=arch != "bert")
         self.feed = Feed(model, bias=bias, squared=arch == "nemotron")
         self.norm1, self.norm2 = (_norm(arch, model["hidden"], fused_norm) for _ in range(2))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Fitted:
     context: float
     buffers: float
     spread: float
+    unsure: float
 
 
 @cache
@@ -49,7 +50,15 @@ def fitted() -> Fitted:
 
 def bounds() -> dict[str, tuple[float, float]]:
     """The physical range of each constant."""
-    return {name: (float(each["low"]), float(each["high"])) for name, each in _plain().items()}
+    return {
+        field.name: (float(_plain()[field.name]["low"]), float(_plain()[field.name]["high"]))
+        for field in fields(Fitted)
+    }
+
+
+def chosen(name: str) -> float:
+    """A figure of the fit itself that was chosen by how well it did, and counts among the constants therefore."""
+    return float(_plain()[name]["value"])
 
 
 @cache
@@ -58,10 +67,16 @@ def digest() -> str:
     return hashlib.sha256(repr(fitted()).encode()).hexdigest()[:8]
 
 
+def rounded(constants: Fitted) -> Fitted:
+    """With as many digits as the file has."""
+    return Fitted(**{field.name: float(f"{getattr(constants, field.name):.4g}") for field in fields(Fitted)})
+
+
 def written(constants: Fitted) -> str:
     """The file with other values."""
+    values = asdict(rounded(constants))
     lines = [
-        f"  {json.dumps(name)}: {json.dumps(each | {'value': float(f'{getattr(constants, name):.4g}')})}"
+        f"  {json.dumps(name)}: {json.dumps(each | {'value': values.get(name, each['value'])})}"
         for name, each in _plain().items()
     ]
     return "{\n" + ",\n".join(lines) + "\n}\n"

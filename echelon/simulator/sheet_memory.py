@@ -10,9 +10,6 @@ from echelon.simulator.layout import Layout
 
 #: Blocks whose parameters are gathered at once under zero=3: the one at work and the one fetched ahead.
 _GATHERED = 2
-#: How far what a step makes may lie from its forecast, of itself (peaks of published runs do, in the median, where the constants were fitted
-#: without them); what comes of gaps is less sure, by the constant `spread`.
-UNSURE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +40,13 @@ def held_by_ranks(layout: Layout, rank: int | None = None) -> list[Parts]:
 
 
 def put_together(held: Parts, fitted: Fitted) -> Memory:
-    """With gaps, buffers and the driver. Parameters and states are counted; what a step makes is reckoned, and may lie off."""
+    """With gaps, buffers and the driver. Parameters and states are counted; what a step makes is reckoned, and may lie off.
+
+    Of many at once where the parts are arrays: fits reckon as forecasts do.
+    """
     temporary = held.temporary + fitted.slack * held.uneven
     peak = held.parameters + held.gradients + held.optimizer + held.activations + temporary + held.buckets
-    unsure = UNSURE * (held.activations + held.temporary) + fitted.spread * held.uneven
+    unsure = fitted.unsure * (held.activations + held.temporary) + fitted.spread * held.uneven
     return Memory(
         parameters=held.parameters,
         gradients=held.gradients,
@@ -62,7 +62,17 @@ def put_together(held: Parts, fitted: Fitted) -> Memory:
 
 def reserved(held: Memory, capacity: float, fitted: Fitted) -> float:
     """Bytes that the allocator shows as its own: it keeps what was freed as long as there is room, so that this never decides what fits."""
-    return max(min(held.peak * (1 + fitted.cached), capacity - held.framework), held.peak)
+    return larger(smaller(held.peak * (1 + fitted.cached), capacity - held.framework), held.peak)
+
+
+def larger(a: float, b: float) -> float:
+    """The larger of two numbers, or of each pair of two arrays."""
+    return (a + b + abs(a - b)) / 2
+
+
+def smaller(a: float, b: float) -> float:
+    """The smaller of two numbers, or of each pair of two arrays."""
+    return (a + b - abs(a - b)) / 2
 
 
 def _rank(layout: Layout, rank: int) -> Parts:
@@ -101,29 +111,41 @@ def _rank(layout: Layout, rank: int) -> Parts:
         temporary=temporary,
         buckets=buckets,
         uneven=max(many, scores),
-        axes=sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp")),
+        axes=sum(getattr(mesh, axis) > 1 for axis in ("dp", "tp", "pp", "cp", "ep")),
         where=where,
     )
 
 
 def _at_rest(layout: Layout, rank: int) -> tuple[float, float, float, float]:
     """Bytes of parameters, gradients, the optimizer's states, and of what ZeRO puts together for a while."""
-    plan, work, shards = layout.plan, layout.work, layout.shards
-    size, width, gradient = layout.elements(rank, divided=plan.zero < 3), work.width, layout.gradient * work.trained
-    whole = layout.gradient * work.trained * size
+    plan, work, stack, width = layout.plan, layout.work, layout.stack, layout.work.width
+    size, shard, several = layout.elements(rank), layout.shard(rank), layout.shards > 1
+    gradient = layout.gradient * work.trained
+    parted = plan.zero >= 2 and not plan.keep_gradients
+    gradients = gradient * (shard if parted else size)
+    mine = shard if plan.zero else size
     if plan.zero == 3:
         # At rest the master copy is all there is of a parameter.
-        parameters = size * (4 if layout.master else width) / shards
-        state = size * work.trained * (layout.state - 4 * layout.master) / shards
-        block = work.held(1, plan.mesh.tp) - work.experts / plan.mesh.tp * (1 - 1 / plan.mesh.ep)
-        buckets = width * (_GATHERED * block + layout.outside(rank)) + (width + gradient) * block if shards > 1 else 0.0
-        return parameters, whole if plan.keep_gradients else whole / shards, state, buckets
-    # ZeRO's shards of experts are as small as of all else, whether ep parts them before or not.
-    state = layout.elements(rank, divided=not plan.zero) * work.trained * layout.state
-    if plan.zero:
-        # The shard's gradients are widened to what the optimizer computes in.
-        state = (state + (4.0 * size * work.trained if layout.master and layout.gradient < 4 else 0.0)) / shards
-    return size * width, whole / (shards if plan.zero == 2 and not plan.keep_gradients else 1), state, 0.0
+        state = mine * work.trained * (layout.state - 4 * layout.master)
+        return mine * (4 if layout.master else width), gradients, state, _gathered(layout, rank) if several else 0.0
+    # Gradients are widened to what the optimizer computes in.
+    widened = 4.0 if layout.master and layout.gradient < 4 else 0.0
+    state = mine * work.trained * (layout.state + widened)
+    outside = layout.outside(rank)
+    parameters = (size - outside) * (stack.parameters or width) + outside * width
+    # Where shards are no master copies they lie beside what was gathered from them.
+    parameters += shard * width if plan.zero and stack.beside and several else 0.0
+    return parameters, gradients, state, 0.0
+
+
+def _gathered(layout: Layout, rank: int) -> float:
+    """Bytes of what zero=3 puts together: the blocks at work and those outside of blocks, a message, and gradients before they go."""
+    plan, work, width = layout.plan, layout.work, layout.work.width
+    gradient = layout.gradient * work.trained
+    if plan.whole:
+        return (2 * width + gradient) * layout.elements(rank)
+    block = work.held(1, plan.mesh.tp) - work.experts / plan.mesh.tp * (1 - 1 / plan.mesh.ep)
+    return width * (_GATHERED * block + layout.outside(rank)) + (width + gradient) * block
 
 
 def _kept(layout: Layout, full: float) -> tuple[float, float]:

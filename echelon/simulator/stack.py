@@ -21,20 +21,26 @@ class Stack:
     narrow: Literal["fp8", "fp4"] | None = None
     #: Whether their factors are read once more before, for the largest number that decides their scale.
     scanned: bool = False
-    #: Bytes of one parameter where zero=3 fetches it; None: as wide as it is.
+    #: Bytes of one parameter where ZeRO fetches it; None: as wide as it is.
     fetched: int | None = None
+    #: Bytes of one parameter of blocks as it is held between steps, where no zero=3 divides it; None: as traced.
+    parameters: int | None = None
     #: Chunks of the model on each rank of pp; None: the schedule's own number.
     chunks: int | None = None
     #: Which kernel a fused attention is.
     attention: Kernel = "flash2"
     #: Whether parameters of 2 bytes have a master copy of 4 and optimizer states of 4 bytes.
     master: bool = False
+    #: Whether under zero 1-2 a rank's shard lies beside the parameters that were gathered from it.
+    beside: bool = True
     #: Bytes of one number of the gradients that are kept between micro-batches; None: as wide as parameters.
     gradients: int | None = None
     #: Bytes of one number of the gradients in messages; None: as wide as parameters.
     message: int | None = None
     #: Whether exchanges of the data ranks run beside compute.
     overlap: bool = True
+    #: Whether they do so in pipelines too: beside the last micro-batch's backward.
+    overlap_stages: bool = False
     #: Whether collectives of tp run beside the products that they feed.
     overlap_tensor: bool = False
 
