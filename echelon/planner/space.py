@@ -74,7 +74,7 @@ class Space:
                 continue
             share = -(-profile.batch // dp)
             for ep in powers(dp * cp) if self.beyond and work.experts else [1]:
-                if (dp * cp) % ep:
+                if (dp * cp) % ep or (ep > 1 and work.number % ep):
                     continue
                 mesh = Mesh(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
                 for micro, recompute, precision in product(micros(share), again, self.precisions):

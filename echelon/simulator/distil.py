@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import cut_parameters
 from echelon.plan.plan import Plan
 from echelon.plan.profile import WIDTH, Operator, Parameter, Profile, fold_path
-from echelon.simulator.again import own_kept
+from echelon.simulator.again import output_bytes, own_kept
 from echelon.simulator.shares import Shares, inside
 from echelon.simulator.work import Kept, Op, Place, Work
 
@@ -42,12 +42,16 @@ def distil(profile: Profile, plan: Plan | None = None) -> Work:
     units = tuple(dict.fromkeys(map(fold_path, profile.units)))
     layers = max(len(profile.units), 1)
     late = _after(profile, units)
-    core = {each.module for each in profile.operators if _kind(each) in ("inner", "attention")}
     cuts = _Cuts(profile, units, plan)
+    experts = _experts(profile, units)
+    core = {
+        each.module for each in profile.operators if _kind(each) in ("inner", "attention") and not experts.compute(each)
+    }
     parts: dict[str, list[Op]] = {name: [] for name in _PARTS}
     for each in profile.operators:
         where = _where(each.module, units, late)
-        kind = _kind(each)
+        expert = where == "block" and experts.compute(each)
+        kind = "product" if expert and _kind(each) == "inner" else _kind(each)
         parts[where].append(
             Op(
                 kind=kind,
@@ -59,16 +63,19 @@ def distil(profile: Profile, plan: Plan | None = None) -> Work:
                 moved=(each.moved.fixed, each.moved.per_sample),
                 core=each.module in core and each.module not in units,
                 cut=cuts.work(each.module, where, kind),
+                lies=each.name.partition(":")[2],
+                expert=expert,
             )
         )
     elements, whole, tied = dict.fromkeys(_PARTS, 0.0), dict.fromkeys(_PARTS, 0.0), 0.0
+    tensors = dict.fromkeys(_PARTS, 0.0)
     for parameter in profile.parameters:
         where = _where(fold_path(parameter.name), units, late)
         elements[where] += parameter.elements
+        tensors[where] += 1
         whole[where] += parameter.elements * (not cuts.parameter(parameter))
         if where == "before" and any(_where(fold_path(name), units, late) == "after" for name in parameter.aliases):
             tied += parameter.elements
-    expert = _experts(profile, units)
     own = {path: size / _MANY for path, size in own_kept(profile, _MANY).items()}
     inner = {path: size for path, size in own.items() if _where(path, units, late) == "block"}
     cut = sum(size for path, size in inner.items() if cuts.kept(path))
@@ -96,7 +103,7 @@ def distil(profile: Profile, plan: Plan | None = None) -> Work:
             cut=cut / layers,
             whole=(sum(inner.values()) - cut) / layers,
             core=sum(size for path, size in inner.items() if path in core) / layers,
-            products=sum(_output(each) for each in parts["block"] if each.phase == "forward"),
+            products=_given(profile, units) / layers,
         ),
         outside=(before, after),
         given=given,
@@ -106,8 +113,10 @@ def distil(profile: Profile, plan: Plan | None = None) -> Work:
         sums=cuts.sums(layers),
         working=max((op.moved[1] for op in parts["block"]), default=0.0),
         inputs=float(profile.input_bytes),
-        experts=sum(each.elements for each in profile.parameters if _within(fold_path(each.name), expert)) / layers,
-        routed=given * _choices(profile, units, expert) if expert else 0.0,
+        experts=sum(each.elements for each in profile.parameters if experts.hold(each)) / layers,
+        number=experts.number,
+        tensors=(tensors["before"], tensors["block"] / layers, tensors["after"]),
+        routed=given * _choices(profile, units, experts) if experts.number else 0.0,
         places=_places(profile, layers),
     )
 
@@ -208,36 +217,92 @@ def _prefixes(name: str) -> Iterator[str]:
         yield name
 
 
-def _experts(profile: Profile, units: tuple[str, ...]) -> frozenset[str]:
-    """Modules within blocks that stand side by side in a list and have parameters of the same shapes: experts."""
-    shapes: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The experts of a block: modules of a list, or weights of three dims that hold one matrix for each."""
+
+    listed: frozenset[str] = frozenset()  #: folded paths of modules
+    stacked: frozenset[str] = frozenset()  #: folded names of parameters
+    number: int = 0
+
+    def hold(self, parameter: Parameter) -> bool:
+        """Whether a parameter is theirs."""
+        name = fold_path(parameter.name)
+        return name in self.stacked or _within(name, self.listed)
+
+    def compute(self, operator: Operator) -> bool:
+        """Whether an operator is theirs."""
+        return _within(operator.module, self.listed) or (bool(self.stacked) and _lots(operator) == self.number)
+
+
+def _lots(operator: Operator) -> float:
+    """How many products one call of weights in a stack makes; 0: it has none."""
+    many = operator.dims[0] if operator.kind == "matmul" and operator.dims else None
+    return many.fixed if many and not many.per_sample and many.fixed > 1 else 0.0
+
+
+def _experts(profile: Profile, units: tuple[str, ...]) -> _Experts:
+    """Modules alike in a list of a block, each of which sees fewer rows than the block has: layers in a row are alike too, and see all.
+    Or weights of three dims whose products are as many as the first of them."""
+    members: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {}
+    stacks: dict[str, int] = {}
     for parameter in profile.parameters:
         folded = fold_path(parameter.name)
         unit = next((each for each in units if inside(folded, each)), None)
+        if unit is None:
+            continue
         steps, names = folded.split("."), parameter.name.split(".")
-        places = [at for at, step in enumerate(steps[:-1]) if step == "*" and unit and at >= len(unit.split("."))]
+        places = [at for at, step in enumerate(steps[:-1]) if step == "*" and at >= len(unit.split("."))]
         if places:
             at = places[0] + 1
-            member = shapes.setdefault(".".join(names[: at - 1]), {}).setdefault(names[at - 1], [])
+            member = members.setdefault(".".join(names[: at - 1]), {}).setdefault(names[at - 1], [])
             member.append((".".join(names[at:]), tuple(parameter.shape)))
-    found = set()
-    for path, members in shapes.items():
-        if len(members) > 1 and len({tuple(sorted(each)) for each in members.values()}) == 1:
-            found.add(fold_path(f"{path}.0"))
-    return frozenset(found)
+        elif len(parameter.shape) == 3:
+            stacks[folded] = parameter.shape[0]
+    listed: dict[str, int] = {}
+    for path, each in members.items():
+        folded = fold_path(f"{path}.0")
+        alike = len({tuple(sorted(shapes)) for shapes in each.values()}) == 1
+        if len(each) > 1 and alike and _few_rows(profile, units, folded):
+            listed[folded] = len(each)
+    if listed:
+        return _Experts(frozenset(listed), frozenset(), min(listed.values()))
+    made = {_lots(each) for each in profile.operators if any(inside(each.module, unit) for unit in units)}
+    found = {name: number for name, number in stacks.items() if number > 1 and number in made}
+    return _Experts(frozenset(), frozenset(found), min(found.values(), default=0))
 
 
-def _choices(profile: Profile, units: tuple[str, ...], experts: frozenset[str]) -> float:
+def _few_rows(profile: Profile, units: tuple[str, ...], path: str) -> bool:
+    """Whether the products of a module see fewer rows of a sample than those of its block beside it; where there are none beside it,
+    fewer than the block gives."""
+    unit = next(each for each in units if inside(path, each))
+    forward = [
+        each for each in profile.operators
+        if each.phase == "forward" and _kind(each) == "product" and inside(each.module, unit)
+    ]  # fmt: skip
+    theirs = [each for each in forward if inside(each.module, path)]
+    if not theirs:
+        return False
+    others = [each.dims[1].per_sample for each in forward if not inside(each.module, path)]
+    given = max((m.output.per_sample for m in profile.modules if fold_path(m.path) == unit), default=0.0)
+    last = theirs[-1]
+    rows = max(others, default=given / (last.dims[2].fixed * WIDTH.get(last.dtype, 4)))
+    mean = sum(each.count * each.dims[1].per_sample for each in theirs) / sum(each.count for each in theirs)
+    return mean < 0.99 * rows
+
+
+def _choices(profile: Profile, units: tuple[str, ...], experts: _Experts) -> float:
     """To how many experts a token goes: rows that all experts of a block compute over those that others compute; 1 where that is not told."""
     rows: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for each in profile.operators:
-        if each.phase == "forward" and _kind(each) == "product" and any(inside(each.module, unit) for unit in units):
-            of = rows[_within(each.module, experts)]
-            of[each.module] = of.get(each.module, 0.0) + each.count * each.dims[1].per_sample / max(
-                len(profile.units), 1
-            )
-    theirs, others = (max(of.values(), default=0.0) for of in (rows[True], rows[False]))
-    return theirs / others if theirs and others else 1.0
+        theirs = experts.compute(each)
+        product = _kind(each) == "product" or (theirs and _kind(each) == "inner")
+        if each.phase == "forward" and product and any(inside(each.module, unit) for unit in units):
+            of, name = rows[theirs], f"{each.module} {each.dims[2].fixed}"
+            many = each.count * max(_lots(each), 1.0)
+            of[name] = of.get(name, 0.0) + many * each.dims[1].per_sample / max(len(profile.units), 1)
+    theirs_, others = (max(of.values(), default=0.0) for of in (rows[True], rows[False]))
+    return theirs_ / others if theirs_ and others else 1.0
 
 
 def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -260,16 +325,15 @@ def _kind(operator: Operator) -> Literal["product", "inner", "attention", "convo
     return operator.kind
 
 
-def _output(op: Op) -> float:
-    """Bytes per sample that a product or an attention of a block gives, all its calls together."""
-    width = WIDTH.get(op.dtype, 4)
-    if op.kind == "product":
-        (_, rows), (columns, _) = op.dims[1], op.dims[2]
-        return op.count * rows * columns * width
-    if op.kind == "attention":
-        (_, lots), (queries, _), _, (size, _) = op.dims
-        return op.count * lots * queries * size * width
-    return 0.0
+def _given(profile: Profile, units: tuple[str, ...]) -> float:
+    """Bytes per sample that products of weights, convolutions and attention in blocks give, all together."""
+    return sum(
+        each.count * output_bytes(each, _MANY) / _MANY
+        for each in profile.operators
+        if each.phase == "forward"
+        and _kind(each) in ("product", "attention", "convolution")
+        and (not units or any(inside(each.module, unit) for unit in units))
+    )
 
 
 def _where(path: str, units: tuple[str, ...], late: frozenset[str]) -> Literal["before", "block", "after"]:

@@ -102,6 +102,18 @@ class Layout:
             inner -= self.experts(rank) * (1 - 1 / mesh.ep)
         return inner + self.outside(rank)
 
+    def tensors(self, rank: int) -> float:
+        """Parameters, each a tensor of its own, of a rank of pp."""
+        before, block, after = self.work.tensors
+        inner = block * sum(self.sizes[rank :: self.plan.mesh.pp])
+        return before * (rank == 0) + inner + after * self.last(rank)
+
+    def shard(self, rank: int) -> float:
+        """Parameters of a rank of pp that one rank of ZeRO has: of experts those of as many ranks as have the same."""
+        mesh, experts = self.plan.mesh, self.experts(rank)
+        others = self.elements(rank, divided=False) - experts
+        return others / self.shards + experts / mesh.ep / min(self.shards, max(self.data // mesh.ep, 1))
+
     def in_flight(self, rank: int) -> float:
         """Micro-batches that wait for their backward on a rank of pp, in all that its stages keep of one."""
         pp = self.plan.mesh.pp
@@ -132,7 +144,13 @@ def lay_out(
     if device.kind == "cuda" and plan.ranks > have:
         raise PlanError(f'"{plan}" needs {plan.ranks} devices, {cluster.name} has {have}')
     if mesh.ep > 1 and not work.experts:
-        raise PlanError(f"ep={mesh.ep}: no block of the model has experts side by side in a list; use ep=1")
+        raise PlanError(
+            f"ep={mesh.ep}: no block of the model has experts side by side in a list or one weight; use ep=1"
+        )
+    if mesh.ep > 1 and work.number % mesh.ep:
+        raise PlanError(
+            f"ep={mesh.ep}: {work.number} experts of a block cannot be parted so; use an ep that divides them"
+        )
     work = recast(work, plan.precision)
     count = rounds(batch, mesh.dp, plan.micro, plan.shares)
     stages, sizes, crossing = _stages(work, plan, stack)

@@ -13,7 +13,7 @@ from echelon.plan.profile import WIDTH
 from echelon.simulator.fitted import Fitted
 from echelon.simulator.layout import Layout
 from echelon.simulator.order import least, length
-from echelon.simulator.sheet import NARROW, attention_seconds, precision_of, product_seconds, stream_seconds
+from echelon.simulator.sheet import NARROW, attention_seconds, lines_of, precision_of, product_seconds, stream_seconds
 from echelon.simulator.stack import Stack
 from echelon.simulator.wires import Wires, wires_of
 from echelon.simulator.work import Op
@@ -77,16 +77,19 @@ def step_time(placed: Sequence[Placed], fitted: Fitted, *, walked: bool = True) 
     sides = _sides(layout, stages, fitted)
     pace = length if walked else least
     path = pace(layout.schedule, sides[0], sides[1], ranks=mesh.pp, count=count)
+    # What the host does between steps and micro-batches it does for each parameter.
+    held = max(layout.tensors(rank) for rank in range(mesh.pp))
+    micro = fitted.micro * held
     mine = [count * each for each in max((stages.rank(rank, mesh.pp) for rank in range(mesh.pp)), key=sum)]
     exchange, behind = max(_exchange(each.layout, _wires(each, fitted), fitted, sides[1][-1]) for each in placed)
     causes = {
         "forward": mine[0],
         "backward": mine[1],
-        "bubble": max(path - sum(mine) - count * fitted.micro, 0.0),
+        "bubble": max(path - sum(mine) - count * micro, 0.0),
         "exchange": mine[2] + mine[3] + exchange,
         "optimizer": max(_optimizer(each.layout, fitted) for each in placed),
         "input": max(layout.micro * count * layout.work.inputs / _HOST - mine[0] - mine[1], 0.0),
-        "overhead": fitted.step + count * fitted.micro,
+        "overhead": fitted.step * held + count * micro,
     }
     # The slowest of many nodes holds up all.
     causes["overhead"] += fitted.straggling * math.log2(layout.nodes) * sum(causes.values())
@@ -124,9 +127,11 @@ def _slowest(found: Sequence[_Stages], placed: Sequence[Placed]) -> _Stages:
 
 def _sides(layout: Layout, stages: _Stages, fitted: Fitted) -> list[list[float]]:
     """Forward and backward of each stage: what it computes, says, and what the host does between micro-batches."""
-    host = fitted.micro / 2 / layout.chunks
+    pp = layout.plan.mesh.pp
+    host = [fitted.micro / 2 / layout.chunks * layout.tensors(stage % pp) for stage in range(len(layout.stages))]
     return [
-        [c + t + host for c, t in zip(*pair, strict=True)] for pair in zip(stages.compute, stages.talk, strict=True)
+        [c + t + h for c, t, h in zip(*pair, host, strict=True)]
+        for pair in zip(stages.compute, stages.talk, strict=True)
     ]
 
 
@@ -152,6 +157,7 @@ def _stages(placed: Placed, fitted: Fitted) -> _Stages:
     # Tokens go to their experts and come back, in each pass.
     routed = 2 * wires.swap(work.routed * layout.samples / layout.along, wires.group(mesh.ep, mesh.tp))
     talk = [tensor + context + routed, (tensor + routed) * (2 if full else 1) + 2 * context]
+    talk[1] += _columns_again(layout, wires, fitted, backward.products)
     hidden = 0.0
     for phase, said in enumerate(_sharded(layout, wires)):
         behind = min(said, compute[phase] * fitted.overlap) if stack.overlap else 0.0
@@ -166,7 +172,7 @@ def _stages(placed: Placed, fitted: Fitted) -> _Stages:
         for side, way in enumerate(("forward", "backward")):
             computing[side][stage] += _pass(layout, part, way, fitted, known).all
             talking[side][stage] += once
-    for stage in {0, last}:
+    for stage in range(mesh.pp) if plan.whole else {0, last}:
         root = _root(layout, wires, stage % mesh.pp)
         for side in range(2):
             talking[side][stage] += root[side]
@@ -199,15 +205,14 @@ def _pass(layout: Layout, part: str, phase: str, fitted: Fitted, known: Known | 
         return _priced(layout, part, phase, fitted)
     plan = layout.plan
     cuts = plan.mesh.tp, layout.along, plan.placements, plan.uncut
-    key = (part, phase, layout.samples, cuts, plan.compile, layout.work.precision)
+    key = (part, phase, layout.samples, cuts, plan.mesh.ep, plan.compile, layout.work.precision)
     if key not in known:
         known[key] = _priced(layout, part, phase, fitted)
     return known[key]
 
 
 def _priced(layout: Layout, part: str, phase: str, fitted: Fitted) -> Pass:
-    sheet, stack, tp, samples = layout.sheet, layout.stack, layout.plan.mesh.tp, layout.samples
-    tf32 = layout.work.precision == "tf32"
+    sheet, stack, tp, ep = layout.sheet, layout.stack, layout.plan.mesh.tp, layout.plan.mesh.ep
     narrow, scanned = stack.narrow, stack.scanned
     if layout.work.precision == "fp8" and "fp8" in sheet.peaks and not narrow:
         narrow, scanned = "fp8", True  # by scales of each tensor as it is: what has no such units computes in 2 bytes
@@ -218,29 +223,31 @@ def _priced(layout: Layout, part: str, phase: str, fitted: Fitted) -> Pass:
         if op.phase != phase:
             continue
         share = tp if op.cut else layout.along
+        # A rank has its part of the experts, and each of these the tokens of all ranks of ep.
+        samples, count = (layout.samples * ep, op.count / ep) if op.expert else (layout.samples, op.count)
         moved = (op.moved[0] + op.moved[1] * samples) / share
         if op.kind == "stream":
-            seconds = op.count * fused * (stream_seconds(sheet, fitted, moved) + fitted.launch)
+            seconds = count * fused * (stream_seconds(sheet, fitted, moved) + fitted.launch)
             if op.core:
                 core += seconds
             else:
                 rest += seconds
             continue
-        precision = precision_of(op.dtype, tf32=tf32)
+        precision = precision_of(op.dtype, layout.work.precision)
         flops = (op.flops[0] + op.flops[1] * samples) / share
         dims = [fixed + per * samples for fixed, per in op.dims]
         if op.kind == "attention":
             # Forward computes 4 FLOPs for each number of a head and score; backward 10, and its scores twice (again, and their gradients).
             scores = flops / dims[3] / (4 if phase == "forward" else 5)
-            core += op.count * (
+            core += count * (
                 attention_seconds(sheet, fitted, precision, stack.attention, scores, flops) + fitted.launch
             )
             continue
         if op.kind == "inner":
             shape = (dims[0] / share, dims[1], dims[2], dims[3])
         elif op.kind == "convolution":
-            count, inner, outer, kernel, spatial, groups = dims
-            shape = (1.0, count * spatial, outer, inner / groups * kernel)
+            images, inner, outer, kernel, spatial, groups = dims
+            shape = (1.0, images * spatial, outer, inner / groups * kernel)
         else:
             shape = _cut(dims, op, share)
             if narrow and part == "block":
@@ -249,8 +256,10 @@ def _priced(layout: Layout, part: str, phase: str, fitted: Fitted) -> Pass:
                 lots, rows, columns, depth = shape
                 wide = WIDTH.get(op.dtype, 4) * (2 if scanned else 1)
                 narrowed = lots * depth * (rows + columns) * (wide + NARROW[narrow])
-                rest += op.count * fused * stream_seconds(sheet, fitted, narrowed)
-        seconds = op.count * (product_seconds(sheet, fitted, precision, shape, flops, moved) + fitted.launch)
+                rest += count * fused * stream_seconds(sheet, fitted, narrowed)
+        # Channels of an image lie side by side where matrix units are used.
+        lines = (inner / groups, outer) if op.kind == "convolution" else lines_of(op.lies, shape)
+        seconds = count * (product_seconds(sheet, fitted, precision, shape, flops, moved, lines) + fitted.launch)
         if op.kind == "inner":
             core += seconds
         else:
@@ -292,6 +301,15 @@ def _tensor(layout: Layout, wires: Wires, fitted: Fitted, products: float) -> fl
     return max(said - fitted.overlap * min(said, products), 0.0) if layout.stack.overlap_tensor else said
 
 
+def _columns_again(layout: Layout, wires: Wires, fitted: Fitted, products: float) -> float:
+    """What is gathered once more in the backward of a block whose ranks of tp keep parts of the sequence: the input of each column, for
+    its weight's gradient, while that of the input is computed (Korthikanti et al. 2022, 4.2.2)."""
+    if layout.along == 1:
+        return 0.0
+    said = layout.work.sums * wires.gather(layout.work.given * layout.samples, wires.group(layout.plan.mesh.tp, 1))
+    return max(said - fitted.overlap * products / 2, 0.0)
+
+
 def _context(layout: Layout, wires: Wires, fitted: Fitted, core: float) -> float:
     """What the ranks of cp say to each other in one pass of a block: keys and values go round while attention runs."""
     mesh = layout.plan.mesh
@@ -327,7 +345,7 @@ def _gather(layout: Layout, wires: Wires, held: _Held, width: float) -> float:
 def _sharded(layout: Layout, wires: Wires) -> tuple[float, float]:
     """Seconds to fetch the parameters of one block for forward; and for backward, with giving its gradients away."""
     plan, work = layout.plan, layout.work
-    if plan.zero < 3 or layout.shards < 2:
+    if plan.zero < 3 or layout.shards < 2 or plan.whole:
         return 0.0, 0.0
     fetch = give = 0.0
     for held in _alike(layout, work.held(1, plan.mesh.tp), work.experts / plan.mesh.tp):
@@ -337,13 +355,18 @@ def _sharded(layout: Layout, wires: Wires) -> tuple[float, float]:
 
 
 def _root(layout: Layout, wires: Wires, rank: int) -> tuple[float, float]:
-    """Under zero=3 the parameters outside of blocks are fetched before anything is computed, and stay until their gradients go."""
-    plan = layout.plan
+    """Under zero=3 the parameters outside of blocks, or all where the model is one unit, are fetched before anything is computed, and stay
+    until their gradients go."""
+    plan, work = layout.plan, layout.work
     if plan.zero < 3 or layout.shards < 2:
         return 0.0, 0.0
-    held = _Held(layout.outside(rank), layout.data, plan.mesh.tp)
-    give = 0.0 if plan.keep_gradients else _gather(layout, wires, held, layout.message * layout.work.trained)
-    return _gather(layout, wires, held, layout.work.width), give
+    experts = layout.experts(rank) if plan.whole else 0.0
+    elements = layout.elements(rank, divided=False) if plan.whole else layout.outside(rank)
+    fetch = give = 0.0
+    for held in _alike(layout, elements, experts):
+        fetch += _gather(layout, wires, held, work.width)
+        give += _gather(layout, wires, held, layout.message * work.trained)
+    return fetch, 0.0 if plan.keep_gradients else give
 
 
 def _accumulate(layout: Layout, fitted: Fitted) -> float:
@@ -375,9 +398,11 @@ def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tupl
             given += among + (_gather(layout, wires, held, width) if plan.keep_gradients else 0.0)
         else:
             given += among + _gather(layout, wires, held, width)
-            fetched += _gather(layout, wires, held, work.width)
+            fetched += _gather(layout, wires, held, stack.fetched or work.width)
     times = layout.count if plan.zero == 2 and not plan.keep_gradients else 1
-    hidden = times * min(given, last * fitted.overlap) if stack.overlap and mesh.pp == 1 else 0.0
+    # One unit has all its gradients when backward is done.
+    beside = stack.overlap and (mesh.pp == 1 or stack.overlap_stages) and not (plan.zero and plan.whole)
+    hidden = times * min(given, last * fitted.overlap) if beside else 0.0
     return times * given - hidden + fetched + _tied(layout, wires), hidden
 
 
@@ -394,8 +419,8 @@ def _optimizer(layout: Layout, fitted: Fitted) -> float:
     """Seconds of the update: gradients, states both ways, parameters (of which a wide copy is the state); clipping reads and writes
     gradients besides."""
     plan, work = layout.plan, layout.work
-    whole = max(layout.elements(rank, divided=not plan.zero) for rank in layout.here) * work.trained
+    mine = max((layout.shard if plan.zero else layout.elements)(rank) for rank in layout.here) * work.trained
     moved = layout.gradient + 2 * layout.state + work.width * (1 if layout.master else 2)
     if work.clip:
         moved += 3 * layout.gradient
-    return stream_seconds(layout.sheet, fitted, moved * whole / (layout.shards if plan.zero else 1))
+    return stream_seconds(layout.sheet, fitted, moved * mine)

@@ -97,12 +97,13 @@ def wires_of(cluster: Cluster, ranks: int, fitted: Fitted) -> Wires:
         raise PlanError(
             f"{cluster.name}: no link between the devices of a node is described; a cluster file gives it under [inside]"
         )
-    domain = max(node.wire.domain if node.wire and node.wire.domain > count else count, 1)
+    # Larger than a node where several nodes are one domain; smaller where a node has several, which then talk over its network.
+    domain = (node.wire.domain if node.wire else 0) or count
     if ranks > domain and cluster.network is None:
         raise PlanError(
             f"{cluster.name}: {ranks} ranks reach over nodes and no link between nodes is described; a cluster file gives it under [between]"
         )
-    # A domain of several nodes has the network of all of them.
+    # A domain of several nodes has the network of all of them, one of a few devices its share of the node's.
     between = math.inf
     if cluster.network:
         share = fitted.between if cluster.network.share is None else cluster.network.share

@@ -25,6 +25,10 @@ class Op:
     moved: tuple[float, float]
     core: bool  #: part of attention between its projections
     cut: bool  #: divided by tp
+    lies: str = ""  #: of a product, which factors lie transposed in memory: `nt`
+    expert: bool = (
+        False  #: one of a block's experts does it, or all of them: ep divides them, and each gets the rows of ep ranks
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class Work:
     working: float  #: bytes per sample that the largest operator of a block reads and writes: alive while it runs
     inputs: float  #: bytes per sample that come from the data
     experts: float = 0.0  #: of one block's parameters, those of experts: ep divides them
+    number: int = 0  #: of experts in a block
+    tensors: tuple[float, float, float] = (0.0, 0.0, 0.0)  #: how many parameters there are, as `elements`
     routed: float = 0.0  #: bytes per sample that go to one block's experts, and come back
     places: tuple[Place, ...] = ()  #: empty: not known
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.published.__main__ import left_out
+from bench.published.__main__ import left_out, main, plain
 from bench.published.assumed import usual_length
 from bench.published.cases import Case, Outcome, _variants, cases, outcome
-from bench.published.fit import fit
+from bench.published.fit import fit, together
 from bench.published.models import CONVNETS, Transformer, package_loss, word_loss
 from bench.published.prepare import worker
 from bench.published.profiles import TRACED, deepen, job, key_of, shallow
-from bench.published.rows import ROWS, TRANSFORMERS, Row, read
+from bench.published.rows import ROWS, TRANSFORMERS, Row, read, scan
 from bench.published.scores import (
     choices,
     fit_scores,
@@ -29,10 +29,12 @@ from bench.published.scores import (
     time_errors,
 )
 from echelon.errors import EchelonError
+from echelon.plan import catalogue
 from echelon.profiler import profile as trace
 from echelon.simulator import fitted as constants
 from echelon.simulator.distil import distil
-from echelon.simulator.fitted import Fitted, fitted
+from echelon.simulator.fitted import Fitted, fitted, rounded
+from echelon.simulator.sheet_memory import held_by_ranks, put_together, reserved
 from tests.whole import only_whole, pairs
 
 SMALL: dict[str, Any] = {
@@ -78,7 +80,6 @@ def test_values_outside_the_vocabulary_are_refused(tmp_path: Path, path: str, va
         ("plan.grad_accum", 7, "dp x micro_batch x grad_accum is"),
         ("measured.iteration_s", None, "measured.iteration_s=None, and a row of this kind needs it"),
         ("measured.oom", None, "measured.oom=None"),
-        ("hardware.gpus_per_node", None, "hardware.gpus_per_node=None"),
         ("hardware.hbm_gb_s", -1, "hardware.hbm_gb_s=-1 is no number above 0"),
         ("hardware.intra.gb_s", "300", "is no number above 0"),
         ("model.heads", None, "model.heads=None"),
@@ -89,13 +90,210 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, path: str, value: An
         read(written_with(tmp_path, path, value))
 
 
-def test_fields_that_are_missing_are_named(tmp_path: Path) -> None:
+def test_what_a_row_does_not_have_is_as_if_it_were_null(tmp_path: Path) -> None:
+    """Nothing but what the model and the number of devices are must be there; what is silent is tried out."""
+    plain = scored_row() | {"counts": []}
+    least = {
+        "id": "least", "source": "s", "num_gpus": 16, "model": small_row()["model"] | {"kv_heads": None, "head_dim": None, "ffn": None},
+        "hardware": {"gpu": "A100-80GB"}, "plan": {"dp": 16, "tp": 1, "pp": 1, "cp": 1, "precision": "bf16"}, "measured": {},
+    }  # fmt: skip
+    for field in (
+        "async_tp",
+        "fp8_recipe",
+        "overlap",
+        "attention",
+        "fused_norm",
+        "grad_reduce",
+        "sequence_parallel",
+        "zero_scope",
+    ):
+        plain["plan"].pop(field)
+    rows, refused = scan(lines(tmp_path, plain, least))
+    assert refused == []
+    assert rows[0].plan["zero_scope"] is None
+    assert (rows[1].model["kv_heads"], rows[1].model["head_dim"], rows[1].model["ffn"]) == (4, 16, 256)
+    found = outcome(rows[1], cases(rows[1], worker), fitted())
+    assert found.seconds_range[0] < found.seconds < found.seconds_range[1]
+
+
+def lines(folder: Path, *rows: Any) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def small_row(**changes: Any) -> dict[str, Any]:
+    """A row of a small model, of which tracing takes little; `plan_tp=2` changes that field of the plan."""
     plain = scored_row()
-    del plain["plan"]["zero_scope"]
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(plain) + "\n")
-    with pytest.raises(EchelonError, match="line 1: 'zero_scope' is missing"):
-        read(file)
+    plain |= {"id": changes.pop("id", "small"), "counts": [], "num_gpus": changes.pop("num_gpus", 8), "repeat_of": None}
+    plain["model"] = SMALL | {"arch": "gpt", "gated_mlp": False, "kv_heads": 4, "layers": 4}
+    plain["plan"] |= {
+        "dp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "vp": 1, "schedule": "none", "zero_stage": 1, "micro_batch": 1, "grad_accum": None,
+        "global_batch": 64, "recompute": "none", "attention": "flash2", "sequence_parallel": False, "precision": "bf16",
+    }  # fmt: skip
+    for name, value in changes.items():
+        part, _, field = name.partition("_")
+        plain[part][field] = value
+    return plain
+
+
+def test_rows_that_are_wrong_do_not_end_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is told by line, field and value; the good ones are forecast and written; the exit status tells."""
+    file = lines(
+        tmp_path,
+        small_row(id="good"),
+        small_row(id="bad", plan_recompute="half"),
+        "{not json",
+        "[1]",
+        small_row(id="text", hardware_peak_tflops_dense_16bit="312"),
+        small_row(id="good"),
+        small_row(id="part", plan_dp=4),
+        small_row(id="odd", model_arch="llama", model_head_dim=15),
+        small_row(id="plan") | {"plan": [1]},
+        small_row(id="half", plan_micro_batch=1.5),
+        small_row(id="local", plan_local_batch=2, plan_micro_batch=None),
+        small_row(id="layers", model_layers=24.0),
+        "null",
+    )
+    out = tmp_path / "out.json"
+    assert main([str(file), "--json", str(out), "--quiet"]) == 1
+    written = json.loads(out.read_text())
+    assert [row["id"] for row in written["rows"]] == ["good"]
+    assert [each["line"] for each in written["refused"]] == list(range(2, 14))
+    told = capsys.readouterr().err
+    for part in (
+        "line 2: plan.recompute='half' is not one of", "line 3: not JSON", "line 4: [1] is no JSON object",
+        "line 5: hardware.peak_tflops_dense_16bit='312' is no number above 0", "line 6: id='good' is that of line 1 too",
+        "line 7: dp x tp x pp x cp is 4 and num_gpus=8", "line 8: model.head_dim=15", "line 9: plan=[1] is no JSON object",
+        "line 10: plan.micro_batch=1.5 is no whole number", "line 11: dp x local_batch is 16 and global_batch=64",
+        "line 12: model.layers=24.0 is no whole number", "line 13: None is no JSON object",
+    ):  # fmt: skip
+        assert part in told, part
+    assert main([str(tmp_path / "none.jsonl")]) == 2
+    assert main([str(lines(tmp_path, "")), "--quiet"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"plan_ep": 2}, "ep=2: the model has no experts, forecast with ep=1"),
+        ({"plan_pp": 2, "plan_dp": 4, "plan_vp": 4}, "forecast with vp=2"),
+        ({"plan_pp": 8, "plan_dp": 1}, "pp=8: 4 blocks make no such stages, forecast with pp=4"),
+        ({"plan_global_batch": 4, "plan_micro_batch": None}, "global_batch=4 does not feed dp=8 micro_batch=1, forecast with 8 and 1"),
+    ],
+)  # fmt: skip
+def test_plans_that_cannot_be_laid_out_are_forecast_by_the_nearest_that_can(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    (row,) = scan(lines(tmp_path, small_row(**changes)))[0]
+    found = plain(row, outcome(row, cases(row, worker), fitted()))
+    assert told in found["notes"][0]
+    assert found["predicted_s"] > 0
+
+
+SAID: dict[str, dict[str, Any]] = {
+    "fp8": {"plan_precision": "fp8", "plan_fp8_recipe": "delayed", "hardware_gpu": "H100-80GB"},
+    "pp": {"plan_pp": 4, "plan_dp": 2},
+    "tp": {"plan_tp": 4, "plan_dp": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "where"),
+    [("precision", ""), ("zero_stage", ""), ("attention", ""), ("recompute", ""), ("micro_batch", ""), ("global_batch", ""),
+     ("sequence_parallel", "tp"), ("fp8_recipe", "fp8"), ("dp", ""), ("tp", "tp")],
+)  # fmt: skip
+def test_a_fact_that_is_null_makes_a_range_though_no_list_names_it(tmp_path: Path, field: str, where: str) -> None:
+    changes = SAID.get(where, {}) | {f"plan_{field}": None} | ({"plan_tp": None} if field == "dp" else {})
+    if field == "tp":
+        changes["plan_dp"] = None
+    (row,) = scan(lines(tmp_path, small_row(**changes)))[0]
+    assert row.unknown == ()
+    assert len(list(_variants(row))) > 1
+
+
+def test_links_of_which_nothing_is_known_make_a_range(tmp_path: Path) -> None:
+    known = {"kind": None, "gb_s": 300, "known": "unknown"}
+    for link, gpus in (("intra", 8), ("inter", 16)):
+        (row,) = scan(lines(tmp_path, small_row(**{f"hardware_{link}": known, "plan_dp": gpus}, num_gpus=gpus)))[0]
+        assert len(list(_variants(row))) > 1
+
+
+def test_a_flash_attention_of_no_version_is_the_second_on_devices_that_came_after_it(tmp_path: Path) -> None:
+    rows = [
+        scan(lines(tmp_path, small_row(hardware_gpu=gpu, plan_attention="flash")))[0][0]
+        for gpu in ("A100-80GB", "B200-192GB")
+    ]
+    assert [cases(row, worker)[0].layout.stack.attention for row in rows] == ["flash1", "flash2"]
+
+
+def test_schedules_are_read(tmp_path: Path) -> None:
+    def chunks(**changes: Any) -> list[int]:
+        (row,) = scan(lines(tmp_path, small_row(**SAID["pp"] | changes)))[0]
+        return sorted({len(case.layout.stages) // 4 for case in cases(row, worker)})
+
+    deep = {"model_layers": 16}
+    assert chunks(plan_schedule="1f1b", plan_vp=None) == [1]
+    assert chunks(plan_schedule="interleaved", plan_vp=None, **deep) == [2, 4]
+    assert chunks(plan_schedule=None, plan_vp=None, **deep) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"plan_overlap": True, **SAID["pp"]}, {"plan_overlap": False, **SAID["pp"]}),
+        ({"plan_fp8_all_gather": True, **SAID["fp8"]}, SAID["fp8"]),
+        ({"hardware_intra": {"kind": "nvswitch", "gb_s": 300, "domain": 4, "known": "stated"}}, {}),
+    ],
+)
+def test_facts_that_a_row_says_have_an_effect(tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    wide = {"model_hidden": 1024, "model_ffn": 4096}
+    rows = [scan(lines(tmp_path, small_row(**wide | each)))[0][0] for each in (first, second)]
+    seconds = [outcome(row, cases(row, worker), fitted()).seconds for row in rows]
+    assert seconds[0] != seconds[1]
+
+
+def test_parameters_of_one_byte_are_held_so(tmp_path: Path) -> None:
+    rows = [scan(lines(tmp_path, small_row(**SAID["fp8"], plan_fp8_params=each)))[0][0] for each in (True, False)]
+    narrow, wide = (held_by_ranks(cases(row, worker)[0].layout)[0].parameters for row in rows)
+    assert narrow < wide
+
+
+def test_a_cards_memory_is_what_can_be_used_of_it(tmp_path: Path) -> None:
+    (row,) = scan(lines(tmp_path, small_row(hardware_gpu="B200-192GB", hardware_mem_gb=192)))[0]
+    assert cases(row, worker)[0].layout.capacity == catalogue.device("B200-192GB").memory
+    (less,) = scan(lines(tmp_path, small_row(hardware_gpu="A100-80GB", hardware_mem_gb=40)))[0]
+    assert cases(less, worker)[0].layout.capacity == int(40 * catalogue.SEEN * 2**30)
+
+
+def test_ranges_of_memory_and_of_what_fits_are_told_apart_from_those_of_time() -> None:
+    found = Outcome(
+        seconds=1.0, gib=2.0, fits=True, seconds_range=(1.0, 1.0), gib_range=(1.0, 3.0), samples=1, every=False
+    )
+    told_ = plain(printed("a", 1.0), found)
+    assert (told_["range_gib"], told_["range_fits"]) == ((1.0, 3.0), [False, True])
+    assert "range_s" not in told_
+
+
+def test_the_memory_of_a_fit_is_that_of_a_forecast(tmp_path: Path) -> None:
+    """One function for both: many ranks at once give what each gives by itself, buckets and all."""
+    changes = [{"plan_zero_stage": 3}, {"plan_zero_stage": 1, "plan_attention": "eager"}, SAID["pp"]]
+    rows = [scan(lines(tmp_path, small_row(**each)))[0][0] for each in changes]
+    ranks = [each for row in rows for each in held_by_ranks(cases(row, worker)[0].layout)]
+    many = put_together(together(ranks), fitted())
+    each = [put_together(rank, fitted()) for rank in ranks]
+    assert each[0].buckets > 0
+    for name in ("peak", "high", "framework"):
+        assert list(getattr(many, name)) == pytest.approx([getattr(one, name) for one in each])
+    capacity = 1e9
+    assert list(reserved(many, capacity, fitted())) == pytest.approx(
+        [reserved(one, capacity, fitted()) for one in each]
+    )  # type: ignore[call-overload]
+
+
+def test_constants_are_scored_as_they_are_written() -> None:
+    odd = replace(fitted(), product=1.0123456789)
+    assert rounded(odd).product == json.loads(constants.written(odd))["product"]["value"] == 1.012
 
 
 def scored_row() -> dict[str, Any]:
@@ -193,7 +391,7 @@ def printed(
 ) -> Row:  # fmt: skip
     measured = {"iteration_s": seconds, "oom": oom, "peak_mem_gib": gib}
     return Row(
-        id=name, source=source, counts=("fit",) if oom else counts, unknown=(), group="g", repeat_of=again, gpus=8, model={},
+        line=1, id=name, source=source, counts=("fit",) if oom else counts, unknown=(), group="g", repeat_of=again, gpus=8, model={},
         hardware={}, plan={}, measured=measured,
     )  # fmt: skip
 
@@ -253,8 +451,11 @@ def test_a_source_is_left_out_of_all_that_it_is_forecast_by(
     rows, made = few
     first = left_out(rows, made, fitted(), (0.5,))
     plain = json.loads(constants._FILE.read_text())
+    names = constants.bounds()  # but what was chosen by these very figures, and is told so
     other = tmp_path / "fitted.json"
-    other.write_text(json.dumps({name: each | {"value": each["low"]} for name, each in plain.items()}))
+    other.write_text(
+        json.dumps({name: each | ({"value": each["low"]} if name in names else {}) for name, each in plain.items()})
+    )
     monkeypatch.setattr(constants, "_FILE", other)
     fitted.cache_clear()
     try:
@@ -291,13 +492,17 @@ def test_a_fit_comes_nearer_than_where_it_began(few: tuple[list[Row], dict[str, 
     ("unknown", "changes"),
     [
         ("axes", {}), ("zero_stage", {}), ("micro_batch", {"micro_batch": None, "grad_accum": None}),
-        ("global_batch", {"global_batch": None, "grad_accum": None}), ("recompute", {"recompute": "unknown"}), ("vp", {}),
+        ("global_batch", {"global_batch": None, "grad_accum": None, "local_batch": None}), ("recompute", {"recompute": "unknown"}), ("vp", {"schedule": None}),
         ("sequence_parallel", {}), ("fp8_recipe", {"precision": "fp8", "fp8_recipe": "unknown"}), ("attention", {"attention": "unknown"}),
         ("intra", {}), ("inter", {}),
     ],
 )  # fmt: skip
 def test_every_fact_that_a_row_may_lack_makes_a_range(unknown: str, changes: dict[str, Any]) -> None:
-    row = next(row for row in read(ROWS) if "time" in row.counts and row.gpus > row.hardware["gpus_per_node"])
+    row = next(
+        row
+        for row in read(ROWS)
+        if "time" in row.counts and row.gpus > row.hardware["gpus_per_node"] and row.plan["tp"] > 1 < row.plan["pp"]
+    )
     lacking = replace(row, unknown=(unknown,), plan=row.plan | changes, counts=())
     assert len(list(_variants(lacking))) > 1
     given = list(_variants(replace(row, unknown=())))
@@ -328,7 +533,7 @@ def test_the_scores_that_are_written_down_hold() -> None:
     found = {row.id: outcome(row, cases(row, worker), fitted()) for row in rows}
     scores = summary(rows, found)
     assert scores["time"]["macro_median"] <= 0.06
-    assert scores["time"]["p90"] <= 0.17
+    assert scores["time"]["p90"] <= 0.16
     assert scores["rank"]["spearman_median"] >= 0.79
     assert scores["rank"]["regret_median"] <= 0.02
     assert scores["rank"]["regret_worst"] <= 0.1

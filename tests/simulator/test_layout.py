@@ -106,7 +106,7 @@ def test_a_model_without_blocks_is_not_free_in_a_pipeline() -> None:
 
 def test_what_crosses_to_a_stage_is_what_its_place_says() -> None:
     profile = make_language(blocks=4, width=1024, length=512)
-    wide = replace(profile, visits=tuple(replace(each, crossing=each.crossing * 50) for each in profile.visits))
+    wide = replace(profile, visits=tuple(replace(each, crossing=each.crossing * 100) for each in profile.visits))
     plan = replace(from_text("pp=2 micro=1"), stages=(3,))
     assert simulate(wide, A100, plan).time.exchange > 2 * simulate(profile, A100, plan).time.exchange
 
@@ -191,10 +191,10 @@ def test_what_tp_says_outside_of_blocks_is_exchange_and_not_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "master", "bytes_each"), [(4, False, 4), (4, True, 12), (2, False, 2), (0, False, 0)]
+    ("state", "master", "bytes_each"), [(4, False, 4), (4, True, 16), (2, False, 2), (0, False, 0)]
 )
 def test_the_optimizer_is_the_jobs_own(state: int, master: bool, bytes_each: float) -> None:
-    """Adam, Adam with a wide copy, momentum, none."""
+    """Adam, Adam with a wide copy (and gradients widened for it), momentum, none."""
     profile = make_language(blocks=4)
     rule = replace(profile.optimizers[0], state=state * profile.elements)
     held = simulate(replace(profile, optimizers=(rule,)), A100, from_text(""), stack=Stack(master=master))

@@ -201,12 +201,14 @@ def test_products_too_small_or_not_aligned_are_slow() -> None:
         return (
             flops
             / device.sheet.peaks["half"]
-            / product_seconds(device.sheet, fitted(), "half", (1.0, m, n, k), flops, 2 * (m * n + m * k + n * k))
+            / product_seconds(
+                device.sheet, fitted(), "half", (1.0, m, n, k), flops, 2 * (m * n + m * k + n * k), (n, k)
+            )
         )
 
     assert 0.5 < share(8192, 8192, 8192) < 1
     assert share(256, 1024, 8192) < 0.7 * share(8192, 8192, 8192)
-    assert share(8192, 8192, 8190) < 0.2 * share(8192, 8192, 8192)
+    assert share(8192, 8192, 8190) < 0.6 * share(8192, 8192, 8192)
 
 
 def test_links_that_ranks_need_must_be_described() -> None:
@@ -264,7 +266,7 @@ def test_the_expert_axis_divides_experts_and_sends_tokens_to_them() -> None:
     assert shared.memory.parameters == pytest.approx(alone.memory.parameters / 16)
     # Gradients of experts that no other rank has are not exchanged; tokens are, and small ones take less.
     assert shared.time.hidden == 0 < alone.time.hidden
-    short = replace(profile, modules=tuple(replace(each, output=each.output * 1e-6) for each in profile.modules))
+    short = replace(profile, modules=tuple(replace(each, output=each.output * 0.25) for each in profile.modules))
     assert shared.time.exchange > simulate(short, cluster, from_text("dp=16 ep=16")).time.exchange > alone.time.exchange
     sharded = [simulate(profile, cluster, from_text(f"dp=16 zero=3 ep={ep}")).memory.parameters for ep in (1, 16)]
     assert sharded[0] == pytest.approx(sharded[1])
