@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 
@@ -101,11 +101,12 @@ class Machine:
             model=self.profile.model,
         )
 
-    def families(self) -> Iterator[Family]:
-        """The model cut over tp, pp or both, with the rest of the ranks on dp."""
+    def families(self, *, tensor: bool) -> Iterator[Family]:
+        """The model cut over pp, or where `tensor` over tp, with or without pp; the rest of the ranks are on dp."""
         profile = self.profile
         for size in [self.ranks] if self.ranks is not None else sizes(self.cluster.ranks):
-            for tp, pp in product(powers(min(size, _TENSOR) if self.complete else 1), powers(size)):
+            wide = powers(min(size, _TENSOR))[1:] if tensor and self.complete else [1] * (not tensor)
+            for tp, pp in product(wide, powers(size)):
                 dp = size // (tp * pp)
                 if tp == pp == 1 or dp * tp * pp != size or dp > profile.batch or pp > max(len(profile.visits), 1):
                     continue
@@ -200,8 +201,28 @@ def best(machine: Machine, costs: Costs, *, top: int, near: float, exhaustive: b
         # Tables that fit no device may fit the hosts: trained by servers, which changes more than where things are.
         for made in machine.priced(served_plans(machine.profile, machine.cluster, machine.plans())):
             take(made)
-    for family in machine.families():
-        put(machine.least(family), family)
+    # Ranks of tp on a CPU share the cores that one rank's threads use: where another plan fits, looking for cuts, for which the model is
+    # run, is not worth its time.
+    cpu = machine.cluster.kind == "cpu"
+    for tensor in (False, True):
+        if tensor and cpu and found.good:
+            break
+        for family in machine.families(tensor=tensor):
+            put(machine.least(family), family)
+        if tensor or cpu:
+            _drain(machine, found, queue, take, exhaustive=exhaustive)
+    return found
+
+
+def _drain(
+    machine: Machine,
+    found: Found,
+    queue: list[tuple[float, int, Family | Plan]],
+    take: Callable[[Candidate], None],
+    *,
+    exhaustive: bool,
+) -> None:
+    """Forecast what is in the queue, while it may be of interest."""
     while queue:
         lowest, _, item = heapq.heappop(queue)
         if not exhaustive and lowest > found.enough:
@@ -212,7 +233,6 @@ def best(machine: Machine, costs: Costs, *, top: int, near: float, exhaustive: b
         else:
             for made in machine.priced([item]):
                 found.add(made)
-    return found
 
 
 def candidates(profile: Profile, cluster: Cluster, *, ranks: int | None = None) -> list[Candidate]:
