@@ -113,7 +113,7 @@ def outcome(row: Row, cases: Sequence[Case], constants: Fitted) -> Outcome:
 
 def cases(row: Row, worker: Worker) -> list[Case]:
     """Every case of a row; one where nothing is unknown. Where no plan of the row can be laid out, those nearest to it that can."""
-    refused: PlanError | None = None
+    refused: Exception | None = None
     ways = list(_variants(row))
     for nearer in (_as_it_is, _without_experts, _fewer_chunks, _fewer_stages, _fed):
         found = []
@@ -122,7 +122,7 @@ def cases(row: Row, worker: Worker) -> list[Case]:
         for plan, note, hardware in ways:
             try:
                 found.append(_case(row, plan, hardware, worker, note))
-            except PlanError as error:
+            except (PlanError, ValueError) as error:  # the latter: axes that make no mesh
                 refused = refused or error
         if found:
             return found

@@ -59,7 +59,7 @@ def _found(row: Row) -> Found:
         return cases(row, worker)
     except EchelonError as error:
         return error
-    except RuntimeError as error:  # torch's, of a model that cannot be built
+    except (RuntimeError, ValueError) as error:  # of a model that cannot be built
         return EchelonError(f"no model can be made of it ({error})")
 
 

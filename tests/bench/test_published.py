@@ -177,6 +177,7 @@ def test_rows_that_are_wrong_do_not_end_the_others(tmp_path: Path, capsys: pytes
     ("changes", "told"),
     [
         ({"plan_ep": 2}, "ep=2: the model has no experts, forecast with ep=1"),
+        ({"plan_ep": 16}, "ep=16: the model has no experts, forecast with ep=1"),
         ({"plan_pp": 2, "plan_dp": 4, "plan_vp": 4}, "forecast with vp=2"),
         ({"plan_pp": 8, "plan_dp": 1}, "pp=8: 4 blocks make no such stages, forecast with pp=4"),
         ({"plan_global_batch": 4, "plan_micro_batch": None}, "global_batch=4 does not feed dp=8 micro_batch=1, forecast with 8 and 1"),
