@@ -134,6 +134,8 @@ class Run:
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         #: What this rank has to do with a parameter server, under plans that have one.
         self.hub = Hub(self, self.assembly.first) if plan.served else None
+        if self.hub is not None and (tedious := self.hub.tedious(self.total_steps)):
+            warn(tedious)
         self.assembly.first = {}
         #: Of ranks that do not wait for each other: how they stop at the same step all the same.
         self._agreement = Agreement(self.data, plan.staleness) if plan.free else None

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Rows that are sent at once when a table is filled or read whole.
 _ROWS = 2**16
+#: Steps beyond which rules that are made up for update by update hold everyone up (see docs/server.md).
+TEDIOUS = 10_000
 _NUMBERS = {torch.float32: "f4", torch.float64: "f8"}
 
 
@@ -146,6 +148,16 @@ class Hub:
             rule = rule_of(name, *self._owner(name), table=False)
             found.append(Dense(name=name, size=value.numel(), rule=rule, dtype=_number(name, value.dtype)))
         return found
+
+    def tedious(self, steps: int) -> str:
+        """What is to be said of rules that hold everyone up in a run of so many steps."""
+        slow = [spec.name for spec in self._specs if spec.rule.tedious]
+        if not slow or steps <= TEDIOUS:
+            return ""
+        return (
+            f"{', '.join(slow)}: weight decay through the gradient, in a run of {steps} steps: servers compute every step that a row missed "
+            "when it is read, which takes ever longer; use AdamW, or no weight decay for tables"
+        )
 
     def _owner(self, name: str) -> tuple[Optimizer, dict[str, Any]]:
         if name not in self._owners:

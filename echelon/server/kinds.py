@@ -91,6 +91,12 @@ class Rule:
             )
 
     @property
+    def tedious(self) -> bool:
+        """Whether updates that a row missed have to be computed one by one."""
+        coupled = self.kind == "adagrad" or (self.kind == "adam" and not self.decoupled)
+        return self.every and coupled and self.weight_decay != 0
+
+    @property
     def epsilon(self) -> float:
         """What keeps the division finite."""
         return _EPS.get(self.kind, 0.0) if self.eps is None else self.eps

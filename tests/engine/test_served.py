@@ -109,6 +109,13 @@ def test_rules_that_servers_cannot_keep_are_refused() -> None:
         (torch.optim.SparseAdam(rows), False),
     ):
         assert rule_of("users.weight", optimizer, optimizer.param_groups[0], table=True).every == moved
+    for optimizer, slow in (
+        (torch.optim.Adam(rows, weight_decay=0.1), True),
+        (torch.optim.Adagrad(rows, weight_decay=0.1), True),
+        (torch.optim.AdamW(rows, weight_decay=0.1), False),
+        (torch.optim.Adam(rows), False),
+    ):
+        assert rule_of("users.weight", optimizer, optimizer.param_groups[0], table=True).tedious == slow
     strange = torch.optim.Adam(rows, amsgrad=True)
     with pytest.raises(JobError, match="amsgrad=True is not done by servers"):
         rule_of("head.weight", strange, strange.param_groups[0], table=False)
