@@ -204,7 +204,7 @@ def main() -> int:
         except Unsafe as error:
             print(f"UNSAFE: {error}")
             for child in (servers.controller, *servers.servers.values()):
-                print(child.said()[-1500:])
+                print(child.end())
             return 1
     print(answer)
     if asked.json:

@@ -113,7 +113,8 @@ def serve(
         bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,
     ) as running:  # fmt: skip
         _say(json, running.address, secret_file or folder / "secret", {"servers": sorted(running.servers)})
-        _wait(running)
+        with contextlib.suppress(KeyboardInterrupt):
+            running.stay()
 
 
 def _check(on: str, cluster: str | None, servers: int, own: list[str]) -> None:
@@ -145,17 +146,6 @@ def _say(json: bool, address: str, secret: Path, more: dict[str, Any]) -> None:
         return
     typer.echo(f"controller at {address}, secret in {secret}; interrupt to end")
     typer.echo(f"echelon server status --controller {address} --secret-file {secret}")
-
-
-def _wait(running: Any) -> None:
-    import time
-
-    try:
-        while running.controller.process.poll() is None:
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        return
-    raise ServerError(f"the controller ended with {running.controller.process.returncode}: {running.controller.said()}")
 
 
 def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], json: bool) -> None:

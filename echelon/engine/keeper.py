@@ -64,7 +64,7 @@ class Keeper:
                     staleness=plan.staleness,
                     aggregate=plan.staleness == 0,
                     restore=restore,
-                )
+                ).watch()
                 told = self._servers.address, self._servers.secret
         # The process group is as private as the ranks' own gradients; nothing of it is on a command line or in an environment.
         address, secret = ranks.gather(told)[0]

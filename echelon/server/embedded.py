@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,13 @@ from echelon.server.loop import split
 from echelon.server.secret import make_secret
 
 PATIENCE = 120.0
+#: Seconds until something that ended is started again, the first time and at most: what ends at once shall not fill the disk with logs.
+AGAIN, SELDOM = 0.5, 30.0
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"echelon servers: {line}\n")
+    sys.stderr.flush()
 
 
 class Child:
@@ -54,14 +63,21 @@ class Child:
         line = self.process.stdout.readline()
         if not line:
             self.process.wait()
-            raise LaunchError(f"a server process ended with {self.process.returncode}: {self.said()}")
+            raise LaunchError(self.end())
         return str(json.loads(line)["address"])
 
-    def said(self) -> str:
-        """The end of its log."""
+    def end(self) -> str:
+        """Why it ended, in words: what it refused if it did, else the end of its log."""
+        text = ""
         with contextlib.suppress(OSError):
-            return self.log.read_text(errors="replace")[-2000:].strip()
-        return ""
+            text = self.log.read_text(errors="replace")[-4000:].strip()
+        with contextlib.suppress(ValueError, AttributeError):
+            last = json.loads(text.rpartition("\n")[2])
+            if self.process.returncode == 1 and last.get("event") == "failed":
+                return str(last["why"])
+        code = self.process.poll()
+        how = "runs" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        return f"it {how}; its log, {self.log}, ends with: {text[-2000:] or 'nothing'}"
 
     def stop(self, patience: float = 2.0) -> None:
         """End it: its input ends, and if that does not do it, it is killed."""
@@ -114,6 +130,7 @@ class Servers:
         self._own = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="echelon-servers-"))
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._replicas = replicas
         self._bind, self._memory, self._spill, self._hosts = bind, memory, spill, hosts
         settings = {"staleness": staleness, "aggregate": aggregate} | ({"heads": heads} if heads else {})
         self._config = {
@@ -129,6 +146,11 @@ class Servers:
         }
         self.servers: dict[str, Child] = {}
         self._started = 0
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._missing = 0
+        self._watch: threading.Thread | None = None
+        #: Per kind of child, when it may be started again, and how long to wait if it ends at once.
+        self._again: dict[str, tuple[float, float]] = {}
         self._advertise = advertise
         self.controller = Child({**self._config, "bind": f"{bind}:{port}"}, self.folder / "controller.log")
         try:
@@ -168,6 +190,59 @@ class Servers:
         if self.controller.address() != self._listens:
             raise LaunchError(f"the controller came back at another address than {self.address}")
 
+    def tend(self, say: Callable[[str], None] = _tell) -> None:
+        """Start again what ended since the last call, and say so: the controller from its file, a server as a new one that gets its shards.
+
+        A server that was asked to end (SIGTERM, after a drain) is not replaced while there are as many others as replicas.
+        """
+        with self._lock:
+            if self._closing.is_set():
+                return
+            for name, child in list(self.servers.items()):
+                code = child.process.poll()
+                if code is None:
+                    continue
+                why = child.end()
+                child.stop()
+                del self.servers[name]
+                enough = len(self.servers) >= self._replicas
+                if code in (0, -signal.SIGTERM) and enough:
+                    say(f"server {name} was ended; {len(self.servers)} are left")
+                    continue
+                self._missing += 1
+                say(f"server {name} died ({why}); the other replicas go on, and a new server takes its place")
+            if self._missing and self._may("server"):
+                self._missing -= 1
+                say(f"server {self.start()} started")
+            if self.controller.process.poll() is not None and self._may("controller"):
+                say(f"the controller died ({self.controller.end()}); servers and workers go on, it is started again")
+                try:
+                    self.restart_controller()
+                except LaunchError as error:
+                    say(f"the controller cannot be started again, and is tried again: {error}")
+                else:
+                    say(f"the controller is back at {self.address}, from its file in {self.folder}")
+
+    def _may(self, kind: str) -> bool:
+        """Whether it is time to start one again; each time within a minute doubles the wait for the next."""
+        now = time.monotonic()
+        at, wait = self._again.get(kind, (now, AGAIN))
+        if now < at:
+            return False
+        self._again[kind] = (now + wait, min(2 * wait, SELDOM) if now < at + 60.0 else AGAIN)
+        return True
+
+    def stay(self) -> None:
+        """Tend them until `close`, or for ever; for who has nothing else to do."""
+        while not self._closing.wait(0.2):
+            self.tend()
+
+    def watch(self) -> Servers:
+        """Tend them from a thread."""
+        self._watch = threading.Thread(target=self.stay, name="echelon-servers", daemon=True)
+        self._watch.start()
+        return self
+
     def wait(self, patience: float = PATIENCE) -> None:
         """Until every server is in the map and every shard has a head."""
         from echelon.server.status import ask
@@ -181,7 +256,7 @@ class Servers:
                 return
             for name, child in {"the controller": self.controller, **self.servers}.items():
                 if child.process.poll() is not None:
-                    raise LaunchError(f"{name} ended with {child.process.returncode}: {child.said()}")
+                    raise LaunchError(f"{name}: {child.end()}")
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"servers did not come up within {patience:g} s: {found or 'no answer of the controller'}"
@@ -190,6 +265,11 @@ class Servers:
 
     def close(self) -> None:
         """End all of them."""
+        self._closing.set()
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         for child in (*self.servers.values(), self.controller):
             for pipe in (child.process.stdin, child.process.stdout):
                 if pipe is not None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from bench.garbage import attack
+from echelon.errors import ServerError
 from echelon.server import Client, Rule, Servers, Table, connect
 from echelon.server.status import ask
 
@@ -119,6 +120,31 @@ def test_the_controller_is_not_missed(servers: Servers) -> None:
 def test_garbage(servers: Servers) -> None:
     """Strangers get nothing, holders of the secret who send garbage end nobody. (100,000 frames: python -m bench.garbage.)"""
     assert attack(servers, 300, 1)["crashes"] == 0
+
+
+def test_what_dies_is_started_again(servers: Servers, capfd: pytest.CaptureFixture[str]) -> None:
+    """The controller from its file, a server as a new one that gets the shards; both are said."""
+    servers.watch()
+    with Load(servers, "tended"):
+        old = servers.controller
+        os.kill(old.pid, signal.SIGKILL)
+        until(lambda: servers.controller is not old, "no new controller")
+
+        def whole(*gone: str) -> bool:
+            try:
+                found = ask(servers.address, servers.secret)
+            except ServerError:
+                return False
+            here = {name for name, each in found["servers"].items() if each["here"] and each["replicas"] == 16}
+            return len(here) == 2 and not here & set(gone)
+
+        until(whole, "servers did not come back to the controller")
+        name = min(servers.servers)
+        os.kill(servers.servers[name].pid, signal.SIGKILL)
+        until(lambda: whole(name), "no new server")
+    said = capfd.readouterr().err
+    assert "the controller died (it was killed by signal 9" in said
+    assert f"server {name} died" in said
 
 
 def test_servers_end_with_their_parent(tmp_path: Path) -> None:
