@@ -317,3 +317,21 @@ def make_dense(model: nn.Module) -> list[str]:
             module.sparse = False
             found.append(path or "model")
     return found
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Refuse a model of which a step would change nothing: torch would fail in backward, and not say why."""
+    found = dict(model.named_parameters())
+    if any(value.requires_grad for value in found.values()):
+        return
+    kind = type(model).__name__
+    if not found:
+        raise JobError(
+            f"model ({kind}) has no parameters: there is nothing to train; add a layer that has some, or keep tensors "
+            "that shall learn as nn.Parameter"
+        )
+    names = ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else "")
+    raise JobError(
+        f"model ({kind}): all {len(found)} parameters have requires_grad=False ({names}): there is nothing to train; "
+        "call requires_grad_() on those that shall learn"
+    )

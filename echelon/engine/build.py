@@ -18,7 +18,7 @@ from echelon.engine.absent import absent
 from echelon.engine.layout import Piece
 from echelon.engine.ranks import Ranks
 from echelon.errors import JobError, PlanError, WorldError
-from echelon.job import Job, lift, make_dense
+from echelon.job import Job, lift, make_dense, require_trainable
 from echelon.plan import profile
 from echelon.plan.served import Served
 
@@ -44,6 +44,7 @@ def build(
         beyond = [table for table in tables if table.start == "server"]
         with unmade(beyond):
             model = _made(job, empty)
+        require_trainable(model)
         make_dense(model)
         if not empty:
             materialise(model, job, {table.path for table in beyond})

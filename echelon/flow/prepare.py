@@ -77,6 +77,7 @@ class Subject:
         #: What went wrong and does not matter enough to stop.
         self.warnings: list[str] = []
         self._unprofiled = False
+        self._model: str | None = None
 
     @property
     def job(self) -> Job:
@@ -116,16 +117,31 @@ class Subject:
         return self._kept(self.key, profile(self.job))
 
     def known_profile(self) -> Profile | None:
-        """The job's profile, where the store has it."""
+        """The job's profile, where the store has it; not one of another model, where `look` was called."""
         if self.key is None:
             return None
-        return Store(cache_folder()).get(Profile, self.key, versions=installed_versions())
+        known = Store(cache_folder()).get(Profile, self.key, versions=installed_versions())
+        return None if known is not None and self._model not in (None, known.model) else known
+
+    def look(self) -> None:
+        """Build the model (without its values), so that what is kept of another is not taken for its: one file may
+        describe several, by the environment or by what it reads. For plans that name a model's parts, which another has not."""
+        if self.key is None or self._model is not None:
+            return
+        from echelon.profiler.complete import fingerprint_of
+
+        try:
+            self._model = fingerprint_of(self.job)
+        except EchelonError:
+            raise
+        except Exception:  # a model that cannot be built so: whoever needs it tells why
+            self._model = ""
 
     def complete(self, plan: Plan) -> Plan:
         """`plan` with what it leaves open about the model, from the store or found now."""
         if not plan.open:
             return plan
-        key = f"{self.key} {plan.digest}" if self.key is not None else None
+        key = f"{self.key} {plan.digest} {self._model or ''}".rstrip() if self.key is not None else None
         known = Store(cache_folder()).get(Plan, key, versions=installed_versions()) if key is not None else None
         if known is not None:
             return known
@@ -258,6 +274,8 @@ def _given(subject: Subject, plan: Plan) -> Prepared:
     cluster = known_cluster()
     # One that parts batches or parameters may train another objective, or have ranks wait for each other for ever.
     parts = plan.ranks > 1 or plan.micro is not None or plan.model is not None
+    if plan.open:
+        subject.look()
     profile = subject.profile_or_none() if parts else subject.known_profile()
     completed, fallback = subject.settle(plan, profile, cluster)
     return _checked(completed, profile, cluster, subject.warnings, fallback)

@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import transformer
 
 from echelon.errors import EchelonError, JobError
-from echelon.job import Job, make_dense
+from echelon.job import Job, make_dense, require_trainable
 from echelon.profiler.coupling import random_states
 
 
@@ -31,6 +31,7 @@ def made(job: Job) -> nn.Module:
         model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
+    require_trainable(model)
     make_dense(model)
     return model
 

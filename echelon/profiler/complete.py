@@ -57,7 +57,12 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     require(plan)
     if known is not None:
         refuse(plan, tuple(check_stored(plan, known.units)))
-    return dataclasses.replace(plan, model=plan.model or (known.model if known else _fingerprint(_built(job))))
+    return dataclasses.replace(plan, model=plan.model or (known.model if known else fingerprint_of(job)))
+
+
+def fingerprint_of(job: Job) -> str:
+    """The fingerprint of the job's model, as profiles and plans name it."""
+    return _fingerprint(_built(job))
 
 
 def _served(plan: Plan, job: Job, profile: Profile | None) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import PlanError
+from echelon.errors import JobError, PlanError
 from echelon.flow.prepare import Prepared, Subject, prepare, receive
+from echelon.flow.train import train
 from echelon.plan.check import require
 from echelon.plan.text import from_text
 from tests.flow.jobs import FILE, make
@@ -172,3 +175,48 @@ def test_what_is_not_known_of_a_model_that_cannot_be_profiled_is_said() -> None:
     assert prepared.profile is None
     (warning,) = (each for each in prepared.warnings if "could not be profiled" in each)
     assert "(ValueError: a batch of 2): whether its samples see each other" in warning
+
+
+def _frozen() -> nn.Module:
+    return nn.Linear(8, 1).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential, "model (Sequential) has no parameters: there is nothing to train"),
+        (nn.Tanh, "model (Tanh) has no parameters"),
+        (
+            _frozen,
+            "model (Linear): all 2 parameters have requires_grad=False (weight, bias): there is nothing to train",
+        ),
+    ],
+)
+@pytest.mark.parametrize("plan", ["", "dp=1"])
+def test_a_model_with_nothing_to_train_is_refused_in_words(model: Any, words: str, plan: str, tmp_path: Path) -> None:
+    job = make(model=model, loss=lambda output, batch: output.sum())
+    begin = partial(train, job, plan, folder=tmp_path, quiet=True) if plan else partial(prepare, Subject(job))
+    with pytest.raises(JobError, match=re.escape(words)):
+        begin()
+
+
+def test_a_plan_that_is_completed_for_one_model_is_not_taken_for_another_of_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the environment decides is not seen in the sources."""
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "sized.py"
+    file.write_text(
+        "import os, torch\nfrom torch import nn\nfrom tests.flow.jobs import make\n"
+        "def job():\n"
+        "    rows = int(os.environ['TABLE_ROWS'])\n"
+        "    ids = torch.utils.data.TensorDataset(torch.arange(64).reshape(32, 2))\n"
+        "    return make(model=lambda: nn.EmbeddingBag(rows, 4), inputs=lambda batch: (batch, {}),\n"
+        "                loss=lambda output, batch: output.mean(), data=ids)\n"
+    )
+    for rows in (2000, 3000, 2000):
+        monkeypatch.setenv("TABLE_ROWS", str(rows))
+        prepared = prepare(Subject(str(file)), "dp=2 exchange=server rows=1000")
+        assert [table.rows for table in prepared.plan.tables] == [rows]
+        assert prepared.profile is not None
+        assert prepared.plan.model == prepared.profile.model
