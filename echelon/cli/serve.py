@@ -71,6 +71,8 @@ def serve(
         servers,
         [flag for flag, value in own.items() if value is not None] + ["--bind"] * (bind != "127.0.0.1"),
     )
+    if aggregate and staleness != 0:
+        raise EchelonError("--aggregate: gradients are added up over workers that are in step; add --staleness 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     where, _, port = bind.rpartition(":") if bind.rpartition(":")[2].isdigit() else (bind, "", "0")
     limit = None if memory is None else int(memory * 2**30)
@@ -108,6 +110,13 @@ def serve(
         return
     from echelon.server.embedded import Servers
 
+    if servers < replicas:
+        from echelon.server.status import MORE
+
+        typer.echo(
+            f"--servers {servers}: each shard has {servers} of --replicas {replicas} until others join; {MORE}",
+            err=True,
+        )
     with Servers(
         servers, **job, staleness=staleness, aggregate=aggregate, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
         bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,

@@ -45,7 +45,16 @@ def drain(
 ) -> None:
     """Move all shards off a server, while training goes on; then it can be stopped."""
     from echelon.server import wire
+    from echelon.server.secret import read_secret
+    from echelon.server.status import MORE, ask
 
+    found = ask(controller, read_secret(secret_file))
+    staying = sum(name != server and not each["leaving"] for name, each in found["servers"].items())
+    if server in found["servers"] and 0 < staying < found["replicas"]:
+        typer.echo(
+            f"warning: without {server} there are {staying} servers for {found['replicas']} replicas of each shard; {MORE}",
+            err=True,
+        )
     answer = _ask(controller, secret_file, wire.DRAIN, {"server": server}, patience)
     _answer(answer, json, f"{server} holds nothing any more")
 

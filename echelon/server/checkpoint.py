@@ -118,12 +118,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def load(folder: Path, shard: int) -> list[Part]:
-    """One shard of a checkpoint, checked."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load as decode
+def verify(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint all of whose files are there and as they were written."""
+    from concurrent.futures import ThreadPoolExecutor
 
     manifest = read_manifest(folder)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        for _ in threads.map(lambda shard: len(_bytes(folder, manifest, shard)[1]), range(int(manifest["shards"]))):
+            pass
+    return manifest
+
+
+def _bytes(folder: Path, manifest: Mapping[str, Any], shard: int) -> tuple[Path, bytes]:
+    """The file of a shard, which is what the manifest says."""
     entry = manifest["files"].get(str(shard))
     if entry is None:
         raise CheckpointError(f"{folder}: shard {shard} is missing; take an older checkpoint")
@@ -138,6 +145,15 @@ def load(folder: Path, shard: int) -> list[Part]:
         raise CheckpointError(
             f"{path}: its SHA-256 is not {entry['sha256'][:12]}..., it is damaged; take an older checkpoint"
         )
+    return path, data
+
+
+def load(folder: Path, shard: int) -> list[Part]:
+    """One shard of a checkpoint, checked."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load as decode
+
+    path, data = _bytes(folder, read_manifest(folder), shard)
     try:
         arrays = decode(data)
         length = int.from_bytes(data[:8], "little")

@@ -162,6 +162,7 @@ class Client:
     def acknowledged(self) -> int:
         """The last push that is acknowledged, as all before it are. Takes in answers that have arrived."""
         with self._lock:
+            self._session.require_open()
             self._session.courier.turn(0.0)
             self._session.check()
             return self._session.outbox.last if self._session.outbox.oldest is None else self._session.outbox.oldest - 1
@@ -304,7 +305,7 @@ class Client:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:
+        if error[0] is None and not self._session.closed:
             self.flush()
         self.close()
 
@@ -438,6 +439,8 @@ def _same(kept: np.ndarray, ids: Any) -> bool:
 
 def _ids(name: str, ids: Any) -> np.ndarray:
     found = np.asarray(ids)
+    if not found.size:
+        return np.empty(0, np.int64)  # an empty list has no dtype of its own
     if found.dtype.kind not in "iu":
         raise ServerError(f"{name}: ids of dtype {found.dtype}; they are integers, use int64")
     return np.ascontiguousarray(found.reshape(-1), np.int64)

@@ -427,7 +427,7 @@ class RayServers:
                     silent.append(member)
         for member in silent:
             self._lost(member, f"the controller has not heard it for {SILENT:g} s")
-        if not (report["unplaced"] or report["short"] or report["learning"] or report["lost"]):
+        if not (report["unplaced"] or report["owed"] or report["learning"] or report["lost"]):
             self._spread()
 
     def _spread(self) -> None:

@@ -24,7 +24,7 @@ from echelon.server.controller import SERVER_LEASE, Controller
 from echelon.server.loop import Connection, Loop, here, split
 from echelon.server.map import Map
 from echelon.server.replica import Replica
-from echelon.server.secret import ADMIN, SERVER, WORKER, greet, parse_secret
+from echelon.server.secret import ADMIN, SERVER, WORKER, SecretError, greet, parse_secret
 from echelon.server.windows import FAR
 
 BEAT = 0.15
@@ -72,7 +72,7 @@ class ControllerProcess:
         document = durable.read(self._file)
         restored = None
         if restore is not None and document is None:
-            manifest = checkpoint.read_manifest(restore)
+            manifest = checkpoint.verify(restore)  # before anyone connects: later, a shard that cannot be read is lost
             shards = int(manifest["shards"])
             restored = (str(restore.resolve()), manifest["specs"], int(manifest["count"]))
         self.core = Controller(
@@ -230,6 +230,8 @@ class ServerProcess:
         self._retry: dict[str, float] = {}
         self._control: Connection | None = None
         self._joined = False
+        #: Why the controller is not ours to join.
+        self._barred: SecretError | None = None
         self._next = 0
         self._beat = self._reported = 0.0
         self._last: tuple[float, dict[str, int], int, int] = (time.monotonic(), {}, 0, 0)
@@ -254,11 +256,16 @@ class ServerProcess:
             try:
                 with socket.create_connection(split(self._controller), timeout=2.0) as connection:
                     greet(connection, self._secret, SERVER)
+                    self._barred = None
                     while True:
                         time.sleep(BEAT)
                         if self._joined and time.monotonic() - self._turned < STUCK:
                             meta = {"server": self.name, "incarnation": self.incarnation}
                             wire.send(connection, wire.encode(wire.BEAT, 0, meta))
+            except SecretError as error:
+                if "prove" not in str(error):  # those may be of a controller that is just ending or starved
+                    self._barred = error
+                time.sleep(RETRY)
             except (OSError, EchelonError):
                 time.sleep(RETRY)
 
@@ -308,6 +315,8 @@ class ServerProcess:
 
     def tick(self, now: float) -> None:
         self._turned = now
+        if self._barred is not None and self.replica is None:
+            raise SecretError(f"controller {self._controller}: {self._barred}")
         if self._control is None and self._retry.get("", 0.0) <= now:
             self._retry[""] = now + RETRY
             self._control = self.loop.connect(self._controller, SERVER, None)
@@ -462,7 +471,8 @@ class ServerProcess:
         stats = replica.state.store.stats()
         before, counts, sent, got = self._last
         span = max(now - before, 1e-3)
-        rates = {key: round((value - counts.get(key, 0)) / span, 1) for key, value in replica.counts.items()}
+        # One that joined anew counts from zero.
+        rates = {key: round(max(0, value - counts.get(key, 0)) / span, 1) for key, value in replica.counts.items()}
         self._last = (now, dict(replica.counts), self.loop.sent, self.loop.got)
         floor = replica.floor()[replica.headed]
         floor = floor[floor != FAR]

@@ -27,7 +27,7 @@ class Session:
     """Connections, the newest map, unacknowledged pushes and unanswered pulls of one worker."""
 
     def __init__(self, address: str, *, secret: bytes, worker: str, patience: float, host: str | None) -> None:
-        self.worker = worker
+        self.worker, self.closed = worker, False
         self.patience = patience
         self.specs: dict[str, Table | Dense] = {}
         #: Per dense parameter the shard of each block.
@@ -65,8 +65,16 @@ class Session:
 
     def close(self) -> None:
         """Leave the job."""
+        if self.closed:
+            return
+        self.closed = True
         self.herald.close()
         self.courier.close()
+
+    def require_open(self) -> None:
+        """Nothing goes by a connection that was closed."""
+        if self.closed:
+            raise ServerError(f"worker {self.worker}: this client was closed; connect() again")
 
     def learn(self, spec: Table | Dense) -> None:
         """A table or dense parameter that is declared."""
@@ -104,6 +112,7 @@ class Session:
 
     def start(self, pull: Pull) -> None:
         """Ask for everything that a pull wants."""
+        self.require_open()
         for route, part in pull.parts(self.roads):
             pull.open += 1
             self._fetch(route, part)
@@ -252,6 +261,7 @@ class Session:
 
     def wait(self, ready: Callable[[], bool], what: str, *, bounded: bool = False) -> None:
         """Turn until `ready`. Gives up after `patience` without a way on; a pull that waits for other workers may last."""
+        self.require_open()
         if ready() and self._error is None:
             return
         began = moved = time.monotonic()
@@ -312,6 +322,7 @@ class Session:
 
     def control(self, kind: int, meta: dict[str, Any], *, patience: float | None = None) -> wire.Frame:
         """Ask the controller, serving the data path meanwhile."""
+        self.require_open()
         answer, name = self.herald.ask(kind, meta), wire.NAMES[kind]
         deadline = time.monotonic() + (patience or self.patience)
         while not answer.done():

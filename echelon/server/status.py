@@ -11,6 +11,8 @@ from echelon.server import wire
 from echelon.server.loop import split
 from echelon.server.secret import ADMIN, greet
 
+MORE = "start another with `echelon serve --controller HOST:PORT --secret-file FILE`"
+
 
 def request(address: str, secret: bytes, kind: int, meta: dict[str, Any], *, patience: float = 10.0) -> dict[str, Any]:
     """Ask the controller one thing; a refusal is an error."""
@@ -70,18 +72,31 @@ def in_words(found: dict[str, Any]) -> list[str]:
         f"{found['shards']} shards, {found['replicas']} replicas wished, map {found['version']}; "
         + ("workers never wait" if bound is None else f"workers are at most {bound} steps ahead")
     ]
-    if found["short"] or found["learning"]:
-        lines.append(f"{found['short']} shards have fewer replicas than wished, {found['learning']} are being copied")
+    for count, shards in sorted(found["shards_by_replicas"].items(), key=lambda each: int(each[0])):
+        if 0 < int(count) < found["replicas"]:
+            lines.append(
+                f"{shards} shards have {count} of {found['replicas']} replicas"
+                + ("; one more death loses them" if count == "1" else "")
+            )
+    if found["learning"]:
+        lines.append(f"{found['learning']} shards are being copied")
+    staying = sum(not each["leaving"] for each in found["servers"].values())
+    if found["short"] and staying < found["replicas"]:
+        lines.append(f"{staying} servers cannot hold {found['replicas']} replicas: {MORE}")
     if found["unplaced"]:
         lines.append(f"{found['unplaced']} shards wait for servers to be placed on")
     if found["lost"]:
         names = ", ".join(sorted(found["lost"], key=int)[:8])
+        had = ", ".join(sorted({server for chain in found["lost"].values() for server in chain}))
         lines.append(
-            f"LOST: {len(found['lost'])} shards ({names}): all their replicas are gone; "
+            f"LOST: {len(found['lost'])} shards ({names}): none of their replicas ({had}) is heard of; they go on as they were if one that was "
+            "only stopped or cut off comes back; "
             + (
-                "they come back from the last checkpoint"
+                "if none does within seconds they go back to the last checkpoint"
                 if found["checkpoint"]
-                else "there is no checkpoint, start anew"
+                else f"the checkpoint cannot be read: {found['unreadable']}"
+                if found["unreadable"]
+                else "if all are dead, there is no checkpoint: start anew"
             )
         )
     if found["revived"]:

@@ -479,7 +479,7 @@ class Store:
             )
             raise StoreFull(
                 f"{what or 'dense blocks'} need {need} bytes, and this server holds {self.bytes} of at most {self._bound}; nothing was "
-                "applied; raise memory=, give spill=, expire old rows, admit fewer (admit=), store them narrower (stored=) or add servers"
+                f"applied; raise memory=, {'' if self.spill else 'give spill=, '}expire old rows, admit fewer (admit=), store them narrower (stored=) or add servers"
             )
 
 

@@ -109,3 +109,15 @@ def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path:
             checkpoint.load(copy, 3)
     with pytest.raises(CheckpointError, match=r"shard-00004.*older checkpoint"):
         checkpoint.load(copy, 4)
+
+
+def test_a_damaged_checkpoint_is_found_before_a_controller_listens(tmp_path: Path) -> None:
+    """In the words of `echelon server export`."""
+    place, folder = checkpoint.partial(tmp_path / "kept"), tmp_path / "kept"
+    files = {str(shard): checkpoint.save(place, shard, [({"lsn": 0}, [np.arange(9)])]) for shard in range(4)}
+    checkpoint.complete(folder, {"shards": 4, "specs": [], "settings": {}, "count": 0, "files": files})
+    assert checkpoint.verify(folder)["shards"] == 4
+    path = folder / files["3"]["file"]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=f"^{path}: its SHA-256 is not .* take an older checkpoint$"):
+        checkpoint.verify(folder)

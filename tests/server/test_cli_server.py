@@ -89,3 +89,13 @@ def test_strangers(served: tuple[str, Path], tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["serve", "--controller", address])
     assert answer.exit_code == 1
     assert "--secret-file" in answer.output
+    os.chmod(other, 0o600)
+    answer = CliRunner().invoke(app, ["serve", "--controller", address, "--secret-file", str(other)])
+    assert answer.exit_code == 1
+    assert "does not hold this job's secret" in answer.output
+
+
+def test_adding_up_needs_workers_in_step(tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["serve", "--aggregate", "--staleness", "2", "--folder", str(tmp_path / "job")])
+    assert answer.exit_code == 2
+    assert "add --staleness 0" in answer.output

@@ -262,3 +262,18 @@ def test_a_controller_that_is_not_there_is_named():
 def test_a_window_of_none_is_refused():
     with pytest.raises(ServerError, match="window: 0"):
         connect("127.0.0.1:1", secret=b"x" * 32, window=0)
+
+
+def test_nothing_may_be_asked_for_and_a_closed_client_says_so(servers: Servers, table: str) -> None:
+    with connect(servers.address, secret=servers.secret, worker="empty") as other:
+        assert other.pull({table: []})[table].shape == (0, 4)
+        other.push({table: ([], [])})
+        other.flush()
+        other.close()
+        for call in (
+            lambda: other.pull({table: [1]}),
+            lambda: other.push({table: ([1], np.ones((1, 4)))}),
+            other.clock,
+        ):
+            with pytest.raises(ServerError, match="was closed; connect"):
+                call()

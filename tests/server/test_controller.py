@@ -13,6 +13,7 @@ from echelon.server.actions import Manifest, Note, Persist, Send
 from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller, moving
 from echelon.server.map import Map
 from echelon.server.placement import behind, ring, wish
+from echelon.server.status import in_words
 
 
 class Job:
@@ -212,6 +213,7 @@ def test_lost_shards_go_back_to_the_checkpoint(job: Job) -> None:
     job.say("c", wire.RETURN, {"shard": 5, "why": "damaged", "version": known.version})
     job.pass_time(GRACE + 1)
     assert list(job.core.map.lost) == [5]
+    assert any("cannot be read: damaged" in line for line in in_words(job.core.status(job.now)))
 
 
 def test_join_and_drain_move_shards_and_keep_replicas(job: Job) -> None:
@@ -473,3 +475,40 @@ def test_one_head_of_several_servers_is_followed_by_one() -> None:
         made.join(name)
     made.pass_time(GRACE + 1)
     assert set(made.core.map.heads) == {"d"}
+
+
+def test_lost_redundancy_is_said() -> None:
+    """Counted against what is wished, also where the servers there are could hold no more."""
+    job = Job()
+    job.join("a")
+    job.join("b")
+    assert job.core.status(job.now)["short"] == 0
+    job.pass_time(1.0, "b")
+    found = job.core.status(job.now)
+    assert (found["short"], found["owed"]) == (8, 0)
+    words = "\n".join(in_words(found))
+    assert "8 shards have 1 of 2 replicas; one more death loses them" in words
+    assert "echelon serve --controller" in words
+    job.pass_time(1.0, "a")
+    assert "if one that was only stopped" in "\n".join(in_words(job.core.status(job.now)))
+
+
+def test_a_beat_that_crosses_the_answer_to_leaving_is_no_garbage() -> None:
+    job = Job()
+    job.join("a")
+    job.join("b")
+    job.join("0", "worker")
+    job.say("0", wire.LEAVE, {})
+    job.say("0", wire.BEAT, {})
+    assert "garbage" not in job.notes
+
+
+def test_what_differs_in_a_spec_is_named() -> None:
+    job = Job()
+    job.join("a")
+    job.join("b")
+    spec = {"name": "emb", "dim": 4, "rule": {"kind": "sgd", "lr": 1.0}}
+    job.say("0", wire.DECLARE, {"spec": spec})
+    job.install()
+    (_, refusal), *_ = job.say("0", wire.DECLARE, {"spec": {**spec, "rule": {"kind": "sgd", "lr": 0.5}}})
+    assert "emb: rule.lr was declared as 1.0 and is 0.5 now; use" in refusal["message"]

@@ -102,6 +102,8 @@ class Controller(Members):
         elif kind == wire.EXPIRE:
             self._expire(peer, request, meta)
         elif kind == wire.BEAT and session is None:
+            if "server" not in meta:
+                return  # a worker's that crossed our answer to its leaving
             other = self.sessions.get(self._peer_of("server", str(meta["server"])))
             if other is not None and other.incarnation == meta["incarnation"]:
                 other.heard = now
@@ -152,16 +154,21 @@ class Controller(Members):
         """What people want to know."""
         known = self.map
         heads = {name: sum(head == name for head in known.heads) for name in known.servers}
+        lengths = [len(chain) for chain in known.chains]
         holds = {name: sum(name in chain for chain in known.chains) for name in known.servers}
         return {
             "version": known.version,
             "shards": known.shards,
             "replicas": self.replicas,
             "unplaced": sum(not chain for shard, chain in enumerate(known.chains) if shard not in known.lost),
-            "short": sum(
+            "short": sum(0 < len(chain) < self.replicas for chain in known.chains),
+            # Of those, the ones that the servers there are could hold.
+            "owed": sum(
                 0 < len(chain) < min(self.replicas, max(1, len(set(known.servers) - self.leaving)))
                 for chain in known.chains
             ),
+            "shards_by_replicas": {str(count): lengths.count(count) for count in sorted(set(lengths))},
+            "unreadable": self.unreadable,
             "learning": sum(bool(each) for each in known.learners),
             "lost": {str(shard): list(chain) for shard, chain in known.lost.items()},
             "restored": {str(shard): list(source) for shard, source in known.sources.items()},

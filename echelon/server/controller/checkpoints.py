@@ -68,7 +68,7 @@ class Checkpoints(Ground):
         if len(writing["files"]) < self.map.shards:
             return
         self._writing = None
-        self.checkpoint = writing["path"]
+        self.checkpoint, self.unreadable = writing["path"], None
         manifest = {
             "shards": self.map.shards,
             "specs": self.specs,

@@ -75,6 +75,8 @@ class Ground:
         self.count = 0
         self.leaving: set[str] = set()
         self.checkpoint: str | None = None
+        #: Why the checkpoint that lost shards were to come back from could not be read.
+        self.unreadable: str | None = None
         self.graves: dict[str, int] = {}
         self._restoring: str | None = None
         if restore is not None and document is None:
@@ -122,6 +124,7 @@ class Ground:
             self.count = int(document["count"])
             self.leaving = set(document["leaving"])
             self.checkpoint = document["checkpoint"]
+            self.unreadable = document.get("unreadable")
             self.graves = {str(name): int(life) for name, life in document["graves"].items()}
             self._restoring = document["restoring"]
         except (KeyError, TypeError, ValueError) as error:
@@ -141,6 +144,7 @@ class Ground:
             "count": self.count,
             "leaving": sorted(self.leaving),
             "checkpoint": self.checkpoint,
+            "unreadable": self.unreadable,
             "graves": self.graves,
             "restoring": self._restoring,
         }

@@ -213,7 +213,7 @@ class Members(Moving):
         if not self._head(session, shard) or version < self.map.epochs[shard]:
             return
         self._out.append(Note("unreadable", {"shard": shard, "checkpoint": self.checkpoint, "why": why}))
-        self.checkpoint = None
+        self.checkpoint, self.unreadable = None, why
         chains, learners = list(self.map.chains), list(self.map.learners)
         lost = {**self.map.lost, shard: chains[shard]}
         chains[shard] = learners[shard] = ()

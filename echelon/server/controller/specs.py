@@ -24,7 +24,7 @@ class Specs(Checkpoints):
                 peer,
                 request,
                 "StoreError",
-                f"{spec['name']}: declared as {known}, now as {spec}; use another name, or the same spec in every worker",
+                f"{spec['name']}: {', '.join(_differing(known, spec))}; use another name, or the same spec in every worker",
             )
         elif offer is not None:
             offer.askers.append((peer, request))
@@ -60,3 +60,15 @@ class Specs(Checkpoints):
         del self._offers[number]
         for peer, request in offer.askers:
             self._refuse(peer, request, "StoreError", f"server {session.name} cannot hold it: {error}")
+
+
+def _differing(known: Any, given: Any, path: str = "") -> list[str]:
+    """The fields in which two specs differ, with both values."""
+    if isinstance(known, dict) and isinstance(given, dict):
+        names = [*known, *(name for name in given if name not in known)]
+        return [
+            words
+            for name in names
+            for words in _differing(known.get(name), given.get(name), f"{path}.{name}".lstrip("."))
+        ]
+    return [] if known == given else [f"{path} was declared as {known!r} and is {given!r} now"]
