@@ -73,6 +73,9 @@ class Client:
         _require_numba()
         if window < 1:
             raise ServerError(f"window: {window}; at least one push must be under way, use 1 or more")
+        from echelon.server.warm import work
+
+        work()
         self.worker, self.window, self.step = worker, window, 0
         self._lock = threading.RLock()
         self._prefetched: list[tuple[dict[str, np.ndarray], Pull]] = []

@@ -18,9 +18,12 @@ from typing import Any
 from echelon.errors import LaunchError, ServerError
 from echelon.server.controller import SERVER_LEASE
 from echelon.server.loop import split
+from echelon.server.process import COMPILING
 from echelon.server.secret import make_secret
 
 PATIENCE = 120.0
+#: Seconds of compiling before it is said; about how long it takes on an idle core.
+_SOON, _ABOUT = 2.0, 40
 #: Seconds until something that ended is started again, the first time and at most: what ends at once shall not fill the disk with logs.
 AGAIN, SELDOM = 0.5, 30.0
 
@@ -38,6 +41,7 @@ class Child:
         home = str(Path(__file__).parents[2])
         run = f"import sys; sys.path.insert(0, {home!r}); from echelon.server.process import main; sys.exit(main())"
         self.log = log
+        self._read = log.stat().st_size if log.exists() else 0
         with open(log, "ab") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", run],
@@ -79,6 +83,19 @@ class Child:
         how = "runs" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         return f"it {how}; its log, {self.log}, ends with: {text[-2000:] or 'nothing'}"
 
+    def compiled(self) -> float | None:
+        """The share of its loops that is compiled, where it said so since the last call."""
+        share = None
+        with contextlib.suppress(OSError), open(self.log, "rb") as log:
+            log.seek(self._read)
+            *lines, rest = log.read().split(b"\n")
+            self._read = log.tell() - len(rest)
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    found = json.loads(line)
+                    share = float(found["share"]) if found["event"] == COMPILING else share
+        return share
+
     def stop(self, patience: float = 2.0) -> None:
         """End it: its input ends, and if that does not do it, it is killed."""
         for pipe in (self.process.stdin, self.process.stdout):
@@ -90,6 +107,24 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+class _Notice:
+    """Tells a person, once it takes long, that and how far the loops are compiled."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._told = -1.0
+
+    def tell(self, share: float) -> None:
+        if time.monotonic() - self._began < _SOON:
+            return
+        if self._told < 0:
+            _tell(f"compiling the server's loops, once (about {_ABOUT} s, longer on a busy machine)")
+            self._told = 0.0
+        if share >= self._told + 0.25:
+            self._told = share
+            _tell(f"compiling the server's loops: {share:.0%}")
 
 
 class Servers:
@@ -244,10 +279,10 @@ class Servers:
         return self
 
     def wait(self, patience: float = PATIENCE) -> None:
-        """Until every server is in the map and every shard has a head."""
+        """Until every server is in the map and every shard has a head. Compiling does not count, while it goes on."""
         from echelon.server.status import ask
 
-        deadline = time.monotonic() + patience
+        heard, notice = time.monotonic(), _Notice()
         while True:
             found: dict[str, Any] = {}
             with contextlib.suppress(ServerError, OSError):
@@ -257,11 +292,25 @@ class Servers:
             for name, child in {"the controller": self.controller, **self.servers}.items():
                 if child.process.poll() is not None:
                     raise LaunchError(f"{name}: {child.end()}")
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"servers did not come up within {patience:g} s: {found or 'no answer of the controller'}"
-                )
+            shares = [share for child in self.servers.values() if (share := child.compiled()) is not None]
+            if shares:
+                heard = time.monotonic()
+                notice.tell(max(shares))
+            if time.monotonic() > heard + patience:
+                raise LaunchError(f"servers did not come up within {patience:g} s: {self._lacking(found)}")
             time.sleep(0.02)
+
+    def _lacking(self, found: Mapping[str, Any]) -> str:
+        """What is waited for, in words."""
+        if not found:
+            return f"the controller at {self.address} does not answer: {self.controller.end()}"
+        missing = [name for name in self.servers if name not in found["servers"]]
+        if not missing:
+            return "all have joined, and some shards have no server yet; the machine may be too busy, use fewer servers"
+        return (
+            f"{', '.join(missing)} of {len(self.servers)} did not join the controller at {self.address}; {missing[0]}: "
+            f"{self.servers[missing[0]].end()}; where the machine is too busy for them use fewer servers"
+        )
 
     def close(self) -> None:
         """End all of them."""

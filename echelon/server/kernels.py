@@ -20,9 +20,11 @@ from echelon.errors import EchelonError
 
 try:
     from llvmlite import ir  # type: ignore[import-untyped]
-    from numba import njit, types
+    from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
+
+    from echelon.server.compiled import compiling
 except ImportError as error:
     raise EchelonError(
         "echelon.server: the parameter server's loops are compiled by numba, which is not installed; "
@@ -51,21 +53,8 @@ _M2 = np.uint64(0x94D049BB133111EB)
 _LOW = np.uint64(0xFFFFFFFF)
 _intrinsic: Any = intrinsic
 
-
-def _compiling(**options: Any) -> Any:
-    """A decorator: compiled when first called, kept beside this file or in the user's cache, or nowhere if neither can be written."""
-
-    def decorate(function: Any) -> Any:
-        try:
-            return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
-        except RuntimeError:
-            return njit(nogil=True, error_model="numpy", **options)(function)
-
-    return decorate
-
-
-_compiled = _compiling()
-_inlined = _compiling(forceinline=True)
+_compiled = compiling()
+_inlined = compiling(forceinline=True)
 
 
 @_intrinsic

@@ -30,6 +30,9 @@ from echelon.server.windows import FAR
 BEAT = 0.15
 REPORT = 1.0
 RETRY = 0.05
+#: What a server says while its loops are compiled, at most so often.
+COMPILING = "compiling"
+SIGN = 0.2
 #: A loop that has not turned for so long is not alive, whatever its threads say.
 STUCK = 10.0
 #: Blocks of one dense parameter: a slip of the pen must not take all servers' memory.
@@ -237,12 +240,19 @@ class ServerProcess:
         self._last: tuple[float, dict[str, int], int, int] = (time.monotonic(), {}, 0, 0)
         self._turned = time.monotonic()
         self._writer: Any = None
-        warm()
+        self._told = 0.0
+        warm(self._compiling)
 
     def run(self) -> None:
         """Until told to end, or until this replica cannot go on as one."""
         threading.Thread(target=self._beats, name="echelon-beats", daemon=True).start()
         self.loop.run()
+
+    def _compiling(self, share: float) -> None:
+        """A sign of life of whoever compiles: whoever waits for this server reads it."""
+        if time.monotonic() - self._told >= SIGN:
+            self._told = time.monotonic()
+            self._say(COMPILING, {"share": round(share, 3)})
 
     def _alive(self) -> None:
         """Busy, not stuck."""
@@ -383,8 +393,16 @@ class ServerProcess:
             store=store,
             shards=shards,
             load=lambda folder, shard: checkpoint.load(Path(folder), shard),
-            declare=lambda spec: store.declare(spec_from_plain(spec)),
+            declare=lambda spec: self._declare(store, spec_from_plain(spec)),
         )
+
+    def _declare(self, store: Any, spec: Any) -> None:
+        from echelon.server.compiled import watching
+        from echelon.server.warm import ready
+
+        with watching(self._alive):
+            ready(spec.dtype, spec.rule.every)
+        store.declare(spec)
 
     def _unable(self, spec: dict[str, Any]) -> str | None:
         """Why this server could not hold what is to be declared, beside all that it holds."""
@@ -393,7 +411,7 @@ class ServerProcess:
 
         try:
             trial = Store(shards=self._store.shards, memory=self._memory, spill=self._spill)
-            trial.declare(spec_from_plain(spec))
+            self._declare(trial, spec_from_plain(spec))
             trial.close()
         except (EchelonError, OSError, MemoryError, ValueError, OverflowError) as error:
             return str(error) or type(error).__name__

@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numba import njit
 
+from echelon.server.compiled import compiling
 from echelon.server.hashing import shard_of
 from echelon.server.kinds import RULES, Rule, StoreError, Table
 from echelon.server.rows import Rows, init_of, layout_of, scalars_of, seed_of
@@ -41,19 +40,8 @@ _AT_ONCE = 10_000_000
 #: Updates after which Adam's averages have mostly ended.
 _ENDED = 1000
 
-
-def _compiling(**options: Any) -> Any:
-    def decorate(function: Any) -> Any:
-        try:
-            return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
-        except RuntimeError:
-            return njit(nogil=True, error_model="numpy", **options)(function)
-
-    return decorate
-
-
-_compiled = _compiling()
-_inlined = _compiling(forceinline=True)
+_compiled = compiling()
+_inlined = compiling(forceinline=True)
 
 
 @_inlined

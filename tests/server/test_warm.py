@@ -1,0 +1,85 @@
+"""The loops are compiled once, that is waited for, and a worker has its own before it is counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.errors import LaunchError
+from echelon.server import Servers, kernels
+from echelon.server.compiled import kept_in
+from echelon.server.embedded import Child
+from echelon.server.warm import _alone, work
+
+
+def _copy(folder: Path, text: str) -> Any:
+    folder.mkdir()
+    (folder / "loops.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("loops", folder / "loops.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.one
+
+
+def test_checkouts_of_one_user_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "from echelon.server.compiled import compiling\n@compiling()\ndef one():\n    return 1\n"
+    first, same = _copy(tmp_path / "a", text), _copy(tmp_path / "b", text)
+    assert kept_in(first) == kept_in(same)
+    assert kept_in(first) != kept_in(_copy(tmp_path / "c", text.replace("return 1", "return 2")))
+
+
+def test_who_waits_for_the_compiling_process_hears_that_it_lives(tmp_path: Path) -> None:
+    heard: list[float] = []
+    known = threading.Event()
+
+    def wait() -> None:
+        with _alone(tmp_path, lambda share: (heard.append(share), known.set())[0]) as told:  # type: ignore[func-returns-value]
+            assert told is None
+
+    waiter = threading.Thread(target=wait)
+    with _alone(tmp_path, lambda share: None) as told:
+        assert told is not None
+        waiter.start()
+        told(0.5)
+        assert known.wait(20)
+    waiter.join(20)
+    assert heard == [0.5]
+
+
+def test_a_worker_has_its_loops_before_it_joins() -> None:
+    work()
+    kinds = {signature[0].dtype.name for signature in kernels.add_up.signatures}
+    assert kinds >= {"float32", "float64"}
+
+
+def test_compiling_is_no_silence_and_what_lacks_is_told_in_words(tmp_path: Path) -> None:
+    signs = 10
+    with Servers(1, replicas=1, shards=4, folder=tmp_path) as servers:
+        # One that never joins: nobody listens where it looks for the controller.
+        lost = {"role": "server", "secret": servers.secret.hex(), "controller": "127.0.0.1:9", "name": "lost"}
+        servers.servers["lost"] = Child(lost, tmp_path / "lost.log")
+
+        def compile_slowly() -> None:
+            nonlocal signs
+            while signs:
+                with open(tmp_path / "lost.log", "a") as log:
+                    log.write(json.dumps({"event": "compiling", "share": 0.5}) + "\n")
+                signs -= 1
+                time.sleep(0.1)
+
+        thread = threading.Thread(target=compile_slowly)
+        thread.start()
+        with pytest.raises(LaunchError, match="lost of 2 did not join the controller") as told:
+            servers.wait(patience=0.5)
+        assert signs == 0
+        thread.join()
+    assert "unplaced" not in str(told.value)
