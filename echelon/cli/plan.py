@@ -84,10 +84,13 @@ def plan(
     limit = duration(within) if within is not None else None
     wanted = Goal(kind=goal, within=limit, steps=steps, price=price)  # type: ignore[arg-type]
     (subject, profile), machines = read_subject(file), read_cluster(cluster)
+    said = len(subject.warnings)
+    complete = subject.complete if cluster is None else lambda plan: subject.complete_here(plan, profile)
     candidates = search(
-        profile, machines, top=top, complete=subject.complete, goal=wanted, exhaustive=exhaustive, beyond=beyond,
+        profile, machines, top=top, complete=complete, goal=wanted, exhaustive=exhaustive, beyond=beyond,
         precisions=(None, *(precisions or ())),
     )  # fmt: skip
+    warn(subject.warnings[said:])
     best, costs = candidates[0], Costs(wanted, machines)
     money = [costs.money(each.forecast.time.step, each.plan.ranks) for each in candidates] if goal == "cheapest" else []
     drawn = draw_plan(profile, machines, best.plan, picture, trace)

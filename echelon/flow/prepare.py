@@ -20,11 +20,12 @@ from echelon.job import Job
 from echelon.plan.check import Problem, require
 from echelon.plan.cluster import Cluster
 from echelon.plan.fallback import fall_back
+from echelon.plan.figures import seconds, size
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.store import Store, hash_files, installed_versions, user_files
 from echelon.plan.text import from_text
-from echelon.world import cache_folder
+from echelon.world import cache_folder, usable_cores, usable_memory
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
@@ -36,6 +37,9 @@ PlanLike = Plan | str | None
 
 #: Beside the plan that is handed over: why it is not the one that was asked for.
 _FALLBACK = "fallback.txt"
+#: What trying a model's cuts takes: its numbers so many times, runs of all of it, more for each block; operations of a core in a second (in
+#: float64, about), and how many seconds one waits for a plan that somebody else will train by.
+_COPIES, _RUNS, _TRIALS, _RATE, _PATIENCE = 2.5, 10, 4, 1e10, 60.0
 _NOT_SCRIPTS = {"pytest", "ipython", "ipykernel_launcher", "jupyter", "pydevconsole"}
 
 
@@ -149,6 +153,18 @@ class Subject:
 
         return self._kept(key, complete(plan, self.job, self.known_profile()))
 
+    def complete_here(self, plan: Plan, profile: Profile) -> Plan:
+        """`plan`, completed where that is a matter of a minute on this machine, which need not be the one that trains: cuts over tp are found
+        by running the model, so that one for a cluster is left open, with a word about it, and completed where it is trained."""
+        wide = plan.open and (plan.mesh.tp > 1 or plan.sequence)
+        why = _too_much(profile) if wide else ""
+        if not why:
+            return self.complete(plan)
+        told = f"which layers tp cuts is looked at when it is trained and taken as all of them here: {why}"
+        if told not in self.warnings:
+            self.warnings.append(told)
+        return plan
+
     def settle(self, plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, str]:
         """`plan`, completed; or where nothing can be cut as it asks the plan that takes its place, and why."""
         try:
@@ -205,6 +221,15 @@ class Subject:
                 "make the folder writable, or name another in ECHELON_CACHE"
             )
         return made
+
+
+def _too_much(profile: Profile) -> str:
+    """Why the model cannot be run on this machine to see what can be cut of it; empty: it can."""
+    held, memory = _COPIES * 8 * profile.elements, usable_memory()
+    if held > memory:
+        return f"the model takes {size(held)} to be tried in float64, and this machine has {size(memory)}"
+    took = profile.flops(2, "forward") * (_RUNS + _TRIALS * len(profile.units)) / (usable_cores() * _RATE)
+    return f"trying it in float64 would take this machine about {seconds(took)}" if took > _PATIENCE else ""
 
 
 def _split(spec: str) -> tuple[str, str]:
