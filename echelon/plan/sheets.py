@@ -92,7 +92,8 @@ WATTS = {
 }  # fmt: skip
 
 #: US dollars for one device for an hour, on demand: an eighth of what AWS lists for a node in us-east-1: p4d.24xlarge 21.958, p4de.24xlarge
-#: 27.447, p5.48xlarge 55.04 (all 2026-11-09), p5en.48xlarge 63.296 (2026-08-06). Others differ by factors: a file or `--price` gives yours.
+#: 27.447, p5.48xlarge 55.04 (all 2026-11-09), p5en.48xlarge 63.296 (2026-08-06). Read from copies of
+#: that list in public repositories, not from its own page. Others differ by factors: a file or `--price` gives yours.
 PRICES = {"A100-40GB": 2.745, "A100-80GB": 3.431, "H100-80GB": 6.88, "H200-141GB": 7.912}
 
 #: What a name without its memory means where there are several: the 96 GB variant is one operator's.
