@@ -1,7 +1,7 @@
 """Mutated frames at the listeners of running servers: python -m bench.garbage [--frames 100000] [--seed 0] [--json OUT]
 
 Half of them from strangers (no proof, a damaged one, one of another secret, each followed by a sound push and a sound pull), half from holders
-of the secret. Nothing may crash or hang; strangers may neither read nor write a row, nor get a byte beyond the listener's own greeting.
+of the secret, a quarter of these by memory that they share with the server. Nothing may crash or hang; strangers may neither read nor write a row, nor get a byte beyond the listener's own greeting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server import Rule, Servers, Table, connect, wire
+from echelon.server import Rule, Servers, Table, connect, shared, wire
 from echelon.server.loop import split
 from echelon.server.secret import ADMIN, SERVER, WORKER, Caller, greet
 from echelon.server.status import ask
@@ -133,13 +133,29 @@ def strangers(targets: list[str], frames: list[bytes], drawn: random.Random, cou
 
 def holders(targets: list[str], secret: bytes, frames: list[bytes], drawn: random.Random, count: int) -> None:
     """Many who hold it, and send one frame of garbage each (a connection ends with the first that is none)."""
-    lines = []
+    lines, offers = [], []
     for _ in range(count):
         connection = socket.create_connection(split(drawn.choice(targets)), timeout=PATIENCE)
         greet(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]), limit=PATIENCE)
         connection.settimeout(PATIENCE)
-        lines.append((connection, mutated(drawn.choice(frames), drawn)))
+        data = mutated(drawn.choice(frames), drawn)
+        made = shared.offer(connection) if drawn.random() < 0.25 else None
+        if made is not None:
+            offers.append(made)
+            data = lent(made, data, drawn)
+        lines.append((connection, data))
     at_once(lines)
+    for made in offers:
+        made.close()
+
+
+def lent(made: shared.Offer, data: bytes, drawn: random.Random) -> bytes:
+    """Garbage in memory, or an announcement or an offer that is garbage."""
+    offered = b"".join(made.frame)
+    data += bytes(max(0, shared.LEAST - len(data))) if drawn.random() < 0.5 else drawn.randbytes(shared.LEAST)
+    note = b"".join(shared.Shared(made.area, first=True).lend([data]) or [])
+    what = drawn.randrange(3)
+    return (mutated(offered, drawn) if what == 0 else offered) + (mutated(note, drawn) if what == 1 else note)
 
 
 def attack(servers: Servers, frames: int, seed: int, *, say: Any = lambda text: None) -> dict[str, Any]:

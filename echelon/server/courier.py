@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import EchelonError
-from echelon.server import wire
+from echelon.server import shared, wire
 from echelon.server.secret import WORKER, Caller
 
 #: Bytes asked of the kernel for each direction of a connection; it gives at most what net.core allows.
@@ -79,6 +79,8 @@ class Link:
         self._greeting = b""
         self._requests = 0
         self._least = 1
+        self._offer: shared.Offer | None = None
+        self._shared: shared.Shared | None = None
         host, _, port = address.rpartition(":")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
@@ -107,8 +109,14 @@ class Link:
         self._requests += 1
         self.waiting[self._requests] = request
         request.server = self.server
+        buffers = wire.encode(request.kind, self._requests, request.meta, request.arrays)
+        if self._shared is not None:
+            buffers = self._shared.lend(buffers) or buffers
+        self._send(buffers)
+
+    def _send(self, buffers: Sequence[wire.Buffer]) -> None:
         empty = not self._out
-        for buffer in wire.encode(request.kind, self._requests, request.meta, request.arrays):
+        for buffer in buffers:
             if len(buffer):
                 self._out.append(memoryview(buffer))
         if empty:
@@ -178,6 +186,9 @@ class Link:
         self._have -= len(reply)
         self._out.append(memoryview(self._caller.feed(reply)))
         self.ready = True
+        self._offer = shared.offer(self.socket)
+        if self._offer is not None:
+            self._out += map(memoryview, self._offer.frame)
         self.write()
 
     def _frames(self) -> None:
@@ -188,6 +199,13 @@ class Link:
             if length <= have:
                 frame = wire.parse(scratch[at : at + length].copy())
                 at += length
+                if frame.kind == wire.OFFERED and self._offer is not None:
+                    self._shared, self._offer = self._offer.answered(frame.meta), None
+                    continue
+                if frame.kind == wire.LENT:
+                    if self._shared is None:
+                        raise wire.WireError(f"{frame} without memory to share")
+                    frame = self._shared.borrow(frame.meta)
                 self._deliver(self.waiting.pop(frame.request, None), frame)
                 continue
             front = wire.HEADER.size + (wire.front_length(header) or 0)
@@ -246,6 +264,9 @@ class Link:
     def close(self) -> None:
         """End the connection."""
         self.socket.close()
+        self._shared = None
+        if self._offer is not None:
+            self._offer.close()
 
 
 def _advance(views: list[memoryview], got: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from echelon.errors import ServerError
-from echelon.server import wire
+from echelon.server import shared, wire
 from echelon.server.secret import LIMIT, Caller, Listener, SecretError
 
 TICK = 0.05
@@ -24,12 +24,15 @@ STRANGERS = 128
 UNSENT = 1 << 26
 _VIEWS = 16
 READ, WRITE = select.POLLIN, select.POLLOUT
+_SHARING = (wire.LENT, wire.OFFER, wire.OFFERED)
 
 
 class Connection:
     """One connection, accepted or made. `tag` is the owner's."""
 
-    __slots__ = ("decoder", "door", "greeting", "handle", "opened", "out", "role", "sock", "tag", "unsent", "wants")
+    __slots__ = (
+        "decoder", "door", "greeting", "handle", "offer", "opened", "out", "role", "shared", "sharing", "sock", "tag", "unsent", "wants",
+    )  # fmt: skip
 
     def __init__(self, sock: socket.socket, door: Caller | Listener, limit: int, tag: Any) -> None:
         self.sock, self.door, self.tag = sock, door, tag
@@ -39,6 +42,10 @@ class Connection:
         self.out: deque[memoryview] = deque()
         self.unsent = 0
         self.role = 0
+        #: Whether memory may be shared with the other end; what both have, and what was offered.
+        self.sharing = False
+        self.shared: shared.Shared | None = None
+        self.offer: shared.Offer | None = None
         self.opened = time.monotonic()
         self.wants = 0
 
@@ -61,10 +68,10 @@ def split(address: str) -> tuple[str, int]:
 
 
 class Loop:
-    """Call `run`; everything else is called from inside it."""
+    """Call `run`; everything else is called from inside it. `sharing`: those who call may offer memory for long frames."""
 
-    def __init__(self, owner: Owner, secret: bytes, *, limit: int = wire.MAX_FRAME) -> None:
-        self.owner, self._secret, self._limit = owner, secret, limit
+    def __init__(self, owner: Owner, secret: bytes, *, limit: int = wire.MAX_FRAME, sharing: bool = False) -> None:
+        self.owner, self._secret, self._limit, self._sharing = owner, secret, limit, sharing
         self._poll, self._wait = _poller()
         self._connections: dict[int, Connection] = {}
         self._strangers: dict[int, Connection] = {}
@@ -106,8 +113,11 @@ class Loop:
         if self._calls.pop(handle, None) is not None:
             self._poll.unregister(handle)
 
-    def connect(self, address: str, role: int, tag: Any) -> Connection | None:
-        """Call someone; `owner.opened` once both have proved themselves, `owner.closed` if it fails later; None if it fails at once."""
+    def connect(self, address: str, role: int, tag: Any, *, sharing: bool = False) -> Connection | None:
+        """Call someone; `owner.opened` once both have proved themselves, `owner.closed` if it fails later; None if it fails at once.
+
+        `sharing`: offer memory for long frames, to someone who knows what that is.
+        """
         host, port = split(address)
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -123,6 +133,7 @@ class Loop:
             return None
         door = Caller(self._secret, role)
         connection = Connection(sock, door, self._limit, tag)
+        connection.sharing = sharing
         connection.out.append(memoryview(door.opening))
         connection.unsent = len(door.opening)
         self._add(connection)
@@ -133,6 +144,8 @@ class Loop:
         """Send a frame, now as far as it goes, the rest when there is room."""
         if connection.handle not in self._connections:
             return
+        if connection.shared is not None:
+            buffers = connection.shared.lend(buffers) or buffers
         for buffer in buffers:
             if len(buffer):
                 connection.out.append(memoryview(buffer))
@@ -148,6 +161,9 @@ class Loop:
             self._poll.unregister(connection.handle)
         connection.sock.close()
         connection.out.clear()
+        connection.shared = None
+        if connection.offer is not None:
+            connection.offer.close()
         self.owner.closed(connection)
 
     def run(self) -> None:
@@ -207,6 +223,7 @@ class Loop:
             with contextlib.suppress(OSError):
                 _hurry(sock)
             connection = Connection(sock, Listener(self._secret), self._limit, None)
+            connection.sharing = self._sharing
             self._add(connection)
             self._strangers[connection.handle] = connection
 
@@ -277,7 +294,31 @@ class Loop:
         for frame in frames:
             if connection.handle not in self._connections:
                 return
-            self.owner.received(connection, frame)
+            if connection.sharing and frame.kind in _SHARING:
+                self._share(connection, frame)
+            else:
+                self.owner.received(connection, frame)
+
+    def _share(self, connection: Connection, frame: wire.Frame) -> None:
+        """A frame about memory that both ends have, or one that lies in it."""
+        try:
+            if frame.kind == wire.LENT and connection.shared is not None:
+                frame = connection.shared.borrow(frame.meta)
+            elif frame.kind == wire.OFFERED and connection.offer is not None:
+                connection.shared, connection.offer = connection.offer.answered(frame.meta), None
+                return
+            elif frame.kind == wire.OFFER and connection.shared is None:
+                connection.shared = shared.take(frame.meta)
+                # Said before anything is lent: `send` would not lend something so short.
+                self.send(connection, wire.encode(wire.OFFERED, 0, {"taken": connection.shared is not None}))
+                return
+            else:
+                raise wire.WireError(f"{frame} without memory to share")
+        except (wire.WireError, ValueError, OverflowError, MemoryError):
+            self.close(connection)
+            return
+        self.got += len(frame.raw)
+        self.owner.received(connection, frame)
 
     def _greet(self, connection: Connection) -> None:
         door, have = connection.door, connection.greeting
@@ -305,6 +346,10 @@ class Loop:
             self._strangers.pop(connection.handle, None)
         self._flush(connection)
         if door.done and connection.handle in self._connections:
+            if connection.sharing and isinstance(door, Caller):
+                connection.offer = shared.offer(connection.sock)
+                if connection.offer is not None:
+                    self.send(connection, connection.offer.frame)
             self.owner.opened(connection)
 
     def _expel(self, now: float) -> None:

@@ -221,7 +221,7 @@ class ServerProcess:
         self._secret, self._controller, self._say = secret, controller, say
         self.name, self.incarnation = name, 0
         self._memory, self._spill = memory, spill
-        self.loop = Loop(self, secret)
+        self.loop = Loop(self, secret, sharing=True)
         address = self.loop.listen(*split(bind))
         # Bound to all interfaces: others need a name to call.
         self.address = f"{advertise}:{split(address)[1]}" if advertise else address
@@ -478,7 +478,8 @@ class ServerProcess:
         for server in self.replica.links:
             if server not in self._links and self._retry.get(server, 0.0) <= now:
                 self._retry[server] = now + RETRY
-                connection = self.loop.connect(self.replica.map.servers[server].address, SERVER, server)
+                address = self.replica.map.servers[server].address
+                connection = self.loop.connect(address, SERVER, server, sharing=True)
                 if connection is not None:
                     self._links[server] = connection
 

@@ -41,6 +41,10 @@ SYNCED = 25
 SNAPSHOT = 26
 BEAT = 27
 BEHIND = 28
+# Any two on one machine: memory that both have, see shared.py.
+OFFER = 12
+OFFERED = 13
+LENT = 14
 # Entries of a head's own, inside ENTRY.
 COMMIT = 30
 ENROL = 31
