@@ -38,7 +38,7 @@ class Persist(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Complete a checkpoint: write its manifest and give the folder its name."""
+    """Complete a checkpoint: write its manifest, give the folder its name, and tell `on_manifest` how that went."""
 
     path: str
     document: dict[str, Any]

@@ -151,18 +151,35 @@ class ControllerProcess:
             return False
         return True
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _complete(self, action: Manifest) -> str | None:
+        """Make a whole checkpoint of what servers wrote; why that cannot be done."""
         from echelon.server import checkpoint
 
+        try:
+            checkpoint.complete(Path(action.path), action.document)
+        except (EchelonError, OSError) as error:
+            return (
+                f"{action.path}: the checkpoint cannot be completed ({error}); "
+                "give a folder that the controller and all servers can write to"
+            )
+        return None
+
+    def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 connection = self._peers.get(action.whom)
                 if connection is not None:
                     self.loop.send(connection, wire.encode(action.kind, action.request, action.meta, action.arrays))
             elif isinstance(action, Persist):
-                durable.write(self._file, action.document)
+                try:
+                    durable.write(self._file, action.document)
+                except OSError as error:
+                    # Nobody may hear of what is not on the disk.
+                    raise ServerError(
+                        f"{self._file}: cannot be written ({error}); the controller ends, make room there and start it again"
+                    ) from error
             elif isinstance(action, Manifest):
-                checkpoint.complete(Path(action.path), action.document)
+                self._do(self.core.on_manifest(self._complete(action)))
             elif isinstance(action, Close):
                 connection = self._peers.get(action.whom)
                 if connection is not None:

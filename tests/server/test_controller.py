@@ -27,6 +27,8 @@ class Job:
         self.notes: list[str] = []
         self.names: dict[Any, str] = {}
         self.manifests: list[dict[str, Any]] = []
+        #: Why no manifest can be written.
+        self.full: str | None = None
 
     def do(self, actions: list[Any]) -> None:
         """What it wants; maps must be on the disk before they are sent."""
@@ -42,6 +44,7 @@ class Job:
                 self.notes.append(action.event)
             elif isinstance(action, Manifest):
                 self.manifests.append(action.document)
+                self.do(self.core.on_manifest(self.full))
 
     def say(self, peer: Any, kind: int, meta: dict[str, Any], request: int = 1) -> list[tuple[int, dict[str, Any]]]:
         """A frame of somebody; what that one hears."""
@@ -193,12 +196,34 @@ def test_shards_without_a_replica_are_lost_until_theirs_is_back(job: Job) -> Non
     assert len(job.core.map.lost) == 8
 
 
+def write(job: Job, number: int) -> None:
+    """All heads write their shards of a checkpoint."""
+    for shard in range(8):
+        meta = {"id": number, "shard": shard, "file": f"{shard}", "sha256": "", "bytes": 1, "lsn": 3}
+        job.say(job.core.map.heads[shard], wire.WRITTEN, meta)
+
+
+def test_a_checkpoint_that_cannot_be_completed_is_refused(job: Job) -> None:
+    """And is not what lost shards go back to; the next one may be."""
+    job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)
+    job.full = "no room"
+    write(job, 1)
+    assert [each for each in job.heard if each[0] == "admin"] == [
+        ("admin", wire.REFUSED, 7, {"error": "CheckpointError", "message": "no room"})
+    ]
+    assert job.core.checkpoint is None
+    job.full = None
+    job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 8)
+    write(job, 2)
+    assert ("admin", wire.DONE, 8, {"path": "folder", "bytes": 8}) in job.heard
+    assert job.disk is not None
+    assert job.disk["checkpoint"] == "folder"
+
+
 def test_lost_shards_go_back_to_the_checkpoint(job: Job) -> None:
     """After a grace; and stay lost if it cannot be read."""
     job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)
-    for shard in range(8):
-        meta = {"id": 1, "shard": shard, "file": f"{shard}", "sha256": "", "bytes": 1, "lsn": 3}
-        job.say(job.core.map.heads[shard], wire.WRITTEN, meta)
+    write(job, 1)
     assert job.manifests[0]["count"] == job.core.count
     assert job.core.checkpoint == "folder"
     job.pass_time(1.0, "a", "b")

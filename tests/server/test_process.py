@@ -117,6 +117,36 @@ def test_the_controller_is_not_missed(servers: Servers) -> None:
         assert ask(servers.address, servers.secret)["version"] >= version
 
 
+def test_a_checkpoint_that_cannot_be_completed_ends_nobody(servers: Servers, tmp_path: Path) -> None:
+    """Whoever asked hears why; the controller goes on, and the next one may succeed."""
+    stray = tmp_path / "kept.partial" / "shard-of-mine"
+    stray.mkdir(parents=True)
+    controller = servers.controller
+    with connect(servers.address, secret=servers.secret) as client:
+        with pytest.raises(
+            ServerError, match=r"kept: the checkpoint cannot be completed .*shard-of-mine.*; give a folder"
+        ):
+            client.checkpoint(tmp_path / "kept")
+        stray.rmdir()
+        client.checkpoint(tmp_path / "kept")
+    assert servers.controller is controller
+    assert controller.process.poll() is None
+
+
+def test_a_controller_that_cannot_write_its_file_ends_and_says_so(servers: Servers) -> None:
+    """Nobody may hear of what is not on the disk; once there is room it goes on."""
+    blocked = servers.folder / "controller.json.new"
+    blocked.mkdir()
+    with pytest.raises(ServerError):
+        connect(servers.address, secret=servers.secret, worker="unheard", patience=1.0)
+    servers.controller.process.wait(10)
+    blocked.rmdir()
+    assert servers.controller.end().startswith(f"{servers.folder / 'controller.json'}: cannot be written")
+    servers.restart_controller()
+    servers.wait()
+    assert "unheard" not in ask(servers.address, servers.secret)["workers"]
+
+
 def test_garbage(servers: Servers) -> None:
     """Strangers get nothing, holders of the secret who send garbage end nobody. (100,000 frames: python -m bench.garbage.)"""
     assert attack(servers, 300, 1)["crashes"] == 0

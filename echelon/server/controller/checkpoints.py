@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from echelon.server import wire
-from echelon.server.actions import Manifest, Persist
+from echelon.server.actions import Action, Manifest, Persist
 from echelon.server.controller.ground import Ground, Session
 
 
@@ -67,8 +67,6 @@ class Checkpoints(Ground):
         writing["files"][int(meta["shard"])] = {key: meta[key] for key in ("file", "sha256", "bytes", "lsn")}
         if len(writing["files"]) < self.map.shards:
             return
-        self._writing = None
-        self.checkpoint, self.unreadable = writing["path"], None
         manifest = {
             "shards": self.map.shards,
             "specs": self.specs,
@@ -76,9 +74,20 @@ class Checkpoints(Ground):
             "count": self.count,
             "files": {str(shard): writing["files"][shard] for shard in sorted(writing["files"])},
         }
-        self._out += [Manifest(writing["path"], manifest), Persist(self.document())]
+        self._out.append(Manifest(writing["path"], manifest))
+
+    def on_manifest(self, error: str | None) -> list[Action]:
+        """The manifest is written and the folder has its name; or why not, which ends that checkpoint and nothing else."""
+        writing, self._writing = self._writing, None
+        assert writing is not None
+        if error is not None:
+            self._refuse(writing["peer"], writing["request"], "CheckpointError", error)
+            return self._actions()
+        self.checkpoint, self.unreadable = writing["path"], None
+        self._out.append(Persist(self.document()))
         size = sum(each["bytes"] for each in writing["files"].values())
         self._send(writing["peer"], wire.DONE, writing["request"], {"path": writing["path"], "bytes": size})
+        return self._actions()
 
     def _expire(self, peer: Hashable, request: int, meta: dict[str, Any]) -> None:
         table, older = str(meta["table"]), int(meta["older"])
