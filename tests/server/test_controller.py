@@ -220,6 +220,21 @@ def test_a_checkpoint_that_cannot_be_completed_is_refused(job: Job) -> None:
     assert job.disk["checkpoint"] == "folder"
 
 
+def test_all_who_ask_for_a_checkpoint_are_answered(job: Job) -> None:
+    """Workers that all ask for the same one; also where it is refused."""
+    job.say("0", wire.CHECKPOINT, {"path": "folder"}, 7)
+    job.say("1", wire.CHECKPOINT, {"path": "folder"}, 9)
+    write(job, 1)
+    done = {"path": "folder", "bytes": 8}
+    assert job.heard == [("0", wire.DONE, 7, done), ("1", wire.DONE, 9, done)]
+    job.say("0", wire.CHECKPOINT, {"path": "folder"}, 8)
+    job.say("1", wire.CHECKPOINT, {"path": "folder"}, 10)
+    assert job.say("2", wire.CHECKPOINT, {"path": "other"}, 3)[0][0] == wire.REFUSED
+    job.say("a", wire.WRITTEN, {"id": 2, "error": "no room"})
+    refused = {"error": "CheckpointError", "message": "no room"}
+    assert job.heard == [("0", wire.REFUSED, 8, refused), ("1", wire.REFUSED, 10, refused)]
+
+
 def test_lost_shards_go_back_to_the_checkpoint(job: Job) -> None:
     """After a grace; and stay lost if it cannot be read."""
     job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)

@@ -141,7 +141,7 @@ class Controller(Members):
         elif kind == wire.RETURN:
             self._unreadable(session, int(meta["shard"]), str(meta["why"]), int(meta["version"]))
         elif kind == wire.WRITTEN:
-            self._written(session, meta)
+            self._written(meta)
         elif kind == wire.DONE:
             if int(meta["of"]) in self._offers:
                 self._offered(now, session, int(meta["of"]), meta.get("error"))

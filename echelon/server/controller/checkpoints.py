@@ -7,19 +7,19 @@ from typing import Any
 
 from echelon.server import wire
 from echelon.server.actions import Action, Manifest, Persist
-from echelon.server.controller.ground import Ground, Session
+from echelon.server.controller.ground import Ground, Session, Writing
 
 
 class Checkpoints(Ground):
     """What servers are asked to do for somebody who waits."""
 
     def _begin_checkpoint(self, now: float, peer: Hashable, request: int, path: str) -> None:
-        if self._writing is not None and self._writing["path"] == path:
-            self._writing |= {"peer": peer, "request": request}  # asked again after its connection ended
+        if self._writing is not None and self._writing.path == path:
+            self._writing.askers.append((peer, request))  # another worker, or the same one after its connection ended
             return
         if self._writing is not None:
             self._refuse(
-                peer, request, "ServerError", f"a checkpoint to {self._writing['path']} is being written; wait for it"
+                peer, request, "ServerError", f"a checkpoint to {self._writing.path} is being written; wait for it"
             )
             return
         if self.map.lost or not all(self.map.chains):
@@ -31,63 +31,62 @@ class Checkpoints(Ground):
             )
             return
         self._numbers += 1
-        self._writing = {
-            "id": self._numbers,
-            "path": path,
-            "peer": peer,
-            "request": request,
-            "files": {},
-            "asked": -1.0,
-        }
+        self._writing = Writing(number=self._numbers, path=path, askers=[(peer, request)])
         self._ask_checkpoint(now)
 
     def _ask_checkpoint(self, now: float) -> None:
         """Ask heads for the shards that are not written yet; again after a while, since heads change."""
         writing = self._writing
-        if writing is None or now < writing["asked"]:
+        if writing is None or now < writing.again:
             return
-        writing["asked"] = now + 5.0 if writing["asked"] < 0 else now + 10.0
+        writing.again = now + 5.0
         wanted: dict[str, list[int]] = {}
         for shard, head in enumerate(self.map.heads):
-            if head is not None and shard not in writing["files"]:
+            if head is not None and shard not in writing.files:
                 wanted.setdefault(head, []).append(shard)
         for head, shards in wanted.items():
             peer = self._peer_of("server", head)
             if peer is not None:
-                self._send(peer, wire.CHECKPOINT, 0, {"id": writing["id"], "path": writing["path"], "shards": shards})
+                self._send(peer, wire.CHECKPOINT, 0, {"id": writing.number, "path": writing.path, "shards": shards})
 
-    def _written(self, session: Session, meta: dict[str, Any]) -> None:
+    def _written(self, meta: dict[str, Any]) -> None:
         writing = self._writing
-        if writing is None or meta["id"] != writing["id"]:
+        if writing is None or meta["id"] != writing.number:
             return
         if "error" in meta:
-            self._writing = None
-            self._refuse(writing["peer"], writing["request"], "CheckpointError", str(meta["error"]))
+            self._give_up("CheckpointError", str(meta["error"]))
             return
-        writing["files"][int(meta["shard"])] = {key: meta[key] for key in ("file", "sha256", "bytes", "lsn")}
-        if len(writing["files"]) < self.map.shards:
+        writing.files[int(meta["shard"])] = {key: meta[key] for key in ("file", "sha256", "bytes", "lsn")}
+        if len(writing.files) < self.map.shards:
             return
         manifest = {
             "shards": self.map.shards,
             "specs": self.specs,
             "settings": self.settings,
             "count": self.count,
-            "files": {str(shard): writing["files"][shard] for shard in sorted(writing["files"])},
+            "files": {str(shard): writing.files[shard] for shard in sorted(writing.files)},
         }
-        self._out.append(Manifest(writing["path"], manifest))
+        self._out.append(Manifest(writing.path, manifest))
 
     def on_manifest(self, error: str | None) -> list[Action]:
         """The manifest is written and the folder has its name; or why not, which ends that checkpoint and nothing else."""
+        if error is not None:
+            self._give_up("CheckpointError", error)
+            return self._actions()
         writing, self._writing = self._writing, None
         assert writing is not None
-        if error is not None:
-            self._refuse(writing["peer"], writing["request"], "CheckpointError", error)
-            return self._actions()
-        self.checkpoint, self.unreadable = writing["path"], None
+        self.checkpoint, self.unreadable = writing.path, None
         self._out.append(Persist(self.document()))
-        size = sum(each["bytes"] for each in writing["files"].values())
-        self._send(writing["peer"], wire.DONE, writing["request"], {"path": writing["path"], "bytes": size})
+        size = sum(each["bytes"] for each in writing.files.values())
+        for peer, request in writing.askers:
+            self._send(peer, wire.DONE, request, {"path": writing.path, "bytes": size})
         return self._actions()
+
+    def _give_up(self, error: str, why: str) -> None:
+        """The checkpoint that is being written, if one is, will not be."""
+        writing, self._writing = self._writing, None
+        for peer, request in writing.askers if writing is not None else ():
+            self._refuse(peer, request, error, why)
 
     def _expire(self, peer: Hashable, request: int, meta: dict[str, Any]) -> None:
         table, older = str(meta["table"]), int(meta["older"])

@@ -50,6 +50,17 @@ class Offer:
     again: float = float("-inf")
 
 
+@dataclass(slots=True)
+class Writing:
+    """A checkpoint of which heads write the shards, and all who wait for it."""
+
+    number: int
+    path: str
+    askers: list[tuple[Hashable, int]]
+    files: dict[int, dict[str, Any]] = field(default_factory=dict)
+    again: float = float("-inf")
+
+
 class Ground:
     """Fields, the document, maps and answers on their way."""
 
@@ -101,7 +112,7 @@ class Ground:
         self._calm = self._ticked = now
         self._lost_since = now
         self._leavers: list[tuple[str, Hashable, int]] = []
-        self._writing: dict[str, Any] | None = None
+        self._writing: Writing | None = None
         self._expiring: dict[int, tuple[Hashable, int, set[str]]] = {}
         self._numbers = 0
         self._offers: dict[int, Offer] = {}

@@ -180,14 +180,7 @@ class Members(Moving):
         )
         if gone:
             self._lost_since = now
-            if self._writing is not None:
-                writing, self._writing = self._writing, None
-                self._refuse(
-                    writing["peer"],
-                    writing["request"],
-                    "ShardsLost",
-                    f"shards {gone[:8]} were lost while it was written",
-                )
+            self._give_up("ShardsLost", f"shards {gone[:8]} were lost while it was written")
         self._settle_answers()
 
     def _revive(self, now: float) -> None:
