@@ -256,6 +256,15 @@ def test_lost_shards_go_back_to_the_checkpoint(job: Job) -> None:
     assert any("cannot be read: damaged" in line for line in in_words(job.core.status(job.now)))
 
 
+def test_a_shard_that_is_lost_ends_the_checkpoint_that_is_being_written(job: Job) -> None:
+    """Whether its servers died or it could not be read: nobody would write it any more."""
+    job.say("admin", wire.CHECKPOINT, {"path": "folder"}, 7)
+    job.say(job.core.map.heads[5], wire.RETURN, {"shard": 5, "why": "damaged", "version": job.core.map.version})
+    told = [(kind, meta["message"]) for whom, kind, _, meta in job.heard if whom == "admin"]
+    assert told == [(wire.REFUSED, "folder: shards [5] were lost while it was written; write one when they are back")]
+    assert "are lost" in job.say("admin", wire.CHECKPOINT, {"path": "other"}, 8)[0][1]["message"]
+
+
 def test_join_and_drain_move_shards_and_keep_replicas(job: Job) -> None:
     """Every chain always has as many members as before; at the end all is balanced, and nothing is on who leaves."""
     job.join("c")

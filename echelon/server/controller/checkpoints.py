@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from echelon.server import wire
@@ -83,10 +83,19 @@ class Checkpoints(Ground):
         return self._actions()
 
     def _give_up(self, error: str, why: str) -> None:
-        """The checkpoint that is being written, if one is, will not be."""
+        """The checkpoint that is being written will not be."""
         writing, self._writing = self._writing, None
-        for peer, request in writing.askers if writing is not None else ():
+        assert writing is not None
+        for peer, request in writing.askers:
             self._refuse(peer, request, error, why)
+
+    def _lack(self, gone: Sequence[int]) -> None:
+        """Shards are lost, which a checkpoint that is being written would wait for."""
+        if self._writing is not None:
+            why = (
+                f"{self._writing.path}: shards {gone[:8]} were lost while it was written; write one when they are back"
+            )
+            self._give_up("ShardsLost", why)
 
     def _expire(self, peer: Hashable, request: int, meta: dict[str, Any]) -> None:
         table, older = str(meta["table"]), int(meta["older"])

@@ -180,7 +180,7 @@ class Members(Moving):
         )
         if gone:
             self._lost_since = now
-            self._give_up("ShardsLost", f"shards {gone[:8]} were lost while it was written")
+            self._lack(gone)
         self._settle_answers()
 
     def _revive(self, now: float) -> None:
@@ -212,6 +212,7 @@ class Members(Moving):
         chains[shard] = learners[shard] = ()
         sources = {each: source for each, source in self.map.sources.items() if each != shard}
         self._publish(chains=tuple(chains), learners=tuple(learners), lost=lost, sources=sources)
+        self._lack([shard])
 
     def _cut_off(self, now: float, head: str, servers: Sequence[str]) -> None:
         """A head cannot reach replicas that we can: its chains go on without them, and that pair is not tried again for a while."""
