@@ -25,6 +25,7 @@ from echelon.server.loop import Connection, Loop, here, split
 from echelon.server.map import Map
 from echelon.server.replica import Replica
 from echelon.server.secret import ADMIN, SERVER, WORKER, SecretError, greet, parse_secret
+from echelon.server.state import Part
 from echelon.server.windows import FAR
 
 BEAT = 0.15
@@ -462,7 +463,7 @@ class ServerProcess:
             int(meta["id"]),
             Path(meta["path"]),
             [int(shard) for shard in meta["shards"]],
-            lambda shard: replica.state.snapshot(shard) if replica is self.replica and replica.headed[shard] else None,
+            lambda shard: copied(replica, shard) if replica is self.replica else None,
             written,
         )
 
@@ -535,6 +536,11 @@ class ServerProcess:
             "rates": rates
             | {"sent": round((self.loop.sent - sent) / span), "received": round((self.loop.got - got) / span)},
         }
+
+
+def copied(replica: Replica, shard: int) -> list[Part] | None:
+    """A shard for a checkpoint, where this head serves it: one that is still to be read out of an older checkpoint is empty here."""
+    return replica.state.snapshot(shard) if replica.ready[shard] else None
 
 
 #: What a worker or an administrator may ask of a server.

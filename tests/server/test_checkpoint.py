@@ -11,6 +11,11 @@ import pytest
 from echelon.errors import CheckpointError, ServerError
 from echelon.server import Rule, Servers, Table, checkpoint, connect
 from echelon.server.hashing import shard_of
+from echelon.server.map import Map, Seat
+from echelon.server.process import copied
+from echelon.server.replica import Replica
+from echelon.server.state import State
+from tests.server.tiny import TinyStore
 from tests.whole import only_whole
 
 TABLE = Table(name="t", dim=4, rule=Rule(kind="adagrad", lr=0.1))
@@ -121,3 +126,26 @@ def test_a_damaged_checkpoint_is_found_before_a_controller_listens(tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=f"^{path}: its SHA-256 is not .* take an older checkpoint$"):
         checkpoint.verify(folder)
+
+
+def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
+    """It is empty until then, and the next loss would go back to that."""
+    (front, _), *rest = State(TinyStore(1), shards=1).snapshot(0)
+    kept = [(front | {"lsn": 5}, []), *rest]
+    replica = Replica(name="a", incarnation=1, store=TinyStore(1), shards=1, load=lambda folder, shard: kept)
+    known = Map(
+        version=1,
+        servers={"a": Seat(address="", host="a", incarnation=1)},
+        chains=(("a",),),
+        epochs=(1,),
+        learners=((),),
+        workers={},
+        sources={0: ("folder", 1)},
+    )
+    replica.on_map(0.0, known, [])
+    assert replica.headed[0]
+    assert copied(replica, 0) is None
+    replica.on_load(0.0)
+    parts = copied(replica, 0)
+    assert parts is not None
+    assert parts[0][0]["lsn"] == 5
