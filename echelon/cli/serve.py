@@ -14,6 +14,7 @@ from echelon.errors import EchelonError, ServerError
 
 
 def serve(
+    context: typer.Context,
     servers: Annotated[int, typer.Option(min=0, help="How many servers to run here; 0: the controller alone.")] = 1,
     controller: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Join this controller with one server; else start one here.")
@@ -71,8 +72,6 @@ def serve(
         servers,
         [flag for flag, value in own.items() if value is not None] + ["--bind"] * (bind != "127.0.0.1"),
     )
-    if aggregate and staleness != 0:
-        raise EchelonError("--aggregate: gradients are added up over workers that are in step; add --staleness 0")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     where, _, port = bind.rpartition(":") if bind.rpartition(":")[2].isdigit() else (bind, "", "0")
     limit = None if memory is None else int(memory * 2**30)
@@ -83,16 +82,19 @@ def serve(
         return
     if restore is not None and not restore.is_dir():
         raise ServerError(f"{restore}: no such checkpoint; give the folder of one")
+    given = {each for each in context.params if _is_given(context, each)}
+    job = _job(folder, given, {"shards": shards, "replicas": replicas, "staleness": staleness, "aggregate": aggregate})
+    if job["aggregate"] and job["staleness"] != 0:
+        raise EchelonError("--aggregate: gradients are added up over workers that are in step; add --staleness 0")
     secret = _secret(secret_file or folder / "secret", make=True)
-    job: dict[str, Any] = {"replicas": replicas, "shards": shards, "restore": restore}
     if servers == 0:
-        settings = {"staleness": staleness, "aggregate": aggregate}
+        settings = {name: job.pop(name) for name in ("staleness", "aggregate")}
         _control(
             secret,
             folder,
             f"{where}:{port}",
             advertise,
-            {**job, "expect": expect or 1, "settings": settings, "lease": lease},
+            {**job, "restore": restore, "expect": expect or 1, "settings": settings, "lease": lease},
             json,
         )
         return
@@ -100,7 +102,7 @@ def serve(
         from echelon.server.on_ray import RayServers
 
         with RayServers(
-            servers, **job, staleness=staleness, aggregate=aggregate, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
+            servers, **job, restore=restore, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
             cluster=cluster,
         ) as placed:  # fmt: skip
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave with another status
@@ -110,15 +112,15 @@ def serve(
         return
     from echelon.server.embedded import Servers
 
-    if servers < replicas:
+    if servers < job["replicas"]:
         from echelon.server.status import MORE
 
         typer.echo(
-            f"--servers {servers}: each shard has {servers} of --replicas {replicas} until others join; {MORE}",
+            f"--servers {servers}: each shard has {servers} of --replicas {job['replicas']} until others join; {MORE}",
             err=True,
         )
     with Servers(
-        servers, **job, staleness=staleness, aggregate=aggregate, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
+        servers, **job, restore=restore, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
         bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,
     ) as running:  # fmt: skip
         _say(json, running.address, secret_file or folder / "secret", {"servers": sorted(running.servers)})
@@ -134,6 +136,24 @@ def _check(on: str, cluster: str | None, servers: int, own: list[str]) -> None:
     if on == "ray" and (own or servers < 1):
         flags = ", ".join(own or ["--servers 0"])
         raise EchelonError(f"{flags}: with --on ray the nodes and their addresses are Ray's to tell; leave it out")
+
+
+def _is_given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _job(folder: Path, given: set[str], options: dict[str, Any]) -> dict[str, Any]:
+    """What a job is for life: as was given (which a controller refuses where its job is another), else as the job in that folder is."""
+    from echelon.server import durable
+    from echelon.server.controller import Controller
+
+    document = durable.read(folder / "controller.json")
+    if document is None:
+        return options
+    known = Controller(document)
+    found = {"shards": known.map.shards, "replicas": known.replicas, **known.settings}
+    return {name: value if name in given else found.get(name, value) for name, value in options.items()}
 
 
 def _secret(path: Path | None, *, make: bool) -> bytes:

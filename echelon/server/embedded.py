@@ -131,7 +131,8 @@ class Servers:
     """`n` servers and a controller, started here; they end with this process, or with `close`.
 
     `staleness`: None never waits, s lets no worker read more than s steps ahead of the slowest; `aggregate`: with 0, gradients of a step
-    are added up over workers and applied once. `folder` keeps the controller's file and the logs; `restore`: a checkpoint to begin from.
+    are added up over workers and applied once. `folder` keeps the controller's file and the logs, and a job that is there
+    already goes on (with the same settings: others are refused); `restore`: a checkpoint to begin from.
     `heads`: how many of the servers take pushes and reads at most, the others being replicas only (None: all take their share). A batch
     costs a frame per head: `Servers(2, replicas=2, heads=1)` is one server and its replica, at less processor time than two of each.
     `lease`: seconds without a sign of life after which a server is taken for dead; more where processes may be starved of time.
@@ -221,7 +222,7 @@ class Servers:
     def restart_controller(self) -> None:
         """A new life of the controller, at the same address, from its file (after it was killed)."""
         self.controller.stop(0.0)
-        self.controller = Child({**self._config, "bind": self._listens}, self.folder / "controller.log")
+        self.controller = Child({**self._config, "bind": self._listens, "again": True}, self.folder / "controller.log")
         if self.controller.address() != self._listens:
             raise LaunchError(f"the controller came back at another address than {self.address}")
 

@@ -406,7 +406,7 @@ class RayServers:
         """The controller, from its file, at the same address: everyone else calls there until it answers."""
         for left in reversed(range(FAILURES)):
             try:
-                self.controller = self._place_controller({"bind": self.address})
+                self.controller = self._place_controller({"bind": self.address, "again": True})
                 return
             except LaunchError:
                 if not left or self._closing.wait(1.0):

@@ -49,7 +49,11 @@ def say(event: str, details: Mapping[str, Any]) -> None:
 
 
 class ControllerProcess:
-    """The controller: listens, and writes its document before it answers."""
+    """The controller: listens, and writes its document before it answers.
+
+    Where the folder has one already it goes on from there: options that are not that job's are refused, unless this is but a next life
+    (`again`) of a controller that was started with them.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class ControllerProcess:
         settings: Mapping[str, Any] | None = None,
         lease: float = SERVER_LEASE,
         restore: Path | None = None,
+        again: bool = False,
         say: Say = say,
     ) -> None:
         from echelon.server import checkpoint
@@ -75,6 +80,11 @@ class ControllerProcess:
         _lock(self._lock, folder)
         document = durable.read(self._file)
         restored = None
+        if restore is not None and document is not None and not again:
+            raise ServerError(
+                f"{folder}: holds a job already, which goes on where it was and is not begun from {restore}; leave out restore to go on "
+                "with it, or give a new folder"
+            )
         if restore is not None and document is None:
             manifest = checkpoint.verify(restore)  # before anyone connects: later, a shard that cannot be read is lost
             shards = int(manifest["shards"])
@@ -89,6 +99,8 @@ class ControllerProcess:
             lease=lease,
             restore=restored,
         )
+        if document is not None and not again:
+            _require_same(folder, self.core, {"shards": shards, "replicas": replicas, **(settings or {})})
         self.loop = Loop(self, secret)
         self.address = self.loop.listen(*split(bind))
         self._peers: dict[Any, Connection] = {}
@@ -187,6 +199,17 @@ class ControllerProcess:
                     self.loop.close(connection)
             elif isinstance(action, Note):
                 self._say(action.event, action.details)
+
+
+def _require_same(folder: Path, core: Controller, given: Mapping[str, Any]) -> None:
+    """A job has its settings for life: others are refused, and both sides are said."""
+    found = {"shards": core.map.shards, "replicas": core.replicas, **core.settings}
+    differing = [name for name in given if given[name] != found.get(name)]
+    if differing:
+        there, here = (", ".join(f"{name}={side.get(name)}" for name in differing) for side in (found, given))
+        raise ServerError(
+            f"{folder}: holds a job already, with {there}, and {here} is asked for; ask for what it has, or give a new folder"
+        )
 
 
 def _lock(file: Any, folder: Path, patience: float = 5.0) -> None:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,14 @@ from typer.testing import CliRunner
 from echelon.cli.app import app
 from echelon.server import Rule, Table, connect
 from echelon.server.secret import read_secret
+from echelon.server.status import ask
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A controller and a server, by the command; the controller's address and the secret's file."""
-    folder = tmp_path_factory.mktemp("served") / "job"
-    command = [sys.executable, "-m", "echelon", "serve", "--servers", "1", "--replicas", "1", "--shards", "4", "--json"]
-    with subprocess.Popen(
-        [*command, "--folder", str(folder)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
-    ) as process:
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[tuple[str, Path]]:
+    """`echelon serve` in that folder; the controller's address and the secret's file."""
+    command = [sys.executable, "-m", "echelon", "serve", "--json", "--folder", str(folder), *options]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         text = ""
         while not text.rstrip().endswith("}"):
@@ -38,6 +37,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         yield said["controller"], Path(said["secret_file"])
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A controller and a server, by the command; the controller's address and the secret's file."""
+    folder = tmp_path_factory.mktemp("served") / "job"
+    with serving(folder, "--servers", "1", "--replicas", "1", "--shards", "4") as running:
+        yield running
 
 
 def server(*arguments: str, code: int = 0) -> str:
@@ -99,3 +106,22 @@ def test_adding_up_needs_workers_in_step(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["serve", "--aggregate", "--staleness", "2", "--folder", str(tmp_path / "job")])
     assert answer.exit_code == 2
     assert "add --staleness 0" in answer.output
+
+
+def test_a_job_has_its_settings_for_life(tmp_path: Path) -> None:
+    """Started again without them it goes on with its own; others, and another beginning, are refused with both sides."""
+    folder = tmp_path / "job"
+    with serving(folder, "--replicas", "1", "--shards", "4", "--staleness", "3"):
+        pass
+    with serving(folder) as (address, secret):
+        found = ask(address, read_secret(secret))
+        assert (found["shards"], found["replicas"], found["settings"]["staleness"]) == (4, 1, 3)
+        assert found["version"] > 1
+    for options, message in (
+        (["--shards", "8", "--staleness", "0"], "with shards=4, staleness=3, and shards=8, staleness=0 is asked for"),
+        (["--servers", "2", "--replicas", "2"], "with replicas=1, and replicas=2 is asked for"),
+        (["--restore", str(tmp_path)], f"{folder}: holds a job already, which goes on where it was"),
+    ):
+        answer = CliRunner().invoke(app, ["serve", "--folder", str(folder), *options])
+        assert answer.exit_code == 1
+        assert message in answer.output
