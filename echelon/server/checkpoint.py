@@ -56,31 +56,53 @@ def require_room(folder: Path) -> None:
 
 def save(folder: Path, shard: int, parts: Sequence[Part]) -> dict[str, Any]:
     """Write one shard; what the manifest says of it."""
-    from safetensors.numpy import save as encode
-
     arrays = {
-        f"{place:06d}.{number:03d}": array for place, (_, part) in enumerate(parts) for number, array in enumerate(part)
+        f"{place:06d}.{number:03d}": np.ascontiguousarray(array)
+        for place, (_, part) in enumerate(parts)
+        for number, array in enumerate(part)
     }
     metas = json.dumps([[meta, len(part)] for meta, part in parts])
-    data = encode(
-        {name: np.ascontiguousarray(array) for name, array in arrays.items()}, {"parts": metas, "shard": str(shard)}
-    )
     folder.mkdir(parents=True, exist_ok=True)
     # Two heads may write the same shard after a failover: each its own file, the manifest names the one that counts.
     name = f"shard-{shard:05d}-{_LIFE}-{int(parts[0][0]['lsn'])}.safetensors"
     temporary = folder / f"{name}.new"
+    digest = hashlib.sha256()
     with open(temporary, "wb") as file:
-        file.write(data)
+        # Piece by piece: safetensors' own `save` has a large shard in memory twice, its `save_file` leaves files that others cannot read.
+        head = _head(arrays, {"parts": metas, "shard": str(shard)})
+        pieces: list[bytes | memoryview] = [head, *(array.data for array in arrays.values())]
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+        size = file.tell()
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / name)
     return {
         "shard": shard,
         "file": name,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
+        "sha256": digest.hexdigest(),
+        "bytes": size,
         "lsn": int(parts[0][0]["lsn"]),
     }
+
+
+def _head(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with: kinds, shapes and places of the arrays that follow."""
+    head: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fiu":
+            raise CheckpointError(f"{name}: numbers of {array.dtype} are not in the format")
+        head[name] = {
+            "dtype": f"{array.dtype.kind.upper()}{8 * array.itemsize}",
+            "shape": array.shape,
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -211,8 +233,10 @@ class Writer:
             number, folder, shard, parts = self._jobs.get()
             try:
                 result = save(folder, shard, parts)
-            except (OSError, ValueError) as error:
-                result = {"error": f"{folder}: shard {shard} cannot be written: {error}"}
+            except (
+                Exception
+            ) as error:  # of any kind, memory too: whoever waits must hear, and the next shard be written
+                result = {"error": f"{folder}: shard {shard} cannot be written ({type(error).__name__}: {error})"}
             del parts
             self._results.put({"id": number, **result})
             os.write(self._bell, b"!")

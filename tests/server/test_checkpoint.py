@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from echelon.errors import CheckpointError, ServerError
-from echelon.server import Rule, Servers, Table, checkpoint, connect
+from echelon.server import Rule, Servers, Table, checkpoint, connect, wire
 from echelon.server.hashing import shard_of
+from echelon.server.loop import Connection, Loop
 from echelon.server.map import Map, Seat
 from echelon.server.process import copied
 from echelon.server.replica import Replica
@@ -150,3 +154,51 @@ def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
     parts = copied(replica, 0)
     assert parts is not None
     assert parts[0][0]["lsn"] == 5
+
+
+class Owner:
+    """Nobody calls here."""
+
+    def opened(self, connection: Connection) -> None: ...
+    def received(self, connection: Connection, frame: wire.Frame) -> None: ...
+    def closed(self, connection: Connection) -> None: ...
+    def tick(self, now: float) -> None: ...
+
+
+def test_a_shard_that_cannot_be_written_is_told_of_and_the_next_one_is_written(tmp_path: Path) -> None:
+    """Whatever the reason: here numbers that the format does not have."""
+    loop, told = Loop(Owner(), bytes(32)), []
+
+    def tell(details: dict[str, Any]) -> None:
+        told.append(details)
+        loop.running = len(told) < 2
+
+    arrays = {0: np.array([object()]), 1: np.arange(3)}
+    checkpoint.Writer(loop).write(7, tmp_path / "kept", [0, 1], lambda shard: [({"lsn": 4}, [arrays[shard]])], tell)
+    deadline = threading.Timer(20.0, lambda: setattr(loop, "running", False))
+    deadline.start()
+    loop.run()
+    deadline.cancel()
+    assert told[0]["id"] == 7
+    assert f"{tmp_path / 'kept.partial'}: shard 0 cannot be written" in told[0]["error"]
+    assert (told[1]["shard"], told[1]["lsn"]) == (1, 4)
+    (path,) = (tmp_path / "kept.partial").glob("shard-00001*")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == told[1]["sha256"]
+    assert path.stat().st_size == told[1]["bytes"]
+
+
+def test_a_shard_is_a_safetensors_file_that_others_can_read(tmp_path: Path) -> None:
+    """Of all kinds of number, empty arrays too; and with the rights that new files have here."""
+    kinds = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u2", "u1")
+    arrays = [np.arange(count * 2).reshape(count, 2).astype(kind) for kind in kinds for count in (3, 0)]
+    parts = [({"lsn": 4}, arrays[:7]), ({"kind": "rows"}, arrays[7:]), ({"kind": "none"}, [])]
+    entry = checkpoint.save(tmp_path / "kept.partial", 0, parts)
+    manifest = {"shards": 1, "specs": [], "settings": {}, "count": 0, "files": {"0": entry}}
+    checkpoint.complete(tmp_path / "kept", manifest)
+    found = checkpoint.load(tmp_path / "kept", 0)
+    assert [meta for meta, _ in found] == [meta for meta, _ in parts]
+    for mine, theirs in zip(arrays, (array for _, part in found for array in part), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+    (tmp_path / "new").touch()
+    assert (tmp_path / "kept" / entry["file"]).stat().st_mode == (tmp_path / "new").stat().st_mode
