@@ -123,19 +123,27 @@ def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
     durable.sync_folder(folder.parent)
 
 
+#: What a manifest has beside its format.
+_FIELDS = {"shards": int, "specs": list, "settings": dict, "count": int, "files": dict}
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a whole checkpoint."""
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except FileNotFoundError:
+        manifest = json.loads(path.read_text())
+    except OSError as error:
         raise CheckpointError(
-            f"{folder}: no checkpoint of servers ({MANIFEST} is missing); give the folder of a whole one"
+            f"{folder}: no checkpoint of servers ({MANIFEST}: {error.strerror}); give the folder of a whole one"
         ) from None
     except ValueError as error:
-        raise CheckpointError(f"{folder / MANIFEST}: {error}; it is damaged, take an older checkpoint") from None
+        raise CheckpointError(f"{path}: {error}; it is damaged, take an older checkpoint") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not of format {FORMAT}; it was written by another version of echelon")
+    wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
+    if wrong:
         raise CheckpointError(
-            f"{folder / MANIFEST}: not of format {FORMAT}; it was written by another version of echelon"
+            f"{path}: {', '.join(wrong)} missing or no such thing; it is damaged, take an older checkpoint"
         )
     return manifest
 
@@ -151,21 +159,27 @@ def verify(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _bytes(folder: Path, manifest: Mapping[str, Any], shard: int) -> tuple[Path, bytes]:
-    """The file of a shard, which is what the manifest says."""
+def file_of(folder: Path, manifest: Mapping[str, Any], shard: int) -> Path:
+    """The file that a shard is in."""
     entry = manifest["files"].get(str(shard))
-    if entry is None:
+    if not isinstance(entry, dict) or not {"file", "sha256"} <= set(entry):
         raise CheckpointError(f"{folder}: shard {shard} is missing; take an older checkpoint")
-    path = folder / entry["file"]
+    path = folder / str(entry["file"])
     if path.name != entry["file"]:
         raise CheckpointError(f"{folder / MANIFEST}: shard {shard} in {entry['file']!r}, which is not in this folder")
+    return path
+
+
+def _bytes(folder: Path, manifest: Mapping[str, Any], shard: int) -> tuple[Path, bytes]:
+    """The file of a shard, which is what the manifest says."""
+    path, expected = file_of(folder, manifest, shard), manifest["files"][str(shard)]["sha256"]
     try:
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; take an older checkpoint") from None
-    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+    if hashlib.sha256(data).hexdigest() != expected:
         raise CheckpointError(
-            f"{path}: its SHA-256 is not {entry['sha256'][:12]}..., it is damaged; take an older checkpoint"
+            f"{path}: its SHA-256 is not {str(expected)[:12]}..., it is damaged; take an older checkpoint"
         )
     return path, data
 
@@ -180,12 +194,12 @@ def load(folder: Path, shard: int) -> list[Part]:
         arrays = decode(data)
         length = int.from_bytes(data[:8], "little")
         metas = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["parts"])
-    except (SafetensorError, ValueError, KeyError) as error:
+        return [
+            (meta, [arrays[f"{place:06d}.{number:03d}"] for number in range(count)])
+            for place, (meta, count) in enumerate(metas)
+        ]
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}; it was written by another version of echelon") from None
-    return [
-        (meta, [arrays[f"{place:06d}.{number:03d}"] for number in range(count)])
-        for place, (meta, count) in enumerate(metas)
-    ]
 
 
 class Writer:

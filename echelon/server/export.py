@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from echelon.errors import DocumentError
+from echelon.errors import CheckpointError, DocumentError
 from echelon.server.durable import sync_folder
 from echelon.server.hashing import mix64
 from echelon.server.kinds import SIZES, Dense, StoreError, Table, spec_from_plain, spec_to_plain
@@ -56,9 +56,7 @@ def from_checkpoint(folder: Path, name: str, path: Path, wire: str = "f4") -> in
 
     manifest = checkpoint.read_manifest(folder)
     spec = _spec(folder, manifest, name, Table)
-    count = 0
-    for entry in manifest["files"].values():
-        count += _count(folder / entry["file"], name)
+    count = sum(_count(folder, manifest, shard, name) for shard in range(manifest["shards"]))
     courses = _courses(folder, manifest, spec) if spec.rule.every else []
     return save(path, spec, _checkpointed(folder, manifest, spec, wire), wire=wire, count=count, courses=courses)
 
@@ -237,8 +235,8 @@ def _checked(batches: Iterable[Batch], count: int, path: Path) -> Iterator[Batch
 
 
 def _spec(folder: Path, manifest: dict[str, Any], name: str | None, kind: type) -> Any:
-    specs = {spec["name"]: spec_from_plain(spec, str(folder)) for spec in manifest["specs"]}
-    of_kind = {key: spec for key, spec in specs.items() if isinstance(spec, kind)}
+    specs = [spec_from_plain(spec, str(folder)) for spec in manifest["specs"]]
+    of_kind = {spec.name: spec for spec in specs if isinstance(spec, kind)}
     if name is None and len(of_kind) == 1:
         return next(iter(of_kind.values()))
     if name not in of_kind:
@@ -253,7 +251,7 @@ def _checkpointed(folder: Path, manifest: dict[str, Any], spec: Table, wire: str
     from echelon.server.replay import brought, course_of
     from echelon.server.rows import weights_of
 
-    for shard in sorted(int(number) for number in manifest["files"]):
+    for shard in range(manifest["shards"]):
         mine = [
             (meta["kind"], arrays) for meta, arrays in checkpoint.load(folder, shard) if meta.get("name") == spec.name
         ]
@@ -274,30 +272,46 @@ def _checkpointed(folder: Path, manifest: dict[str, Any], spec: Table, wire: str
 def _courses(folder: Path, manifest: dict[str, Any], spec: Table) -> list[Runs]:
     """The updates that each shard of a checkpoint has had, without reading its rows."""
     found = [(np.empty(0, np.int64), np.empty(0))] * int(manifest["shards"])
-    for shard, entry in manifest["files"].items():
-        path = folder / entry["file"]
-        head, start = _safetensors_head(path)
-        metas = json.loads(head["__metadata__"]["parts"])
-        for place, (meta, _) in enumerate(metas):
-            if meta.get("kind") == "course" and meta["name"] == spec.name:
-                ends, rates = (head[f"{place:06d}.{number:03d}"] for number in range(2))
-                with open(path, "rb") as file:
-                    found[int(shard)] = (_read(file, start, ends, np.int64), _read(file, start, rates, np.float64))
+    for shard in range(manifest["shards"]):
+        with _headed(folder, manifest, shard) as (file, start, parts):
+            for meta, (ends, rates) in ((meta, places) for meta, places in parts if meta.get("kind") == "course"):
+                if meta["name"] == spec.name:
+                    found[shard] = (_read(file, start, ends, np.int64), _read(file, start, rates, np.float64))
     return found
 
 
 def _read(file: Any, start: int, entry: dict[str, Any], dtype: Any) -> np.ndarray:
     first, last = entry["data_offsets"]
     file.seek(start + first)
-    return np.frombuffer(file.read(last - first), dtype)
+    return np.frombuffer(file.read(last - first), dtype).reshape(entry["shape"])
 
 
-def _count(path: Path, name: str) -> int:
+def _count(folder: Path, manifest: dict[str, Any], shard: int, name: str) -> int:
     """Rows of a table in one shard's file, by its head alone."""
-    head, _ = _safetensors_head(path)
-    metas = json.loads(head["__metadata__"]["parts"])
-    mine = [place for place, (meta, _) in enumerate(metas) if meta.get("kind") == "rows" and meta["name"] == name]
-    return sum(head[f"{place:06d}.000"]["shape"][0] for place in mine)
+    with _headed(folder, manifest, shard) as (_, _, parts):
+        mine = (places for meta, places in parts if meta.get("kind") == "rows" and meta["name"] == name)
+        return sum(places[0]["shape"][0] for places in mine)
+
+
+@contextlib.contextmanager
+def _headed(folder: Path, manifest: dict[str, Any], shard: int) -> Iterator[tuple[Any, int, list[Any]]]:
+    """A shard's file, where its data begins, and its parts: what each is, and where its arrays lie."""
+    from echelon.server import checkpoint
+
+    path = checkpoint.file_of(folder, manifest, shard)
+    try:
+        head, start = _safetensors_head(path)
+        metas = json.loads(head["__metadata__"]["parts"])
+        parts = [
+            (meta, [head[f"{place:06d}.{number:03d}"] for number in range(count)])
+            for place, (meta, count) in enumerate(metas)
+        ]
+        with open(path, "rb") as file:
+            yield file, start, parts
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: {type(error).__name__}: {error}; it is damaged, take an older checkpoint"
+        ) from None
 
 
 # Formats

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import load_file
 
-from echelon.errors import DocumentError
+from echelon.errors import CheckpointError, DocumentError
 from echelon.server import checkpoint, export
 from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, Table, spec_to_plain
 from echelon.server.narrow import widen
@@ -37,7 +37,7 @@ def checkpointed(store: Store, folder) -> None:
         for s in range(SHARDS)
     }
     specs = [spec_to_plain(spec) for spec in store.specs.values()]
-    checkpoint.complete(folder, {"shards": SHARDS, "specs": specs, "settings": {}, "files": files})
+    checkpoint.complete(folder, {"shards": SHARDS, "specs": specs, "settings": {}, "count": 0, "files": files})
 
 
 @pytest.mark.parametrize("suffix", [".arrow", ".safetensors"])
@@ -144,3 +144,38 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     (tmp_path / "emb.arrow").write_bytes(b"x" * 50)
     with pytest.raises(DocumentError, match="cannot be read as an exported table"):
         export.Served(tmp_path / "emb.arrow")
+
+
+def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
+    """A file that was cut short or is gone, a manifest that lacks something, a file where a folder should be."""
+    every = Rule(kind="adam", every=True)
+    store = Store(shards=SHARDS, memory=64 << 20)
+    store.declare(Table(name="emb", dim=5, rule=every))
+    store.apply("emb", IDS, np.ones((len(IDS), 5)), lsn=LSN)
+    store.advance("emb", np.arange(SHARDS), 0.1)
+    folder, output = tmp_path / "checkpoint", tmp_path / "emb.arrow"
+    checkpointed(store, folder)
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    path = folder / manifest["files"]["3"]["file"]
+    whole = path.read_bytes()
+    head = 8 + int.from_bytes(whole[:8], "little")
+    for size in (0, 5, 100, head, head + 4, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
+            export.from_checkpoint(folder, "emb", output)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}: .*No such file.*take an older checkpoint"):
+        export.from_checkpoint(folder, "emb", output)
+    path.write_bytes(whole)
+    assert not output.exists()
+    for name in ("shards", "specs", "settings", "count", "files"):
+        lacking = {key: value for key, value in manifest.items() if key != name}
+        (folder / checkpoint.MANIFEST).write_text(json.dumps(lacking))
+        with pytest.raises(CheckpointError, match=rf"manifest\.json: {name} missing"):
+            next(export.rows(folder, "emb"))
+    del manifest["files"]["3"]["file"]
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="shard 3 is missing"):
+        export.from_checkpoint(folder, "emb", output)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of servers \(manifest\.json: Not a directory\); give"):
+        checkpoint.read_manifest(path)
