@@ -7,6 +7,17 @@ import numpy as np
 from echelon.server.wire import WireError
 
 _KEPT = 4096
+_U16 = np.dtype(np.uint16)
+
+
+def every(flags: np.ndarray) -> bool:
+    """Whether all flags are set. Of every frame several such questions are asked, and `all` and `any` take six times as long."""
+    return 0 not in flags.tobytes()
+
+
+def some(flags: np.ndarray) -> bool:
+    """Whether any flag is set."""
+    return 1 in flags.tobytes()
 
 
 class Cover:
@@ -43,7 +54,7 @@ class Covers:
 
     def of(self, array: np.ndarray) -> Cover:
         """The cover that a frame's first array is."""
-        if array.dtype != np.uint16 or array.ndim != 1:
+        if array.dtype != _U16 or array.ndim != 1:
             raise WireError("a cover is one row of 16-bit shard numbers")
         key = array.tobytes()
         found = self._known.get(key)

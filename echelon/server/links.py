@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echelon.server.covers import Cover
+from echelon.server.covers import Cover, every, some
 
 
 class Sent(NamedTuple):
@@ -89,11 +89,13 @@ class Link:
 
     def needed(self, cover: Cover) -> bool:
         """Whether an acknowledgement on some of these shards needs its answer."""
-        return bool(self.backup[cover.at].any() or self.required[cover.at].any())
+        return some(self.backup[cover.at]) or some(self.required[cover.at])
 
     def lacks(self, cover: Cover) -> bool:
         """Whether something is missing there of shards that need its answer."""
         at = cover.at
+        if every(self.synced[at]) and not some(self.refused[at]):
+            return False
         return bool(((self.backup[at] | self.required[at]) & (~self.synced[at] | self.refused[at])).any())
 
     def forget(self, shards: np.ndarray) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from echelon.errors import ServerError
 from echelon.server import wire
-from echelon.server.covers import Cover
+from echelon.server.covers import Cover, every
 from echelon.server.kinds import check_rate
 from echelon.server.windows import ABSENT, Windows
 
@@ -121,7 +121,7 @@ class State:
         slot = self.windows.slot(meta["worker"], meta["incarnation"])
         last, seq = self.windows.last[slot][cover.at], meta["seq"]
         fresh = last == seq - 1
-        if fresh.all():
+        if every(fresh):
             return None, False
         ahead = last + 1 < seq
         if ahead.any():

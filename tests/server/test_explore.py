@@ -13,6 +13,7 @@ import pytest
 
 from echelon.server import wire
 from echelon.server.controller import Controller
+from echelon.server.covers import Cover
 from echelon.server.links import Link
 from echelon.server.replica import Replica
 from echelon.server.state import State
@@ -95,17 +96,16 @@ def learner_too_soon(patch: pytest.MonkeyPatch) -> None:
 def repeated_too_soon(patch: pytest.MonkeyPatch) -> None:
     whole = Replica._push
 
-    def push(self: Replica, now: float, peer: Any, frame: wire.Frame) -> bool:
+    def push(self: Replica, now: float, peer: Any, frame: wire.Frame, cover: Cover) -> bool:
         slot = self.state.windows.slots.get((frame.meta["worker"], frame.meta["incarnation"]))
-        cover = frame.arrays[0]
         if (
             slot is not None
-            and self.headed[cover].all()
-            and (self.state.windows.last[slot, cover] >= frame.meta["seq"]).all()
+            and self.headed[cover.at].all()
+            and (self.state.windows.last[slot, cover.at] >= frame.meta["seq"]).all()
         ):
             self._send(peer, wire.ACK, frame.request, {"seq": frame.meta["seq"]})
             return True
-        return whole(self, now, peer, frame)
+        return whole(self, now, peer, frame, cover)
 
     patch.setattr(Replica, "_push", push)
 

@@ -158,15 +158,15 @@ class Replica(Maps):
     def _receive(self, now: float, peer: Hashable, frame: wire.Frame) -> None:
         kind = frame.kind
         if kind == wire.PUSH:
-            self._checked_push(frame)
-            if not self._push(now, peer, frame):
-                self._pushes.append((peer, frame))
+            cover = self._checked_push(frame)
+            if not self._push(now, peer, frame, cover):
+                self._pushes.append((peer, frame, cover))
             elif self._pushes:
                 self._again(now)
         elif kind in (wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST):
-            self._checked(frame)
-            if not self._pull(now, peer, frame):
-                self._pulls.append((peer, frame))
+            cover = self._checked(frame)
+            if not self._pull(now, peer, frame, cover):
+                self._pulls.append((peer, frame, cover))
         elif kind == wire.HAIL:
             self._hail(peer, frame)
         elif kind == wire.GRANT:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from echelon.server import wire
-from echelon.server.covers import Cover
+from echelon.server.covers import Cover, every, some
 from echelon.server.links import Link, Moving, Sent, Waiting
 from echelon.server.replica.ground import Ground
 
@@ -21,13 +21,13 @@ class Entries(Ground):
             if link.moving is not None and link.moving.number is None:
                 self._later(link.moving, frame, here, void)
             flowing = link.flowing[here.at]
-            every = bool(flowing.all())
-            if not every and not flowing.any():
+            whole_there = every(flowing)
+            if not whole_there and not some(flowing):
                 continue
             meta: dict[str, Any] = {"v": self.map.version}
             if void:
                 meta["void"] = True
-            if not whole or not every:
+            if not whole or not whole_there:
                 meta["only"] = here.wire[flowing].tolist()
             self._number(now, link, wire.ENTRY, meta, [frame.raw])
 
@@ -58,9 +58,10 @@ class Entries(Ground):
 
     def _settle(self, waiting: Waiting) -> None:
         version, cover = self.map.version, waiting.cover
-        if any(link.lacks(cover) or (link.newest > version and link.needed(cover)) for link in self.links.values()):
-            self._parked.append(waiting)
-            return
+        for link in self.links.values():
+            if link.lacks(cover) or (link.newest > version and link.needed(cover)):
+                self._parked.append(waiting)
+                return
         if waiting.peer is not None:
             kind, meta = waiting.answer
             self._send(waiting.peer, kind, waiting.request, meta)

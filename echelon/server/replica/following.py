@@ -10,7 +10,7 @@ import numpy as np
 from echelon.errors import EchelonError
 from echelon.server import wire
 from echelon.server.actions import Note
-from echelon.server.covers import Cover
+from echelon.server.covers import Cover, every, some
 from echelon.server.replica.teaching import Teaching
 from echelon.server.state import Diverged
 
@@ -97,13 +97,13 @@ class Following(Teaching):
         only, version = outer.meta.get("only"), outer.meta["v"]
         cover = self.covers.of(frame.arrays[0] if only is None else np.array(only, np.uint16))
         taken = self._accepts(head, version, cover)
-        every = bool(taken.all())
-        if every or taken.any():
-            here = cover if every else cover.part(taken)
+        whole = every(taken)
+        if whole or some(taken):
+            here = cover if whole else cover.part(taken)
             self.counts["entries"] += 1
             if frame.kind == wire.PUSH:
                 fresh, gap = self.state.due(frame, here)
-                if gap or (fresh is not None and not fresh.all()):
+                if gap or (fresh is not None and not every(fresh)):
                     raise Diverged(
                         f"push {frame.meta['seq']} of worker {frame.meta['worker']} does not follow here on {here.wire}"
                     )
@@ -111,13 +111,13 @@ class Following(Teaching):
                 try:
                     # Heads keep to the memory's bound; replicas take what their head took, or they would part from it.
                     with self.state.store.unbounded():
-                        self.state.push(frame, here, version=version, whole=only is None and every, void=void)
+                        self.state.push(frame, here, version=version, whole=only is None and whole, void=void)
                 except EchelonError as error:
                     raise Diverged(f"{self.name} cannot take what the head took: {error}") from error
                 self._floor = None
             else:
                 self._enter(frame, here, version)
-        return cover.wire[:0] if every else cover.wire[~taken]
+        return cover.wire[:0] if whole else cover.wire[~taken]
 
     def _part(self, now: float, head: str, frame: wire.Frame) -> np.ndarray:
         """A part of a snapshot; the shard if it is not taken."""

@@ -54,14 +54,16 @@ class Ground:
         self._links_made = 0
         self.parts = PARTS
         self._asked_at = 0.0
+        #: When reads may begin, and when the last of the shards is so far.
         self._reads_from = np.full(shards, -np.inf)
+        self._reads_all_from = float("-inf")
         #: Replicas that the job wishes for; when the controller was last heard; shards that we alone have.
         self.wished = 1
         self.confirmed = 0.0
         self._single = np.zeros(shards, bool)
         self._parked: list[Waiting] = []
-        self._pushes: list[tuple[Hashable, wire.Frame]] = []
-        self._pulls: list[tuple[Hashable, wire.Frame]] = []
+        self._pushes: list[tuple[Hashable, wire.Frame, Cover]] = []
+        self._pulls: list[tuple[Hashable, wire.Frame, Cover]] = []
         self._live: list[int] = []
         self._floor: np.ndarray | None = None
         # As backup.
@@ -113,10 +115,11 @@ class Ground:
         self.counts["refused"] += 1
         self._send(peer, wire.REFUSED, frame.request, {"error": error, "message": message})
 
-    def _checked(self, frame: wire.Frame) -> None:
-        self.covers.of(frame.arrays[0])
+    def _checked(self, frame: wire.Frame) -> Cover:
+        cover = self.covers.of(frame.arrays[0])
         if type(frame.meta["version"]) is not int:
             raise wire.WireError(f"{wire.NAMES[frame.kind]}: version {frame.meta['version']!r} is no number")
+        return cover
 
     def _readiness(self) -> None:
         ready = self.headed & ~self.draining & ~self._unloaded

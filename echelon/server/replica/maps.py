@@ -50,6 +50,7 @@ class Maps(Following):
             former = old.heads[shard]
             answered = self._answered.get(former, -np.inf) if former is not None and former != self.name else -np.inf
             self._reads_from[shard] = answered + self.lease
+        self._reads_all_from = float(self._reads_from.max())
         self.draining &= self.headed & ~changed
         self._drains = [each for each in self._drains if self.draining[each[1]].all()]
         self._relink(now, new, changed)

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from echelon.errors import EchelonError
 from echelon.server import wire
+from echelon.server.covers import Cover, every, some
 from echelon.server.kinds import StoreError, check_rate
 from echelon.server.links import Waiting
 from echelon.server.replica.ground import MALFORMED
@@ -16,8 +17,8 @@ from echelon.server.state import Diverged, named
 class Pushes(Reads):
     """Taking pushes, and trying again what waits."""
 
-    def _checked_push(self, frame: wire.Frame) -> None:
-        self._checked(frame)
+    def _checked_push(self, frame: wire.Frame) -> Cover:
+        cover = self._checked(frame)
         meta = frame.meta
         for name in ("incarnation", "seq", "step"):
             if type(meta[name]) is not int or not 0 <= meta[name] < 1 << 62:
@@ -33,12 +34,13 @@ class Pushes(Reads):
             names = [named(op) for op in meta["ops"]]
             if len(set(names)) < len(names):
                 raise wire.WireError("PUSH: one operation per table or dense parameter")
+        return cover
 
-    def _push(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
+    def _push(self, now: float, peer: Hashable, frame: wire.Frame, cover: Cover) -> bool:
         """Take a push, or refuse it; False: it must wait."""
-        meta, cover = frame.meta, self.covers.of(frame.arrays[0])
-        if not self.ready[cover.at].all():
-            if self.headed[cover.at].all() or meta["version"] > self.map.version:
+        meta = frame.meta
+        if not every(self.ready[cover.at]):
+            if every(self.headed[cover.at]) or meta["version"] > self.map.version:
                 return False
             self._stale(peer, frame)
             return True
@@ -56,7 +58,7 @@ class Pushes(Reads):
         if gap:
             return False
         answer = (wire.ACK, {"seq": meta["seq"]})
-        new = fresh is None or bool(fresh.any())
+        new = fresh is None or some(fresh)
         if fresh is not None and self.state.refused_before(frame, cover):
             why = f"push {meta['seq']} was refused before, and its answer lost; nothing of it was applied"
             answer = (wire.REFUSED, {"error": "ServerError", "message": why})
@@ -99,9 +101,9 @@ class Pushes(Reads):
         if self._pulls:
             self._pulls = [each for each in self._pulls if not self._pull(now, *each)]
 
-    def _tried(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
+    def _tried(self, now: float, peer: Hashable, frame: wire.Frame, cover: Cover) -> bool:
         try:
-            return self._push(now, peer, frame)
+            return self._push(now, peer, frame, cover)
         except (wire.WireError, *MALFORMED) as error:
             self._garbage(peer, frame, error)
             return True

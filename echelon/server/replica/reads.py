@@ -9,7 +9,7 @@ import numpy as np
 from echelon.errors import EchelonError, ServerError
 from echelon.server import wire
 from echelon.server.actions import PEER, Close, Note
-from echelon.server.covers import Cover
+from echelon.server.covers import Cover, every, some
 from echelon.server.replica.clocks import Clocks
 from echelon.server.replica.ground import MALFORMED
 from echelon.server.windows import ABSENT
@@ -27,19 +27,19 @@ class Reads(Clocks):
         A chain of one that lost its backups goes back to a checkpoint some time after the controller lost sight of it; it must not
         acknowledge anything after that. While the controller is heard, it did not.
         """
-        return self.wished > 1 and now - self.confirmed > DOUBT and bool(self._single[cover.at].any())
+        return self.wished > 1 and now - self.confirmed > DOUBT and some(self._single[cover.at])
 
     def _leased(self, now: float, cover: Cover) -> bool:
-        if (self._reads_from[cover.at] > now).any():
-            return False
-        late = (link for link in self.links.values() if now - link.heard >= self.lease)
-        return not any(link.needed(cover) for link in late)
+        for link in self.links.values():
+            if now - link.heard >= self.lease and link.needed(cover):
+                return False
+        return now >= self._reads_all_from or not (self._reads_from[cover.at] > now).any()
 
-    def _pull(self, now: float, peer: Hashable, frame: wire.Frame) -> bool:
+    def _pull(self, now: float, peer: Hashable, frame: wire.Frame, cover: Cover) -> bool:
         """Answer a read; False: it must wait."""
-        meta, cover = frame.meta, self.covers.of(frame.arrays[0])
-        if not self.headed[cover.at].all():
-            if frame.kind == wire.DIGEST and self.map.held_by(self.name)[cover.at].all():
+        meta = frame.meta
+        if not every(self.headed[cover.at]):
+            if frame.kind == wire.DIGEST and every(self.map.held_by(self.name)[cover.at]):
                 self._digest(peer, frame)
                 return True
             if meta["version"] > self.map.version:
@@ -49,20 +49,19 @@ class Reads(Clocks):
         if (
             not self._leased(now, cover)
             or self._doubtful(now, cover)
-            or (self.loading and self._unloaded[cover.at].any())
+            or (self.loading and some(self._unloaded[cover.at]))
         ):
             return False
         try:
-            return self._read(peer, frame)
+            return self._read(peer, frame, cover)
         except EchelonError as error:
             self._refuse(peer, frame, type(error).__name__, str(error))
         except MALFORMED as error:
             self._out += [Note("garbage", {"why": f"{frame}: {error}"}), Close(PEER, peer)]
         return True
 
-    def _read(self, peer: Hashable, frame: wire.Frame) -> bool:
+    def _read(self, peer: Hashable, frame: wire.Frame, cover: Cover) -> bool:
         meta, arrays = frame.meta, frame.arrays
-        cover = self.covers.of(arrays[0])
         if frame.kind == wire.PULL:
             if meta["bound"] is not None and int(self.floor()[cover.at].min()) < meta["step"] - meta["bound"]:
                 return False
