@@ -12,10 +12,14 @@ from echelon.server.combine import table_for
 from echelon.server.kinds import StoreError
 from echelon.server.rows import Rows
 
+_INT64 = np.dtype(np.int64)
+
 
 def ids_of(ids: np.ndarray) -> np.ndarray:
     """Ids or blocks as a flat array of int64."""
     array = np.asarray(ids)
+    if array.dtype == _INT64 and array.ndim == 1 and array.flags.carray:
+        return array  # as frames bring them
     if array.size and array.dtype.kind not in "iu":
         raise StoreError(f"ids: {array.dtype}; expected integers of 64 bits")
     array = np.ascontiguousarray(array, np.int64).reshape(-1)

@@ -11,16 +11,20 @@ import numpy as np
 
 #: Numbers (of 8 bytes) that are kept at least; beyond, as many as a quarter of the table's rows.
 LEAST = 65536
-#: With more shards than this a log number for each of them and each write is more than the ids themselves.
+#: With more shards than this a log number for each of them is more than the ids themselves.
 MOST_SHARDS = 4096
+#: What an array takes besides its numbers, in numbers.
+_OBJECT = 16
 
 
 class Recent:
     """The ids of the last writes, with the log number that each shard had then."""
 
     def __init__(self, shards: int) -> None:
-        self._entries: deque[tuple[np.ndarray, np.ndarray]] = deque()
-        self._size = 0
+        #: Ids of one write, or of several small ones; log numbers at the last of them, which are as many as they need to be for all.
+        self._entries: deque[tuple[list[np.ndarray], np.ndarray]] = deque()
+        #: Ids of the newest entry, and numbers in sum.
+        self._newest = self._size = 0
         #: Writes of each shard after this log number are all here.
         self._whole = np.full(shards, np.iinfo(np.int64).min, np.int64)
 
@@ -28,11 +32,20 @@ class Recent:
         """A write to ids of a table that has so many rows."""
         if not len(ids):
             return
-        self._size += len(ids) + len(lsn)
-        self._entries.append((ids.copy(), lsn.copy()))
+        self._size += len(ids) + _OBJECT
+        if self._entries and self._newest < len(lsn):
+            # Log numbers of their own would be more than the ids of a small write, and most of its work.
+            parts, last = self._entries[-1]
+            parts.append(ids.copy())
+            last[:] = lsn
+            self._newest += len(ids)
+            return
+        self._entries.append(([ids.copy()], lsn.copy()))
+        self._newest = len(ids)
+        self._size += len(lsn)
         while self._size > max(LEAST, rows // 4):
-            gone, last = self._entries.popleft()
-            self._size -= len(gone) + len(last)
+            parts, last = self._entries.popleft()
+            self._size -= sum(len(part) + _OBJECT for part in parts) + len(last)
             np.maximum(self._whole, last, out=self._whole)
 
     def replaced(self, shard: int, lsn: int) -> None:
@@ -44,8 +57,8 @@ class Recent:
         whole = lsns >= self._whole[shards]
         shards, lsns = shards[whole], lsns[whole]
         found = []
-        for ids, last in reversed(self._entries):
+        for parts, last in reversed(self._entries):
             if not (last[shards] > lsns).any():
                 break
-            found.append(ids)
+            found += parts
         return whole, np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)

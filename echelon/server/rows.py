@@ -28,7 +28,7 @@ _CLAIM = 64 << 20
 _MASK = (1 << 64) - 1
 #: Reads whose rows are remembered for the pushes that follow them: of as many workers, and of steps ahead.
 _READS = 64
-#: Ids of these reads in sum (16 bytes each, which are not in `bytes`); a read of more than an eighth of that is not remembered.
+#: Ids of these reads in sum (8 bytes each, which are not in `bytes`); a read of more than an eighth of that is not remembered.
 _READ_IDS = 1 << 19
 
 
@@ -117,15 +117,20 @@ def scalars_of(rule: Rule, lr: float | None, width: int) -> np.ndarray:
     )
 
 
+def given_step(rule: Rule, step: int | None, name: str) -> int:
+    """The step that a rule goes by; 0 where each row counts its own."""
+    if rule.steps != "given" or rule.kind not in ("adam", "lamb"):
+        return 0
+    if step is None or step < 1:
+        raise StoreError(
+            f"{name}: step={step}: its rule corrects bias by the push's step, counted from 1; push with it, or use steps='row'"
+        )
+    return step
+
+
 def switches_of(rule: Rule, count: int, *, sparse: bool, step: int | None, name: str) -> np.ndarray:
     """A rule's choices as the kernels read them."""
-    given = 0
-    if rule.steps == "given" and rule.kind in ("adam", "lamb"):
-        if step is None or step < 1:
-            raise StoreError(
-                f"{name}: step={step}: its rule corrects bias by the push's step, counted from 1; push with it, or use steps='row'"
-            )
-        given = step
+    given = given_step(rule, step, name)
     return np.array([RULES.index(rule.kind), rule.nesterov, sparse, count, given], np.int64)
 
 
@@ -160,6 +165,8 @@ class Rows:
         self.spec = spec
         self.shards = shards
         self.layout = layout_of(spec)
+        #: Whether weights are stored as they are computed with, and rows move when they are pushed to only.
+        self.native = self.layout.stored == k.NATIVE and not spec.rule.every
         self._places = self.layout.places()
         self._shift = np.uint64(64 - bits_of(shards))
         self.words = self.layout.stride // 8
@@ -190,8 +197,9 @@ class Rows:
         self._writes = 0
         self._recent = Recent(shards) if logged and shards <= MOST_SHARDS else None
         self._found: tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray, int]] | None = None
-        #: Where the rows of the last reads are: a push of the same ids mostly follows, and need not look for them.
-        self._read: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        #: Where the rows of the last reads are, by how many ids, the first and the last: a push of the same ids mostly follows, and need
+        #: not look for them. Where others lie between, nothing is lost: of each row that is known it is seen whether it is the id's.
+        self._read: dict[tuple[int, int, int], np.ndarray] = {}
         self._ruled: tuple[tuple[float | None, int | None], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
         self._absent = np.empty(0, np.int64)
         self._ring = np.empty((2, 2 * k.BATCH), np.int64)
@@ -308,14 +316,9 @@ class Rows:
 
     # Finding, reading, writing
 
-    @property
-    def native(self) -> bool:
-        """Whether weights are stored as they are computed with, and rows move when they are pushed to only."""
-        return self.layout.stored == k.NATIVE and not self.spec.rule.every
-
     def check(self, step: int | None) -> None:
         """Whether the rule can go by that step."""
-        switches_of(self.spec.rule, -1, sparse=True, step=step, name=self.spec.name)
+        given_step(self.spec.rule, step, self.spec.name)
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """The row of each id (0: none), how many there are none of per shard, and in sum."""
@@ -343,7 +346,7 @@ class Rows:
                 len(self._read) >= _READS or len(ids) + sum(key[0] for key in self._read) > _READ_IDS
             ):
                 del self._read[next(iter(self._read))]
-            self._read[len(ids), int(ids[0]), int(ids[-1])] = (ids.copy(), known)
+            self._read[len(ids), ids.item(0), ids.item(-1)] = known
         return out
 
     def update(
@@ -354,8 +357,8 @@ class Rows:
         n = len(ids)
         if n > len(self._absent):
             self._absent = np.empty(2 * n, np.int64)
-        asked, known = self._read.pop((n, int(ids[0]), int(ids[-1])), (None, None)) if n else (None, None)
-        if asked is None or not np.array_equal(asked, ids):
+        known = self._read.pop((n, ids.item(0), ids.item(-1)), None) if n and self._read else None
+        if known is None:
             known = np.zeros(n, np.int64)
         c, p, switches = self._rule(lr, step)
         missing = k.update(
