@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,6 +22,9 @@ from echelon.server.windows import ABSENT, Windows
 Part = tuple[dict[str, Any], list[np.ndarray]]
 #: A table's gradients or rows (n, dim), or one array for each dense block.
 Values = Any
+#: What a push does, to which ids or blocks, with which values.
+Operation = tuple[dict[str, Any], np.ndarray, Values]
+_INT64 = np.dtype(np.int64)
 
 
 class Store(Protocol):
@@ -70,21 +73,23 @@ class Held:
         return meta["worker"], meta["incarnation"], meta["seq"]
 
 
-def operations(frame: wire.Frame) -> Iterator[tuple[dict[str, Any], np.ndarray, Values]]:
-    """The operations of a push: what, ids or blocks, values."""
+def operations(frame: wire.Frame) -> list[Operation]:
+    """The operations of a push."""
+    found: list[Operation] = []
     arrays, at = frame.arrays, 1
     for op in frame.meta["ops"]:
         ids = arrays[at]
-        if ids.dtype != np.int64 or ids.ndim != 1:
+        if ids.dtype != _INT64 or ids.ndim != 1:
             raise wire.WireError("PUSH: ids and blocks are one row of 64-bit integers")
         if "table" in op:
-            yield op, ids, arrays[at + 1]
+            found.append((op, ids, arrays[at + 1]))
             at += 2
         else:
-            yield op, ids, arrays[at + 1 : at + 1 + len(ids)]
+            found.append((op, ids, arrays[at + 1 : at + 1 + len(ids)]))
             at += 1 + len(ids)
     if at != len(arrays):
         raise wire.WireError(f"PUSH: {len(arrays)} arrays where its operations have {at}")
+    return found
 
 
 def named(op: dict[str, Any]) -> str:
@@ -137,8 +142,9 @@ class State:
     def push(self, frame: wire.Frame, cover: Cover, *, version: int, whole: bool, void: bool) -> None:
         """Apply a push to `cover` (`whole`: that is all that it covers). `void`: only count it. An error: nothing has changed."""
         meta, at = frame.meta, cover.at
-        if not void:
-            for name, rate in (meta.get("lr") or {}).items():
+        rates = meta.get("lr")
+        if rates and not void:
+            for name, rate in rates.items():
                 check_rate(name, rate)
         moved = self._moved(meta) if self.store.movers and not void else {}
         self.lsn[at] += 1
@@ -155,19 +161,20 @@ class State:
                 for name, rate in moved.items():
                     self.store.advance(name, cover.shards, rate)
         self.stamp[at] = version
-        slot = self.windows.slot(meta["worker"], meta["incarnation"])
-        self.windows.last[slot][at] = meta["seq"]
-        self.windows.since[slot][at] = True
+        windows = self.windows
+        slot = windows.slot(meta["worker"], meta["incarnation"])
+        windows.last[slot, at] = meta["seq"]
+        windows.since[slot, at] = True
         if void:
-            self.windows.void[slot][at] = meta["seq"]
+            windows.void[slot, at] = meta["seq"]
         if meta.get("tick"):
-            clock = self.windows.clock[slot]
+            clock = windows.clock[slot]
             clock[at] = np.maximum(clock[at], meta["step"] + 1)
 
     def _operate(self, frame: wire.Frame, fresh: np.ndarray | None) -> None:
         meta, step = frame.meta, frame.meta["step"] + 1
         held = bool(meta.get("aggregate"))
-        cut = list(self._cut(frame, fresh))
+        cut = self._cut(frame, fresh)
         if held or len(cut) > 1:
             # One operation alone is refused before anything changes; of several none may be applied if one is refused.
             entry = [(named(op), ids, values, _how(op)) for op, ids, values in cut]
@@ -258,22 +265,23 @@ class State:
         before[frame.arrays[0]] = frame.arrays[1]
         return self.store.expire(frame.meta["table"], cover.shards, before[cover.shards])
 
-    def _cut(self, frame: wire.Frame, fresh: np.ndarray | None) -> Iterator[tuple[dict[str, Any], np.ndarray, Values]]:
+    def _cut(self, frame: wire.Frame, fresh: np.ndarray | None) -> list[Operation]:
         """The operations of a push as far as they are on these shards (None: on all)."""
         if fresh is None:
-            yield from operations(frame)
-            return
+            return operations(frame)
+        found: list[Operation] = []
         members = np.zeros(self.shards, bool)
         members[fresh] = True
         for op, ids, values in operations(frame):
             here = members[self.store.shards_of(named(op), ids)]
             if here.all():
-                yield op, ids, values
+                found.append((op, ids, values))
             elif here.any():
                 kept = (
                     values[here] if "table" in op else [each for each, take in zip(values, here, strict=True) if take]
                 )
-                yield op, ids[here], kept
+                found.append((op, ids[here], kept))
+        return found
 
     def snapshot(self, shard: int) -> list[Part]:
         """Everything of one shard at this moment; the first part is what is not the store's."""
@@ -282,7 +290,7 @@ class State:
             each for step in sorted(self.pending) for each in sorted(self.pending[step], key=lambda one: one.order)
         ):
             if shard in held.shards:
-                cut = list(self._cut(held.frame, np.array([shard])))
+                cut = self._cut(held.frame, np.array([shard]))
                 arrays = [np.array([shard], np.uint16)]
                 for op, ids, values in cut:
                     arrays += [ids, values] if "table" in op else [ids, *values]

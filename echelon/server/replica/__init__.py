@@ -38,6 +38,10 @@ from echelon.server.map import Map
 from echelon.server.replica.ground import LEASE, MALFORMED
 from echelon.server.replica.maps import Maps
 
+#: What workers ask and that changes nothing; what heads send to those that follow them.
+_READS = frozenset((wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST))
+_FROM_HEADS = frozenset((wire.ENTRY, wire.SNAPSHOT, wire.SYNC, wire.BEAT))
+
 
 class Replica(Maps):
     """The state machine. `load(folder, shard)` reads a shard out of a checkpoint; `declare(spec document)` makes a table known."""
@@ -163,22 +167,22 @@ class Replica(Maps):
                 self._pushes.append((peer, frame, cover))
             elif self._pushes:
                 self._again(now)
-        elif kind in (wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST):
+        elif kind in _READS:
             cover = self._checked(frame)
             if not self._pull(now, peer, frame, cover):
                 self._pulls.append((peer, frame, cover))
+        elif kind in _FROM_HEADS and peer in self._heads:
+            if frame.meta["v"] > self.map.version:
+                self._stalled[peer] = [frame]
+                self._send(peer, wire.BEHIND, 0, {"version": self.map.version})
+            else:
+                self._follow(now, peer, frame)
         elif kind == wire.HAIL:
             self._hail(peer, frame)
         elif kind == wire.GRANT:
             self._install(now, Map.from_document(frame.meta["map"]), frame.meta["specs"])
         elif kind == wire.BEHIND:
             self._send(peer, wire.GRANT, 0, {"map": self.map.document(), "specs": self.specs})
-        elif kind in (wire.ENTRY, wire.SNAPSHOT, wire.SYNC, wire.BEAT) and peer in self._heads:
-            if frame.meta["v"] > self.map.version:
-                self._stalled[peer] = [frame]
-                self._send(peer, wire.BEHIND, 0, {"version": self.map.version})
-                return
-            self._follow(now, peer, frame)
         else:
             raise wire.WireError(f"no {wire.NAMES.get(kind, kind)} is taken here")
 

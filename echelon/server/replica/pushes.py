@@ -25,11 +25,12 @@ class Pushes(Reads):
                 raise wire.WireError(f"PUSH: {name} {meta[name]!r} is no number from 0")
         if type(meta["worker"]) is not str or type(meta["ops"]) is not list:
             raise wire.WireError("PUSH: a worker's name and a list of operations are expected")
-        try:
-            for name, rate in (meta.get("lr") or {}).items():
-                check_rate(name, rate)
-        except StoreError as error:
-            raise wire.WireError(f"PUSH: {error}") from error
+        if meta.get("lr"):
+            try:
+                for name, rate in meta["lr"].items():
+                    check_rate(name, rate)
+            except StoreError as error:
+                raise wire.WireError(f"PUSH: {error}") from error
         if len(meta["ops"]) > 1:
             names = [named(op) for op in meta["ops"]]
             if len(set(names)) < len(names):

@@ -63,29 +63,9 @@ class Reads(Clocks):
     def _read(self, peer: Hashable, frame: wire.Frame, cover: Cover) -> bool:
         meta, arrays = frame.meta, frame.arrays
         if frame.kind == wire.PULL:
-            if meta["bound"] is not None and int(self.floor()[cover.at].min()) < meta["step"] - meta["bound"]:
+            if meta["bound"] is not None and not self._near(meta["step"], meta["bound"], cover):
                 return False
-            if meta["bound"] is not None and any(
-                step < meta["step"] and any(np.isin(held.shards, cover.shards).any() for held in waiting)
-                for step, waiting in self.state.pending.items()
-            ):
-                return False  # its commit is yet to be logged
-            store, counts = self.state.store, []
-            found: list[np.ndarray | wire.Pieces] = []
-            for op, ids in zip(meta["ops"], arrays[1:], strict=True):
-                part: Sequence[np.ndarray | wire.Pieces]
-                if "table" in op:
-                    part = store.read(op["table"], ids, op["wire"])
-                else:
-                    blocks = store.read_blocks(op["dense"], ids)
-                    part = [wire.Pieces(blocks)] if blocks else []
-                self.counts["rows"] += len(ids)
-                found += part
-                counts.append(len(part))
-            if sum(each.nbytes for each in found) > wire.MAX_FRAME - wire.MAX_META:
-                raise ServerError(f"an answer of more than {wire.MAX_FRAME >> 20} MiB; ask for fewer rows at once")
-            self.counts["pulls"] += 1
-            self._send(peer, wire.ROWS, frame.request, {"counts": counts}, found)
+            self._rows(peer, frame)
         elif frame.kind == wire.CHANGED:
             store, name = self.state.store, meta["table"]
             if arrays[1].shape != arrays[0].shape or arrays[1].dtype != np.int64:
@@ -111,6 +91,35 @@ class Reads(Clocks):
         else:
             self._digest(peer, frame)
         return True
+
+    def _near(self, step: int, bound: int, cover: Cover) -> bool:
+        """Whether all workers are near enough to this step for a read of it, and what they ended before it is applied."""
+        if int(self.floor()[cover.at].min()) < step - bound:
+            return False
+        return not any(
+            earlier < step and any(np.isin(held.shards, cover.shards).any() for held in waiting)
+            for earlier, waiting in self.state.pending.items()
+        )
+
+    def _rows(self, peer: Hashable, frame: wire.Frame) -> None:
+        store, counts, size = self.state.store, [], 0
+        found: list[np.ndarray | wire.Pieces] = []
+        for op, ids in zip(frame.meta["ops"], frame.arrays[1:], strict=True):
+            part: Sequence[np.ndarray | wire.Pieces]
+            if "table" in op:
+                part = store.read(op["table"], ids, op["wire"])
+            else:
+                blocks = store.read_blocks(op["dense"], ids)
+                part = [wire.Pieces(blocks)] if blocks else []
+            for each in part:
+                size += each.nbytes
+            self.counts["rows"] += len(ids)
+            found += part
+            counts.append(len(part))
+        if size > wire.MAX_FRAME - wire.MAX_META:
+            raise ServerError(f"an answer of more than {wire.MAX_FRAME >> 20} MiB; ask for fewer rows at once")
+        self.counts["pulls"] += 1
+        self._send(peer, wire.ROWS, frame.request, {"counts": counts}, found)
 
     def _digest(self, peer: Hashable, frame: wire.Frame) -> None:
         digests = [np.frombuffer(self.state.digest(int(shard)), np.uint8) for shard in frame.arrays[0]]
