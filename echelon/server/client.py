@@ -78,8 +78,8 @@ class Client:
         work()
         self.worker, self.window, self.step = worker, window, 0
         self._lock = threading.RLock()
-        self._prefetched: list[tuple[dict[str, np.ndarray], Pull]] = []
-        self._sorted: dict[str, list[tuple[np.ndarray, Roads, Grouped]]] = {}
+        self._prefetched: list[Pull] = []
+        self._sorted: dict[str, list[tuple[Roads, Grouped]]] = {}
         self._session = Session(address, secret=secret, worker=worker, patience=patience, host=host)
         try:
             self.step = self.clock()[0]
@@ -107,9 +107,10 @@ class Client:
     ) -> dict[str, np.ndarray]:
         """Rows of these ids, in their order; waits for as long as the staleness bound asks. Takes what was prefetched, if it is the same."""
         with self._lock:
-            pull = self._take_prefetched(ids) if not dense and wire is None else None
+            wanted = {name: _ids(name, given) for name, given in ids.items()}
+            pull = self._take_prefetched(wanted) if not dense and wire is None else None
             if pull is None:
-                pull = self._ask(ids, dense, step=self.step, form=wire)
+                pull = self._ask(wanted, dense, step=self.step, form=wire)
             self._session.finish(pull)
             found = {name: _expanded(pull.tables[name], np.shape(given)) for name, given in ids.items()}
             return found | {name: pull.dense[name].values for name in dense}
@@ -117,8 +118,8 @@ class Client:
     def prefetch(self, ids: Mapping[str, Ids], *, ahead: int = 1) -> None:
         """Ask for rows already; the `pull` of the same ids takes them. `ahead`: of how many steps after this one (0: once it is pushed)."""
         with self._lock:
-            kept = {name: np.array(given, np.int64) for name, given in ids.items()}
-            self._prefetched.append((kept, self._ask(kept, (), step=self.step + ahead)))
+            wanted = {name: _ids(name, given) for name, given in ids.items()}
+            self._prefetched.append(self._ask(wanted, (), step=self.step + ahead))
             del self._prefetched[:-8]
 
     def pull_dense(self, names: Sequence[str], *, out: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
@@ -378,7 +379,7 @@ class Client:
             spec = self._table(name)
             if form is not None and form not in SIZES:
                 raise ServerError(f"{name}: wire={form!r} is no kind of number; use one of {', '.join(SIZES)}")
-            order = self._sort(name, _ids(name, given))
+            order = self._sort(name, given)
             rows = np.empty((len(order.ids), spec.dim), spec.dtype)
             pull.tables[name] = Wanted(spec, form or spec.dtype, order, rows)
         for name in dense:
@@ -394,22 +395,23 @@ class Client:
 
     def _take_prefetched(self, ids: Mapping[str, Ids]) -> Pull | None:
         # Rows of an earlier step may be older than the bound allows.
-        self._prefetched = [each for each in self._prefetched if each[1].step >= self.step]
-        for place, (kept, pull) in enumerate(self._prefetched):
-            if kept.keys() == ids.keys() and all(_same(kept[name], ids[name]) for name in kept):
+        self._prefetched = [each for each in self._prefetched if each.step >= self.step]
+        given = {name: each.tobytes() for name, each in ids.items()}
+        for place, pull in enumerate(self._prefetched):
+            if {name: wanted.order.given for name, wanted in pull.tables.items()} == given:
                 del self._prefetched[place]
                 return pull
         return None
 
     def _sort(self, name: str, ids: Ids) -> Grouped:
         """Sort ids by route; those of the last calls are kept (a push follows the pull of the same ids)."""
-        roads = self._session.roads
+        roads, given = self._session.roads, ids.tobytes()
         kept = self._sorted.setdefault(name, [])
-        for given, those, order in kept:
-            if those is roads and _same(given, ids):
+        for those, order in kept:
+            if those is roads and order.given == given:
                 return order
         order = roads.sort(ids)
-        kept.append((ids.copy(), roads, order))
+        kept.append((roads, order))
         del kept[:-_KEPT]
         return order
 
@@ -430,14 +432,6 @@ class Client:
             return f"{name}: is declared as {type(spec).__name__}, not as a {what}; use pull and push for tables, pull_dense and dense= for dense ones"
         known = ", ".join(sorted(self._session.specs)) or "nothing"
         return f"{name}: no such {what} (declared: {known}); declare it first"
-
-
-def _same(kept: np.ndarray, ids: Any) -> bool:
-    """Whether these ids are those; mostly the first one tells that they are not."""
-    given = np.asarray(ids)
-    if given.shape != kept.shape or (given.ndim == 1 and len(given) and given[0] != kept[0]):
-        return False
-    return bool((given == kept).all())
 
 
 def _ids(name: str, ids: Any) -> np.ndarray:

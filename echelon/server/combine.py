@@ -15,9 +15,11 @@ from echelon.server.kinds import StoreError
 class Grouped:
     """Distinct ids by route, in a route as they first came: `ids[bounds[r]:bounds[r + 1]]` are route r's.
 
-    Those behind `bounds[-1]` have no route. `places[i]`: where the i-th id given lies in `ids`.
+    Those behind `bounds[-1]` have no route. `places[i]`: where the i-th id given lies in `ids`. `given`: all of them, as they came, in
+    bytes, which tell several times faster than arrays whether others are the same.
     """
 
+    given: bytes
     ids: np.ndarray
     bounds: np.ndarray
     places: np.ndarray
@@ -46,7 +48,7 @@ def group(ids: np.ndarray, route_of: np.ndarray, routes: int) -> Grouped:
     bounds = np.zeros(routes + 2, np.int64)
     route_of = route_of if route_of.flags.writeable else route_of.copy()
     found = k.group(ids, table_for(n), np.uint64(64 - bits_of(len(route_of))), route_of, distinct, bounds, places)
-    return Grouped(ids=distinct[:found], bounds=bounds[: routes + 1], places=places)
+    return Grouped(given=ids.tobytes(), ids=distinct[:found], bounds=bounds[: routes + 1], places=places)
 
 
 def table_for(n: int) -> np.ndarray:

@@ -109,6 +109,17 @@ def test_what_was_prefetched_is_taken_by_the_pull_of_the_same_ids(client, table)
     assert client.pull({table: ids})[table].all()
 
 
+def test_an_array_of_ids_that_is_filled_anew_is_another_batch(client, table):
+    everything, ids = np.arange(100), np.arange(50)
+    client.push({table: (everything, -np.repeat(everything, 4).reshape(100, 4))})
+    client.prefetch({table: ids})
+    ids += 50
+    assert np.array_equal(client.pull({table: ids})[table][:, 0], ids)
+    ids[0] = 3
+    client.push({table: (ids, np.repeat(ids, 4).reshape(50, 4))})
+    assert client.pull({table: everything})[table][:, 0].nonzero()[0].tolist() == [1, 2, *range(4, 51)]
+
+
 def test_rows_that_were_prefetched_for_an_earlier_step_are_not_taken(client, table):
     ids = np.arange(50)
     client.prefetch({table: ids}, ahead=0)
