@@ -20,7 +20,10 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from echelon.server.covers import Cover
+
 Payload = TypeVar("Payload")
+_ALL = slice(None)
 
 
 class Routed(Protocol):
@@ -45,7 +48,12 @@ class Route:
     """Shards with the same chain: they share frames."""
 
     chain: tuple[str, ...]
-    shards: np.ndarray
+    cover: Cover
+
+    @property
+    def shards(self) -> np.ndarray:
+        """Their numbers, as frames name them."""
+        return self.cover.wire
 
     @property
     def head(self) -> str:
@@ -71,7 +79,12 @@ class Section(Generic[Payload]):
     @property
     def whole(self) -> bool:
         """Whether it covers all of its route (the common case, for which the client has its rows sorted already)."""
-        return len(self.cover) == len(self.route.shards)
+        return len(self.cover) == len(self.route.cover)
+
+    @property
+    def at(self) -> slice | np.ndarray:
+        """What indexes arrays per shard."""
+        return self.route.cover.at if self.whole else self.cover
 
 
 @dataclass(slots=True)
@@ -89,7 +102,7 @@ def routes_of(chains: Sequence[Sequence[str]]) -> tuple[Route, ...]:
     for shard, chain in enumerate(chains):
         if chain:
             members.setdefault(tuple(chain), []).append(shard)
-    return tuple(Route(chain=chain, shards=np.array(shards, np.uint16)) for chain, shards in members.items())
+    return tuple(Route(chain=chain, cover=Cover(np.array(shards, np.uint16))) for chain, shards in members.items())
 
 
 class Outbox(Generic[Payload]):
@@ -102,7 +115,6 @@ class Outbox(Generic[Payload]):
         self._chains: list[tuple[str, ...]] = [tuple(chain) for chain in map.chains]
         #: Per shard: the last push that is acknowledged; so are all before it.
         self._done = np.zeros(len(map.chains), np.int64)
-        self._all = np.arange(len(map.chains))
         self._pushes: deque[_Push[Payload]] = deque()
         self._down: set[str] = set()
 
@@ -130,8 +142,8 @@ class Outbox(Generic[Payload]):
 
     def acknowledge(self, section: Section[Payload]) -> int:
         """A section is applied, and with it all earlier pushes of these shards. How many pushes became complete by it."""
-        cover = section.cover
-        self._done[cover] = np.maximum(self._done[cover], section.seq)
+        at = section.at
+        self._done[at] = np.maximum(self._done[at], section.seq)
         for push in self._pushes:
             if push.seq > section.seq:
                 break
@@ -201,7 +213,7 @@ class Outbox(Generic[Payload]):
                     push.flying.append(section)
                     yield section
 
-    def _wants(self, push: _Push[Payload], shards: np.ndarray) -> np.ndarray:
+    def _wants(self, push: _Push[Payload], shards: slice | np.ndarray) -> np.ndarray:
         """Of `shards`, which have not answered this push."""
         waiting = self._done[shards] < push.seq
         return waiting if push.refused is None else waiting & ~push.refused[shards]
@@ -209,7 +221,7 @@ class Outbox(Generic[Payload]):
     def _settle(self) -> int:
         """Let complete pushes go, in order: those of which nothing is under way, nor wanted."""
         settled = 0
-        while self._pushes and not self._pushes[0].flying and not self._wants(self._pushes[0], self._all).any():
+        while self._pushes and not self._pushes[0].flying and not self._wants(self._pushes[0], _ALL).any():
             self._pushes.popleft()
             settled += 1
         return settled
