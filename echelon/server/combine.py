@@ -15,14 +15,19 @@ from echelon.server.kinds import StoreError
 class Grouped:
     """Distinct ids by route, in a route as they first came: `ids[bounds[r]:bounds[r + 1]]` are route r's.
 
-    Those behind `bounds[-1]` have no route. `places[i]`: where the i-th id given lies in `ids`. `given`: all of them, as they came, in
+    The last two bounds are of those that have no route. `places[i]`: where the i-th id given lies in `ids`. `given`: all of them, as they came, in
     bytes, which tell several times faster than arrays whether others are the same.
     """
 
     given: bytes
     ids: np.ndarray
-    bounds: np.ndarray
+    bounds: list[int]
     places: np.ndarray
+
+    def of(self, route: int) -> slice:
+        """Where a route's lie in `ids`; a number behind all routes stands for none."""
+        first = min(route, len(self.bounds) - 2)
+        return slice(self.bounds[first], self.bounds[first + 1])
 
     def sum(self, grads: np.ndarray) -> np.ndarray:
         """Gradients, a row per id given, as a row per id in `ids`; those of one id are added in the order given."""
@@ -35,7 +40,7 @@ class Grouped:
 
     def expand(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Rows in the order of `ids`, as the ids were given."""
-        return np.take(rows, self.places, axis=0, out=out, mode="clip")
+        return rows.take(self.places, axis=0, out=out, mode="clip")
 
 
 def group(ids: np.ndarray, route_of: np.ndarray, routes: int) -> Grouped:
@@ -48,7 +53,7 @@ def group(ids: np.ndarray, route_of: np.ndarray, routes: int) -> Grouped:
     bounds = np.zeros(routes + 2, np.int64)
     route_of = route_of if route_of.flags.writeable else route_of.copy()
     found = k.group(ids, table_for(n), np.uint64(64 - bits_of(len(route_of))), route_of, distinct, bounds, places)
-    return Grouped(given=ids.tobytes(), ids=distinct[:found], bounds=bounds[: routes + 1], places=places)
+    return Grouped(given=ids.tobytes(), ids=distinct[:found], bounds=bounds.tolist(), places=places)
 
 
 def table_for(n: int) -> np.ndarray:

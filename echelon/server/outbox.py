@@ -79,7 +79,7 @@ class Section(Generic[Payload]):
     @property
     def whole(self) -> bool:
         """Whether it covers all of its route (the common case, for which the client has its rows sorted already)."""
-        return len(self.cover) == len(self.route.cover)
+        return len(self.cover) == len(self.route.shards)
 
     @property
     def at(self) -> slice | np.ndarray:

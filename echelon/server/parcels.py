@@ -11,6 +11,7 @@ import numpy as np
 from echelon.server.combine import Grouped, group
 from echelon.server.hashing import block_shards, shard_of
 from echelon.server.kinds import BLOCK, Dense, Table
+from echelon.server.narrow import widen
 from echelon.server.outbox import Route
 from echelon.server.wire import Pieces
 
@@ -21,14 +22,20 @@ NOWHERE = 65535
 #: Bytes of rows that one frame brings at most: frames have a limit (wire.MAX_FRAME), and a server sends them one at a time.
 LARGE = 64 << 20
 _NONE = np.zeros(0, bool)
+_NOTHING = np.empty(0, np.uint16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Roads:
-    """The routes of one map, by shard; NOWHERE for shards on none."""
+    """The routes of one map, by shard; NOWHERE for shards on none.
+
+    `ways`: all routes with their numbers, and, if some shards are on none, NOWHERE and None. `numbers`: a route's, by its id.
+    """
 
     routes: tuple[Route, ...]
     of: np.ndarray
+    ways: tuple[tuple[int, Route | None], ...]
+    numbers: Mapping[int, int]
 
     @classmethod
     def of_map(cls, routes: Sequence[Route], shards: int) -> Roads:
@@ -36,7 +43,13 @@ class Roads:
         of = np.full(shards, NOWHERE, np.uint16)
         for number, route in enumerate(routes):
             of[route.shards] = number
-        return cls(routes=tuple(routes), of=of)
+        nowhere = [(NOWHERE, None)] if (of == NOWHERE).any() else []
+        return cls(
+            routes=tuple(routes),
+            of=of,
+            ways=(*enumerate(routes), *nowhere),
+            numbers={id(route): number for number, route in enumerate(routes)},
+        )
 
     @property
     def shards(self) -> int:
@@ -67,7 +80,7 @@ class Grads:
         """Ids and gradients of a route by its number, or of the shards in `mask`."""
         ids = self.order.ids
         if number is not None:
-            rows: Rows = slice(int(self.order.bounds[number]), int(self.order.bounds[number + 1]))
+            rows: Rows = self.order.of(number)
         else:
             if self._shards is None:
                 self._shards = shard_of(ids, len(mask))
@@ -99,10 +112,6 @@ class Parcel:
     dense: list[DenseGrad]
     #: Values are to be set, not gradients to be applied.
     sets: bool = False
-    _numbers: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._numbers = {id(route): number for number, route in enumerate(self.roads.routes)}
 
     @property
     def size(self) -> int:
@@ -117,7 +126,7 @@ class Parcel:
 
     def part(self, route: Route, cover: np.ndarray) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
         """The ops of a frame for these shards, and its arrays."""
-        number = self._numbers.get(id(route)) if len(cover) == len(route.shards) else None
+        number = self.roads.numbers.get(id(route)) if len(cover) == len(route.shards) else None
         mask = self._mask(cover) if number is None or self.dense else _NONE
         ops: list[dict[str, Any]] = []
         arrays = [cover]
@@ -153,7 +162,7 @@ class Wanted:
     @property
     def plain(self) -> bool:
         """Whether rows arrive as they are wanted, so that they can be received in place."""
-        return self.rows.dtype == np.dtype(self.wire)
+        return self.wire == self.table.dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -208,8 +217,6 @@ class Part:
 
     def take(self, arrays: Sequence[Any]) -> None:
         """The answer is here: put what is not in its place there."""
-        from echelon.server.narrow import widen
-
         placed = self._placed if len(self._placed) == len(arrays) else [None] * len(arrays)
         rest = iter(zip(arrays, placed, strict=True))
         for each, rows in self.tables:
@@ -237,32 +244,30 @@ class Pull:
     #: What a server refused of it.
     error: Exception | None = None
 
-    def parts(self, roads: Roads) -> Iterator[tuple[Route | None, Part]]:
+    def parts(self, roads: Roads) -> list[tuple[Route | None, Part]]:
         """Cut by route, the first time: rows lie together, and a route's frame covers all of it. Large answers come in several."""
-        for number, route in [*enumerate(roads.routes), (NOWHERE, None)]:
-            cover = route.shards if route else np.empty(0, np.uint16)
-            part, room = Part(self, cover, [], []), LARGE
-            for each, rows, size in self._pieces(roads, number, route is not None):
-                if size > room and room < LARGE:
-                    yield route, part
-                    part, room = Part(self, cover, [], []), LARGE
+        found: list[tuple[Route | None, Part]] = []
+        for number, route in roads.ways:
+            room = 0
+            for each, rows, size in self._pieces(roads, number):
+                if size > room:
+                    part, room = Part(self, route.shards if route else _NOTHING, [], []), LARGE
+                    found.append((route, part))
                 room -= size
                 if isinstance(each, Wanted):
                     part.tables.append((each, rows))
                 else:
                     assert isinstance(rows, np.ndarray)
                     part.dense.append((each, rows))
-            if part.tables or part.dense:
-                yield route, part
+        return found
 
-    def _pieces(self, roads: Roads, number: int, routed: bool) -> Iterator[tuple[Wanted | WantedDense, Rows, int]]:
+    def _pieces(self, roads: Roads, number: int) -> Iterator[tuple[Wanted | WantedDense, Rows, int]]:
         """A route's share, in pieces of at most LARGE bytes."""
         for wanted in self.tables.values():
-            bounds, width = wanted.order.bounds, max(1, wanted.rows.itemsize * wanted.table.dim)
-            start = int(bounds[number if routed else -1])
-            stop = int(bounds[number + 1]) if routed else len(wanted.order.ids)
-            for first in range(start, stop, max(1, LARGE // width)):
-                last = min(stop, first + max(1, LARGE // width))
+            rows, width = wanted.order.of(number), max(1, wanted.rows.itemsize * wanted.table.dim)
+            count = max(1, LARGE // width)
+            for first in range(rows.start, rows.stop, count):
+                last = min(rows.stop, first + count)
                 yield wanted, slice(first, last), (last - first) * width
         for dense in self.dense.values():
             blocks = np.flatnonzero(roads.of[dense.shards] == number)

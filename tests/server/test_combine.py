@@ -29,11 +29,14 @@ def test_each_id_once_by_route_and_gradients_added(numbers, shards, routes, seed
     first_seen = list(dict.fromkeys(numbers))
     route = {i: min(int(route_of[shard_of(np.array([i]), shards)[0]]), routes) for i in first_seen}
     assert grouped.ids.tolist() == sorted(first_seen, key=route.__getitem__)
-    edges = [*grouped.bounds.tolist(), len(first_seen)]
+    edges = grouped.bounds
     assert [[route[i] for i in grouped.ids[a:b].tolist()] for a, b in itertools.pairwise(edges)] == [
         [r] * sum(route[i] == r for i in first_seen) for r in range(routes + 1)
     ]
-    assert grouped.bounds[0] == 0
+    assert (edges[0], edges[-1]) == (0, len(first_seen))
+    assert [(grouped.of(r).start, grouped.of(r).stop) for r in (*range(routes), 65535)] == list(
+        itertools.pairwise(edges)
+    )
     np.testing.assert_array_equal(grouped.ids[grouped.places], ids)
     sums = grouped.sum(grads)
     for at, i in enumerate(grouped.ids):

@@ -1,0 +1,47 @@
+"""What is pulled and pushed, cut by route: each id once, on its own route, whatever the map lacks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from echelon.server.hashing import shard_of
+from echelon.server.kinds import Table
+from echelon.server.outbox import routes_of
+from echelon.server.parcels import Grads, Parcel, Pull, Roads, Wanted
+
+CHAINS = [("a", "b"), ("b", "a"), (), ("a", "b")]
+IDS = np.arange(500) // 2
+TABLE = Table(name="t", dim=4)
+
+
+def roads(chains: list[tuple[str, ...]] = CHAINS) -> Roads:
+    return Roads.of_map(routes_of(chains), len(chains))
+
+
+@pytest.mark.parametrize("large", [1 << 20, 1000])
+def test_a_pull_asks_for_each_id_once_by_its_route_or_by_none(large, monkeypatch):
+    monkeypatch.setattr("echelon.server.parcels.LARGE", large)
+    order = roads().sort(IDS)
+    pull = Pull(step=0, bound=None, tables={"t": Wanted(TABLE, "f4", order, np.empty((250, 4), "f4"))})
+    asked: dict[int, tuple[str, ...]] = {}
+    for route, part in pull.parts(roads()):
+        _, [cover, ids] = part.frame()
+        assert ids.size * 16 <= large
+        assert list(cover) == ([] if route is None else [s for s, chain in enumerate(CHAINS) if chain == route.chain])
+        assert asked.keys().isdisjoint(ids.tolist())
+        asked |= dict.fromkeys(ids.tolist(), () if route is None else route.chain)
+    assert asked == {i: CHAINS[s] for i, s in enumerate(shard_of(np.arange(250), 4))}
+
+
+def test_of_a_push_each_route_gets_its_own_also_routes_of_a_later_map():
+    order = roads().sort(IDS)
+    values = order.sum(np.repeat(IDS, 4).reshape(500, 4).astype("f4"))
+    parcel = Parcel(roads(), {}, [Grads(TABLE, order, values)], [])
+    later = roads([("b",), ("a",), ("a",), ("b",)])
+    for those in (parcel.roads, later):
+        for route in those.routes:
+            ops, [cover, ids, sums] = parcel.part(route, route.shards)
+            assert (ops, list(cover)) == ([{"table": "t"}], list(route.shards))
+            assert set(ids.tolist()) == {i for i in IDS.tolist() if shard_of(np.array([i]), 4)[0] in route.shards}
+            assert np.array_equal(sums[:, 3], 2 * ids)
