@@ -18,6 +18,7 @@ import numpy as np
 
 from echelon.errors import EchelonError
 from echelon.server import shared, wire
+from echelon.server.loop import split
 from echelon.server.secret import WORKER, Caller
 
 #: Bytes asked of the kernel for each direction of a connection; it gives at most what net.core allows.
@@ -81,17 +82,19 @@ class Link:
         self._least = 1
         self._offer: shared.Offer | None = None
         self._shared: shared.Shared | None = None
-        host, _, port = address.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        host, port = split(address)
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self.socket.setblocking(False)
         for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self.socket.setsockopt(socket.SOL_SOCKET, name, BUFFER)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        code = self.socket.connect_ex((host.strip("[]"), int(port)))
-        if code not in (0, errno.EINPROGRESS):
+        try:
+            code = self.socket.connect_ex((host, port))
+            if code not in (0, errno.EINPROGRESS):
+                raise OSError(code, errno.errorcode.get(code, "connect"))
+        except OSError:
             self.socket.close()
-            raise OSError(code, errno.errorcode.get(code, "connect"))
+            raise
         self._out.append(memoryview(self._caller.opening))
 
     @property
@@ -208,7 +211,7 @@ class Link:
                     frame = self._shared.borrow(frame.meta)
                 self._deliver(self.waiting.pop(frame.request, None), frame)
                 continue
-            front = wire.HEADER.size + (wire.front_length(header) or 0)
+            front = wire.HEADER.size + wire.front_length(header)
             if have >= front:
                 self._incoming = self._begin(header, scratch[at : at + have], length)
                 at = self._have
@@ -236,18 +239,21 @@ class Link:
             array = np.empty(shape, dtype) if target is None else target
             incoming.arrays.append(array)
             for piece in array.pieces if isinstance(array, wire.Pieces) else (array,):
-                view = piece.reshape(-1).data.cast("B") if piece.nbytes else memoryview(b"")
+                if not piece.nbytes:
+                    continue
+                view = piece.reshape(-1).data.cast("B")
                 end = start + len(view)
-                if view and start < here:
+                if start < here:
                     known = min(here - start, len(view))
                     view[:known] = front[start : start + known].data
                     view = view[known:]
-                elif view and start > at:
+                elif start > at:
                     incoming.views.append(memoryview(bytearray(start - at)))
                 if view:
                     incoming.views.append(view)
                 at, start = max(at, end), end
-        assert at == length, "a frame's last array ends it"
+        if at < length:  # the gap before an array of nothing
+            incoming.views.append(memoryview(bytearray(length - at)))
         incoming.rest = length - here
         self._wait_for(min(incoming.rest, AT_ONCE))
         return incoming

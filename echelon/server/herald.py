@@ -18,8 +18,9 @@ from typing import Any
 
 from echelon.errors import EchelonError, ServerError
 from echelon.server import wire
+from echelon.server.loop import split
 from echelon.server.map import Map
-from echelon.server.secret import WORKER, SecretError, greet
+from echelon.server.secret import WORKER, SecretError, Unproved, greet
 
 #: Seconds between signs of life. A worker leaves the clocks after 2 s without one.
 BEAT = 0.5
@@ -39,10 +40,11 @@ class Herald:
     """`news()` gives the newest map since it was last asked. `bell` becomes readable when there is one, or an answer."""
 
     def __init__(self, address: str, secret: bytes, join: Mapping[str, Any]) -> None:
-        self.address, self._secret, self._join = address, secret, dict(join)
+        self.address, self._place, self._secret, self._join = address, split(address), secret, dict(join)
         self.incarnation = 0
         self.settings: dict[str, Any] = {}
         self.specs: list[dict[str, Any]] = []
+        #: Why the controller is not connected.
         self.why = "not tried yet"
         self.bell, self._ringer = os.pipe()
         self._waker, self._wake = os.pipe()
@@ -71,7 +73,9 @@ class Herald:
             return self._map if new else None
 
     def ask(self, kind: int, meta: dict[str, Any]) -> Future[wire.Frame]:
-        """A request to the controller; asked again after it was away, so it must do no harm twice."""
+        """A request to the controller; asked again after it was away, so it must do no harm twice. Raises what ended the thread."""
+        if self._fatal is not None:
+            raise self._fatal
         question = _Question(kind=kind, meta=meta, answer=Future())
         with self._lock:
             self._questions.append(question)
@@ -92,20 +96,28 @@ class Herald:
         with contextlib.suppress(OSError):
             os.write(self._wake, b"!")
         self._thread.join(timeout=5.0)
-        for file in (self.bell, self._ringer, self._wake, self._waker):
+        for file in (self.bell, self._wake):
             with contextlib.suppress(OSError):
                 os.close(file)
 
     def _run(self) -> None:
+        try:
+            self._go_on()
+        finally:
+            # By the thread that uses them: `close` does not wait for ever, and their numbers would be another file's by then.
+            os.close(self._ringer)
+            os.close(self._waker)
+
+    def _go_on(self) -> None:
         while not self._closing:
             try:
                 self._stay()
-            except SecretError as error:
-                if "prove itself" not in str(error) and "hung up" not in str(error):
-                    self._fatal = SecretError(f"controller {self.address}: {error}")
-                    self._ring()
-                    return
+            except Unproved as error:
                 self.why = str(error)
+            except SecretError as error:
+                self._fatal = SecretError(f"controller {self.address}: {error}")
+                self._ring()
+                return
             except (OSError, EOFError, EchelonError, KeyError, TypeError, ValueError) as error:
                 self.why = str(error) or "the connection ended"
             self.connected = False
@@ -113,8 +125,7 @@ class Herald:
                 time.sleep(RETRY)
 
     def _stay(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0) as connection:
+        with socket.create_connection(self._place, timeout=5.0) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greet(connection, self._secret, WORKER)
             self._number = 1
@@ -127,7 +138,7 @@ class Herald:
                 self._ring()
                 self._closing = True
                 return
-            self.connected = True
+            self.connected, self.why = True, "it is connected, and does not answer"
             # The controller gives each life of a worker a number; after a cut it goes on under the same one.
             self._join["incarnation"] = self.incarnation = int(answer.meta["incarnation"])
             self._take(answer)

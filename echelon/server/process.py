@@ -24,7 +24,7 @@ from echelon.server.controller import SERVER_LEASE, Controller
 from echelon.server.loop import Connection, Loop, here, split
 from echelon.server.map import Map
 from echelon.server.replica import Replica
-from echelon.server.secret import ADMIN, SERVER, WORKER, SecretError, greet, parse_secret
+from echelon.server.secret import ADMIN, SERVER, WORKER, SecretError, Unproved, greet, parse_secret
 from echelon.server.state import Part
 from echelon.server.windows import FAR
 
@@ -313,9 +313,10 @@ class ServerProcess:
                         if self._joined and time.monotonic() - self._turned < STUCK:
                             meta = {"server": self.name, "incarnation": self.incarnation}
                             wire.send(connection, wire.encode(wire.BEAT, 0, meta))
+            except Unproved:
+                time.sleep(RETRY)
             except SecretError as error:
-                if "prove" not in str(error):  # those may be of a controller that is just ending or starved
-                    self._barred = error
+                self._barred = error
                 time.sleep(RETRY)
             except (OSError, EchelonError):
                 time.sleep(RETRY)

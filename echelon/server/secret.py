@@ -37,6 +37,10 @@ class SecretError(ServerError):
     """The other end does not hold this job's secret, or the secret's file is not private."""
 
 
+class Unproved(SecretError):  # noqa: N818 (what happened; its base says error)
+    """The other end did not get as far as a proof: it is just ending, or starved. To be tried again."""
+
+
 def make_secret() -> bytes:
     """A fresh secret."""
     return secrets.token_bytes(32)
@@ -144,10 +148,10 @@ def greet(connection: socket.socket, secret: bytes, role: int, *, limit: float =
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             part = connection.recv(caller.needs - len(reply))
             if not part:
-                raise SecretError("the other end hung up before it proved that it holds this job's secret")
+                raise Unproved("the other end hung up before it proved that it holds this job's secret")
             reply += part
         connection.sendall(caller.feed(reply))
     except TimeoutError:
-        raise SecretError(f"the other end did not prove itself within {limit:g} s") from None
+        raise Unproved(f"the other end did not prove itself within {limit:g} s") from None
     finally:
         connection.settimeout(before)

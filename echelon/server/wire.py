@@ -194,7 +194,7 @@ def frame_length(header: Buffer, *, limit: int = MAX_FRAME) -> int:
     return int(HEADER.size + body)
 
 
-def front_length(header: Buffer) -> int | None:
+def front_length(header: Buffer) -> int:
     """How many bytes of the body the JSON and the descriptors may take at most."""
     _magic, _kind, _flags, _request, meta, arrays, _reserved, body = HEADER.unpack_from(header)
     return int(min(meta + arrays * (2 + 8 * MAX_NDIM), body))
@@ -331,66 +331,14 @@ def send(connection: socket.socket, buffers: Sequence[Buffer]) -> None:
             views[at] = views[at][sent:]
 
 
-#: Given a frame's JSON and its arrays' dtypes and shapes: per array where its bytes go (C-contiguous, as many bytes), or None.
-Places = Callable[[dict[str, Any], list[tuple[np.dtype, tuple[int, ...]]]], Sequence[np.ndarray | None]]
-
-
-def receive(connection: socket.socket, *, limit: int = MAX_FRAME, into: Places | None = None) -> Frame:
-    """One frame off a blocking socket. `into` names destinations for arrays, which then are received in place (no copy).
-
-    EOFError at an end between frames, WireError inside one.
-    """
+def receive(connection: socket.socket, *, limit: int = MAX_FRAME) -> Frame:
+    """One frame off a blocking socket. EOFError at an end between frames, WireError inside one."""
     header = bytearray(HEADER.size)
     _fill(connection, memoryview(header), first=True)
-    length = frame_length(header, limit=limit)
-    raw = np.empty(length, np.uint8)
+    raw = np.empty(frame_length(header, limit=limit), np.uint8)
     raw[: HEADER.size] = np.frombuffer(header, np.uint8)
-    if into is None:
-        _fill(connection, raw.data[HEADER.size :])
-        return parse(raw)
-    return _scattered(connection, header, raw, into)
-
-
-def _scattered(connection: socket.socket, header: bytearray, raw: np.ndarray, into: Places) -> Frame:
-    front = HEADER.size + (front_length(header) or 0)
-    _fill(connection, raw.data[HEADER.size : front])
-    meta, places = layout(raw)
-    chosen = into(meta, [(dtype, shape) for dtype, shape, _ in places])
-    views: list[memoryview] = []
-    arrays: list[np.ndarray] = []
-    at = front
-    for (dtype, shape, start), target in zip(places, chosen, strict=True):
-        size = int(dtype.itemsize * np.prod(shape, dtype=np.int64))
-        own = raw[start : start + size]
-        if target is None or not size:
-            arrays.append(own.view(dtype).reshape(shape) if size else np.empty(shape, dtype))
-            continue
-        if target.nbytes != size or not target.flags.c_contiguous or target.dtype != dtype:
-            raise WireError(f"a destination of {target.nbytes} bytes for an array of {size}")
-        target_bytes = target.reshape(-1).data.cast("B")
-        arrays.append(target)
-        have = max(0, min(at - start, size))
-        if have:
-            target_bytes[:have] = own[:have].data
-        if start > at:
-            views.append(raw.data[at:start])
-        if have < size:
-            views.append(target_bytes[have:])
-        at = max(at, start + size)
-    if at < len(raw):
-        views.append(raw.data[at:])
-    first = 0
-    while first < len(views):
-        got = connection.recvmsg_into(views[first : first + 512])[0]
-        if not got:
-            raise WireError("the connection ended inside a frame")
-        while first < len(views) and got >= len(views[first]):
-            got -= len(views[first])
-            first += 1
-        if got:
-            views[first] = views[first][got:]
-    _magic, kind, flags, request, *_ = HEADER.unpack_from(header)
-    return Frame(kind, request, meta, arrays, raw, flags)
+    _fill(connection, raw.data[HEADER.size :])
+    return parse(raw)
 
 
 def _fill(connection: socket.socket, view: memoryview, *, first: bool = False) -> None:

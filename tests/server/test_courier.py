@@ -1,0 +1,80 @@
+"""A worker's own reader: answers in any pieces, straight into their destinations, from a listener that proved itself."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from echelon.server import wire
+from echelon.server.courier import Link, Request
+from echelon.server.secret import Listener, make_secret
+
+SECRET = make_secret()
+
+
+class Ends:
+    """A link, and what it is connected to."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.link = Link("s1", f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+            self.server, _ = listener.accept()
+        door = Listener(SECRET)
+        while not door.done:
+            self.link.write()
+            self.server.sendall(door.feed(self.server.recv(door.needs, socket.MSG_WAITALL)))
+            if not self.link.ready:
+                self.turn(lambda: self.link.ready)
+        assert wire.receive(self.server).kind == wire.OFFER
+        self.server.sendall(b"".join(wire.encode(wire.OFFERED, 0, {"taken": False})))
+
+    def turn(self, done: object) -> None:
+        """Read until it is so."""
+        deadline = time.monotonic() + 10
+        while not done():  # type: ignore[operator]
+            self.link.read()
+            assert time.monotonic() < deadline
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Ends]:
+    both = Ends()
+    yield both
+    both.link.close()
+    both.server.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 7, 300, 4096, 20_000, 90_000]), max_size=5),
+    cuts=st.lists(st.integers(1, 40_000), max_size=4),
+    placed=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+@example(sizes=[20_000, 0], cuts=[], placed=[True] * 5)
+@example(sizes=[20_000, 0, 7, 0], cuts=[10_000, 9_000], placed=[True, False] * 2 + [True])
+def test_an_answer_in_any_pieces_goes_where_it_belongs(
+    ends: Ends, sizes: list[int], cuts: list[int], placed: list[bool]
+) -> None:
+    sent = [np.arange(size, dtype="f4") + place for place, size in enumerate(sizes)]
+    targets = [np.zeros(size, "f4") if place else None for size, place in zip(sizes, placed, strict=False)]
+    got: list[wire.Frame] = []
+    ends.link.ask(Request(wire.PULL, {}, [], lambda request, frame: got.append(frame), lambda meta, described: targets))
+    asked = wire.receive(ends.server)
+    data = b"".join(wire.encode(wire.ROWS, asked.request, {"counts": [1]}, sent))
+    for cut in cuts:
+        ends.server.sendall(data[:cut])
+        data = data[cut:]
+        ends.link.read()
+    ends.server.sendall(data)
+    ends.turn(lambda: got)
+    assert [each.tolist() for each in got[0].arrays] == [each.tolist() for each in sent]
+    assert got[0].meta == {"counts": [1]}
+    long = len(data) > 1 << 14 and not cuts
+    for target, frame, want in zip(targets, got[0].arrays, sent, strict=True):
+        assert target is None or not long or not want.size or (frame is target and (target == want).all())

@@ -1,0 +1,35 @@
+"""A worker's connection to the controller: what cannot be is said at once, and again to whoever asks later."""
+
+from __future__ import annotations
+
+import select
+import socket
+
+import pytest
+
+from echelon.errors import ServerError
+from echelon.server import connect, wire
+from echelon.server.herald import Herald
+from echelon.server.secret import Listener, SecretError, make_secret
+
+
+def test_an_address_that_is_none_is_refused_at_once() -> None:
+    for address in ("localhost", "127.0.0.1:port", ":7000", "127.0.0.1:70000"):
+        with pytest.raises(ServerError, match="is no address; write host:port"):
+            connect(address, secret=make_secret())
+
+
+def test_a_controller_of_another_job_is_told_to_everyone_who_asks() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        herald = Herald(f"127.0.0.1:{listener.getsockname()[1]}", make_secret(), {})
+        other, _ = listener.accept()
+        with other:
+            door = Listener(make_secret())
+            other.sendall(door.feed(other.recv(door.needs, socket.MSG_WAITALL)))
+            assert select.select([herald.bell], [], [], 10.0)[0]
+        for _ in range(2):
+            with pytest.raises(SecretError, match="does not hold this job's secret"):
+                herald.news()
+            with pytest.raises(SecretError, match="does not hold this job's secret"):
+                herald.ask(wire.STATUS, {})
+        herald.close()
