@@ -80,8 +80,6 @@ def serve(
         options: dict[str, Any] = {"memory": limit, "spill": spill, "host": host, "advertise": advertise, "name": name}
         _join(controller, secret, f"{where}:{port}", options, json)
         return
-    if restore is not None and not restore.is_dir():
-        raise ServerError(f"{restore}: no such checkpoint; give the folder of one")
     given = {each for each in context.params if _is_given(context, each)}
     job = _job(folder, given, {"shards": shards, "replicas": replicas, "staleness": staleness, "aggregate": aggregate})
     if job["aggregate"] and job["staleness"] != 0:

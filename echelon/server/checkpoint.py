@@ -9,6 +9,7 @@ state are inside, so that a worker that goes on after a restore has nothing appl
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -38,10 +39,24 @@ def partial(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
+def _former(folder: Path) -> Path:
+    """Where the checkpoint before it is until it has its name."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _name(folder: Path) -> None:
+    """Give a whole checkpoint its name, where it has none yet: also after a crash in the middle of `complete`."""
+    if not folder.exists() and (partial(folder) / MANIFEST).is_file():
+        with contextlib.suppress(FileNotFoundError):  # whoever reads it does so, too
+            os.rename(partial(folder), folder)
+        durable.sync_folder(folder.parent)
+
+
 def require_room(folder: Path) -> None:
     """A checkpoint takes the place of another one, and of nothing else."""
     if not folder.is_absolute():
         raise CheckpointError(f"{folder}: servers have folders of their own to start from; give an absolute path")
+    _name(folder)
     if folder.is_dir():
         if any(folder.iterdir()) and not (folder / MANIFEST).is_file():
             raise CheckpointError(
@@ -49,9 +64,9 @@ def require_room(folder: Path) -> None:
             )
     elif folder.exists() or folder.is_symlink():
         raise CheckpointError(f"{folder}: is no folder; give a new one")
-    place = partial(folder)
-    if place.is_dir() and any(not path.name.startswith(("shard-", MANIFEST)) for path in place.iterdir()):
-        raise CheckpointError(f"{place}: holds other things than a checkpoint that was begun; give a new folder")
+    for place in (partial(folder), _former(folder)):
+        if place.is_dir() and any(not path.name.startswith(("shard-", MANIFEST)) for path in place.iterdir()):
+            raise CheckpointError(f"{place}: holds other things than a checkpoint that was begun; give a new folder")
 
 
 def save(folder: Path, shard: int, parts: Sequence[Part]) -> dict[str, Any]:
@@ -113,14 +128,12 @@ def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
     for stray in [path for path in place.iterdir() if path.name not in listed]:
         stray.unlink()
     durable.write(place / MANIFEST, {"format": FORMAT, **manifest})
+    former = _former(folder)
+    shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
-        old = folder.with_name(f".{folder.name}-{_LIFE}.old")
-        os.rename(folder, old)
-        os.rename(place, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.rename(place, folder)
-    durable.sync_folder(folder.parent)
+        os.rename(folder, former)
+    _name(folder)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 #: What a manifest has beside its format.
@@ -131,6 +144,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a whole checkpoint."""
     path = folder / MANIFEST
     try:
+        _name(folder)
         manifest = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointError(

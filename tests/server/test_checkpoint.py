@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,47 @@ def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
     parts = copied(replica, 0)
     assert parts is not None
     assert parts[0][0]["lsn"] == 5
+
+
+def write(folder: Path, lsn: int) -> None:
+    """A checkpoint of one shard, as a controller has it written."""
+    checkpoint.require_room(folder)
+    entry = checkpoint.save(checkpoint.partial(folder), 0, [({"lsn": lsn}, [])])
+    manifest = {"shards": 1, "specs": [], "settings": {}, "count": 0, "files": {"0": entry}}
+    checkpoint.complete(folder, manifest)
+
+
+def test_a_crash_while_a_checkpoint_takes_the_place_of_another_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is whole by then: whoever looks for it next, or writes over it, finds it."""
+    folder, rename = tmp_path / "kept", os.rename
+
+    def crash(lsn: int) -> None:
+        def stop(old: Path, new: Path) -> None:
+            if new == folder:
+                raise InterruptedError("the power failed")
+            rename(old, new)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "rename", stop)
+            with pytest.raises(InterruptedError):
+                write(folder, lsn)
+        assert not folder.exists()
+
+    write(folder, 1)
+    crash(2)
+    assert checkpoint.load(folder, 0)[0][0]["lsn"] == 2
+    crash(3)
+    checkpoint.require_room(folder)  # another is asked for
+    assert (folder / checkpoint.MANIFEST).is_file()
+    write(folder, 4)
+    assert checkpoint.load(folder, 0)[0][0]["lsn"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    (tmp_path / ".kept.old").mkdir()
+    (tmp_path / ".kept.old" / "thesis.txt").touch()
+    with pytest.raises(CheckpointError, match=r"\.kept\.old: holds other things"):
+        write(folder, 5)
 
 
 class Owner:
