@@ -246,7 +246,12 @@ class Servers:
                     say(f"server {name} was ended; {len(self.servers)} are left")
                     continue
                 self._missing += 1
-                say(f"server {name} died ({why}); the other replicas go on, and a new server takes its place")
+                rest = (
+                    "its shards go back to the last checkpoint, or are lost where there is none"
+                    if self._replicas == 1
+                    else "the other replicas go on"
+                )
+                say(f"server {name} died ({why}); {rest}, and a new server takes its place")
             if self._missing and self._may("server"):
                 self._missing -= 1
                 say(f"server {self.start()} started")
