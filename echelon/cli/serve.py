@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,13 +67,10 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Run parameter servers until interrupted."""
-    own = {"--controller": controller, "--advertise": advertise, "--host": host, "--name": name, "--expect": expect}
-    _check(
-        on,
-        cluster,
-        servers,
-        [flag for flag, value in own.items() if value is not None] + ["--bind"] * (bind != "127.0.0.1"),
-    )
+    given = {each for each in context.params if _is_given(context, each)}
+    _check(on, cluster, servers, controller, given)
+    if memory is not None and not 1 <= memory * 2**30 < math.inf:
+        raise EchelonError(f"--memory {memory:g}: a bound is a number of GiB above 0; leave it out for none")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     where, _, port = bind.rpartition(":") if bind.rpartition(":")[2].isdigit() else (bind, "", "0")
     limit = None if memory is None else int(memory * 2**30)
@@ -80,15 +79,14 @@ def serve(
         options: dict[str, Any] = {"memory": limit, "spill": spill, "host": host, "advertise": advertise, "name": name}
         _join(controller, secret, f"{where}:{port}", options, json)
         return
-    given = {each for each in context.params if _is_given(context, each)}
     job = _job(folder, given, {"shards": shards, "replicas": replicas, "staleness": staleness, "aggregate": aggregate})
     if job["aggregate"] and job["staleness"] != 0:
         raise EchelonError("--aggregate: gradients are added up over workers that are in step; add --staleness 0")
-    secret = _secret(secret_file or folder / "secret", make=True)
+    secret_file = secret_file or folder / "secret"
     if servers == 0:
         settings = {name: job.pop(name) for name in ("staleness", "aggregate")}
         _control(
-            secret,
+            secret_file,
             folder,
             f"{where}:{port}",
             advertise,
@@ -96,6 +94,7 @@ def serve(
             json,
         )
         return
+    secret = _secret(secret_file, make=True)
     if on == "ray":
         from echelon.server.on_ray import RayServers
 
@@ -104,7 +103,7 @@ def serve(
             cluster=cluster,
         ) as placed:  # fmt: skip
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave with another status
-            _say(json, placed.address, secret_file or folder / "secret", {"servers": sorted(placed.servers)})
+            _say(json, placed.address, secret_file, {"servers": sorted(placed.servers)})
             with contextlib.suppress(KeyboardInterrupt):
                 placed.stay()
         return
@@ -121,19 +120,33 @@ def serve(
         servers, **job, restore=restore, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
         bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,
     ) as running:  # fmt: skip
-        _say(json, running.address, secret_file or folder / "secret", {"servers": sorted(running.servers)})
+        _say(json, running.address, secret_file, {"servers": sorted(running.servers)})
         with contextlib.suppress(KeyboardInterrupt):
             running.stay()
 
 
-def _check(on: str, cluster: str | None, servers: int, own: list[str]) -> None:
+#: What nodes and their addresses decide under Ray, and what is the controller's.
+_PLACES = ("controller", "advertise", "host", "name", "expect", "bind")
+_CONTROLLERS = (
+    "servers", "folder", "replicas", "shards", "expect", "staleness", "aggregate", "lease", "restore",
+)  # fmt: skip
+
+
+def _check(on: str, cluster: str | None, servers: int, controller: str | None, given: set[str]) -> None:
+    def flags(names: Sequence[str]) -> str:
+        return ", ".join(f"--{name}" for name in names if name in given)
+
     if on not in ("local", "ray"):
         raise EchelonError(f"--on {on}: servers run as `local` processes or on `ray`")
     if on == "local" and cluster is not None:
         raise EchelonError(f"--cluster {cluster}: that is the address of a Ray cluster; add --on ray")
-    if on == "ray" and (own or servers < 1):
-        flags = ", ".join(own or ["--servers 0"])
-        raise EchelonError(f"{flags}: with --on ray the nodes and their addresses are Ray's to tell; leave it out")
+    if on == "ray" and (flags(_PLACES) or servers < 1):
+        refused = flags(_PLACES) or "--servers 0"
+        raise EchelonError(f"{refused}: with --on ray the nodes and their addresses are Ray's to tell; leave it out")
+    if controller is not None and flags(_CONTROLLERS):
+        raise EchelonError(
+            f"{flags(_CONTROLLERS)}: one server joins the controller at {controller}, which was started with its own; leave it out"
+        )
 
 
 def _is_given(context: typer.Context, option: str) -> bool:
@@ -187,14 +200,14 @@ def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], js
 
 
 def _control(
-    secret: bytes, folder: Path, bind: str, advertise: str | None, options: dict[str, Any], json: bool
+    secret_file: Path, folder: Path, bind: str, advertise: str | None, options: dict[str, Any], json: bool
 ) -> None:
     from echelon.server.loop import split
     from echelon.server.process import ControllerProcess
 
-    process = ControllerProcess(secret=secret, folder=folder, bind=bind, **options)
+    process = ControllerProcess(secret=_secret(secret_file, make=True), folder=folder, bind=bind, **options)
     address = f"{advertise}:{split(process.address)[1]}" if advertise else process.address
-    _say(json, address, folder / "secret", {"servers": []})
+    _say(json, address, secret_file, {"servers": []})
     _run(process)
 
 

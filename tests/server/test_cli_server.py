@@ -125,3 +125,28 @@ def test_a_job_has_its_settings_for_life(tmp_path: Path) -> None:
         answer = CliRunner().invoke(app, ["serve", "--folder", str(folder), *options])
         assert answer.exit_code == 1
         assert message in answer.output
+
+
+def test_a_controller_alone_tells_where_its_secret_is(tmp_path: Path) -> None:
+    with serving(tmp_path / "job", "--servers", "0", "--secret-file", str(tmp_path / "mine")) as (address, secret):
+        assert secret == tmp_path / "mine"
+        assert ask(address, read_secret(secret))["servers"] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "nan"], "--memory nan: a bound is a number of GiB above 0"),
+        (["--memory", "0"], "--memory 0: a bound"),
+        (["--memory", "inf"], "--memory inf: a bound"),
+        (
+            ["--controller", "127.0.0.1:1", "--replicas", "2", "--staleness", "0", "--restore", "kept"],
+            "--replicas, --staleness, --restore: one server joins the controller at 127.0.0.1:1",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(options: list[str], message: str, tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["serve", *options, "--secret-file", str(tmp_path / "none")])
+    assert answer.exit_code == 2
+    assert message in answer.output
+    assert list(tmp_path.iterdir()) == []
