@@ -43,10 +43,13 @@ class Recent:
         self._entries.append(([ids.copy()], lsn.copy()))
         self._newest = len(ids)
         self._size += len(lsn)
-        while self._size > max(LEAST, rows // 4):
-            parts, last = self._entries.popleft()
-            self._size -= sum(len(part) + _OBJECT for part in parts) + len(last)
-            np.maximum(self._whole, last, out=self._whole)
+        most = max(LEAST, rows // 4)
+        if self._size > most + most // 4:
+            # Many at a time: one with each write costs more than to keep what it wrote.
+            while self._size > most:
+                parts, last = self._entries.popleft()
+                self._size -= sum(len(part) + _OBJECT for part in parts) + len(last)
+                np.maximum(self._whole, last, out=self._whole)
 
     def replaced(self, shard: int, lsn: int) -> None:
         """Rows of a shard came from elsewhere, written up to this log number."""

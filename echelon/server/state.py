@@ -34,7 +34,15 @@ class Store(Protocol):
     def prepare(self, entry: Iterable[tuple[Any, ...]], step: int | None, rates: Mapping[str, Any] | None) -> None: ...
     def unbounded(self) -> AbstractContextManager[None]: ...
     def apply(
-        self, name: str, ids: np.ndarray, grads: Values, *, lr: float | None, lsn: np.ndarray, step: int | None
+        self,
+        name: str,
+        ids: np.ndarray,
+        grads: Values,
+        *,
+        lr: float | None,
+        lsn: np.ndarray,
+        step: int | None,
+        once: bool = False,
     ) -> None: ...
     @property
     def movers(self) -> Mapping[str, Any]: ...
@@ -188,7 +196,7 @@ class State:
                 elif op.get("assign"):
                     self.store.assign(name, ids, values, lsn=self.lsn)
                 elif not held:
-                    self.store.apply(name, ids, values, lr=rates.get(name), lsn=self.lsn, step=step)
+                    self.store.apply(name, ids, values, lr=rates.get(name), lsn=self.lsn, step=step, once=True)
             except Exception as error:
                 if place == 0:
                     raise

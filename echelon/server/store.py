@@ -192,10 +192,12 @@ class Store:
         lr: float | None = None,
         lsn: np.ndarray,
         step: int | None = None,
+        once: bool = False,
     ) -> None:
         """Updates rows by gradients (ids, dim), those of the same id added up first; of a dense parameter: blocks, one gradient each.
 
-        `lsn`: of each of all shards, the log number of this entry; `step`: counted from 1, for rules that go by it.
+        `lsn`: of each of all shards, the log number of this entry; `step`: counted from 1, for rules that go by it. `once`: each id is there
+        once, as workers send them, which need not be looked at; if one is not, its row is updated by one gradient after the other.
         """
         ids = ids_of(ids)
         check_rate(name, lr)
@@ -204,14 +206,22 @@ class Store:
             return
         table = self._table(name)
         table.check(step)
-        ids, values = self._summed(table, ids, grads)
+        values = rows_of(table, ids, grads)
         lsn = np.ascontiguousarray(lsn, np.int64)
-        if table.native and name not in self._waiting and self._is_sure(name, table, len(ids)):
-            # Nothing can be refused any more: rows that are here are updated in the pass that finds them, and new ones made after.
+        native = table.native and name not in self._waiting
+        if not (once and native):
+            ids, values = self._summed(ids, values)
+        if native:
+            if not self._is_sure(name, table, len(ids)):
+                _, missing, absent = table.find(ids)
+                if absent:
+                    self._make_room([(table, missing)], 0)
+            # Nothing can be refused any more: rows that are here are updated in the pass that finds them, and new ones made after. The same
+            # on every replica, however sure it is of its room: an id that is there twice, and should not be, must not part them.
             new = table.update(ids, values, lsn, lr=lr, step=step)
             if not len(new):
                 return
-            ids, values = ids[new], values[new]
+            ids, values = self._summed(ids[new], values[new])
         where, missing, absent = table.find(ids)
         if absent and name in self._waiting:
             ids, where, values = self._admit(table, ids, where, values, lsn)
@@ -400,8 +410,7 @@ class Store:
                 f"{name}: no dense parameter of that name here; declared: {', '.join(sorted(self.specs)) or 'none'}"
             ) from None
 
-    def _summed(self, table: Rows, ids: np.ndarray, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        values = rows_of(table, ids, grads)
+    def _summed(self, ids: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if k.unique(ids, table_for(len(ids))):
             return ids, values
         grouped = group(ids, np.zeros(self.shards, np.uint16), 1)

@@ -380,6 +380,21 @@ def test_a_push_may_bring_other_ids_than_the_read_that_it_is_taken_to_follow():
         assert sorted(changed.tolist()) == sorted([0, *middle, 99])
 
 
+def test_ids_that_should_be_there_once_and_are_not_do_not_part_replicas(monkeypatch):
+    """One that is sure of its room and one that is not: rows that are there get one gradient after the other, new ones are made once."""
+    sure, unsure = (Store(shards=SHARDS, memory=MEMORY) for _ in range(2))
+    monkeypatch.setattr(unsure, "_is_sure", lambda *_: False)
+    for store in (sure, unsure):
+        store.declare(Table(name="t", dim=1, rule=Rule(kind="adagrad", lr=1.0), init=Init(kind="zeros")))
+    for lsn, ids in enumerate(([1, 2, 3], [3, 1, 3, 7, 7, 2], [7, 8], [8, 8]), start=1):
+        for store in (sure, unsure):
+            store.apply("t", np.array(ids), np.ones((len(ids), 1)), lsn=stamps(lsn), once=True)
+        assert digests(sure) == digests(unsure)
+    assert sorted(each for shard in range(SHARDS) for each in sure.ids("t", shard).tolist()) == [1, 2, 3, 7, 8]
+    # Adagrad: 1 + 1/sqrt(2) + 1/sqrt(3); added up first the second update would be of 2.
+    np.testing.assert_allclose(sure.read("t", np.array([3]))[0], -(1 + 2**-0.5 + 3**-0.5), rtol=1e-6)
+
+
 def test_what_is_remembered_of_reads_is_bounded():
     store = Store(shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=1))

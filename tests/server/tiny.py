@@ -38,7 +38,15 @@ class TinyStore:
             raise StoreError(f"{name}: {values}")
 
     def apply(
-        self, name: str, ids: np.ndarray, grads: Any, *, lr: float | None, lsn: np.ndarray, step: int | None
+        self,
+        name: str,
+        ids: np.ndarray,
+        grads: Any,
+        *,
+        lr: float | None,
+        lsn: np.ndarray,
+        step: int | None,
+        once: bool = False,
     ) -> None:
         self._check(name, grads)
         np.add.at(self.rows, ids % self.shards, grads[:, 0])

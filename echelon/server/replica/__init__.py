@@ -15,7 +15,7 @@ all of them have it. As **backup** (or learner) it takes what the head that its 
 
 Frames of workers (meta; arrays): PULL {version, worker, incarnation, step, bound, ops: [{table, wire} | {dense}]}; cover u16, then ids or
 blocks per op -> ROWS {counts}; per op rows (and scales), or the blocks end to end. PUSH {version, worker, incarnation, seq, step, tick,
-aggregate, lr, ops: [{table} | {table, assign} | {dense} | {set}]}; cover, then per op ids and values (n, dim), or blocks and one array per
+aggregate, lr, ops: [{table} | {table, assign} | {dense} | {set}]}; cover, then per op ids (each once) and values (n, dim), or blocks and one array per
 block -> ACK {seq}. Either may be answered STALE {version}: nothing was done, ask again under a map at least that new; or REFUSED {error,
 message}.
 
