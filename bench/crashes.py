@@ -5,7 +5,7 @@
 A schedule draws up to four faults (kill -9, SIGSTOP then SIGCONT, connections cut) and whom they hit: servers, workers, the controller;
 never more servers down at once than a chain can lose. Real processes, real signals; a cut shuts a socket down inside the process that
 holds it (pidfd_getfd). Workers write down what they do and see (histories.py); afterwards the history is checked, all replicas of each shard
-must be equal byte for byte, and the time from a server's death until pushes are acknowledged again is noted.
+must be equal byte for byte, and the time from a server's death until pushes are acknowledged again is noted: the load goes on until they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 
 from bench.common import Row, median, publish
 from bench.crash_worker import TABLE, live
-from bench.histories import KEYS, LIVES, Life, check, failover
+from bench.histories import KEYS, LIVES, Life, check, failover, outlast
 from echelon.errors import ServerError
 from echelon.server import Client, Init, Rule, Servers, Table, connect
 from echelon.server.hashing import shard_of
@@ -124,7 +124,8 @@ class Result:
 
     schedule: Schedule
     wrong: list[str] = field(default_factory=list)
-    failovers: list[tuple[str, float]] = field(default_factory=list)
+    #: (what a server died of, seconds until pushes were acknowledged again; None: they never were)
+    failovers: list[tuple[str, float | None]] = field(default_factory=list)
     pushes: int = 0
     reads: int = 0
     seconds: float = 0.0
@@ -164,11 +165,9 @@ class Yard:
         """Bring back what is dead, and say whether every chain is complete again."""
         while len(self.names()) < self.count:
             self.servers.start()
-        with contextlib.suppress(KeyError):
-            state = self.client.map
-            seats = set(self.names()) <= set(state.servers)
-            return seats and not any(state.learners) and all(len(chain) == self.replicas for chain in state.chains)
-        return False
+        state = self.client.map
+        seats = set(self.names()) <= set(state.servers)
+        return seats and not any(state.learners) and all(len(chain) == self.replicas for chain in state.chains)
 
     def run(self, schedule: Schedule) -> Result:
         """One schedule: load, faults, peace, judgement."""
@@ -199,14 +198,21 @@ class Yard:
             lambda: all(path.exists() and path.stat().st_size for *_, path, _ in lives), "workers to begin", result
         )
         deaths = self._faults(schedule, lives, current, begin)
+        records = {column: path for _, _, path, column in lives}
+        if not outlast(
+            records,
+            [when for _, when in deaths],
+            patience=ENDLESS,
+            going=lambda: any(process.is_alive() for process, *_ in lives),
+        ):
+            result.wrong.append(
+                f"no push was acknowledged after a server's death, for {ENDLESS:g} s or until the load ended"
+            )
         self._stop(lives, result)
-        histories = [Life.read(path, column) for _, _, path, column in lives]
+        histories = [Life.read(path, column) for column, path in records.items()]
         result.pushes = sum(len(life.pushes) for life in histories)
         result.reads = sum(len(life.reads) for life in histories)
-        for what, when in deaths:
-            wait = failover(histories, when)
-            if wait is not None:
-                result.failovers.append((what, wait))
+        result.failovers = [(what, failover(histories, when)) for what, when in deaths]
         self._judge(schedule, histories, result)
         result.seconds = time.monotonic() - began
         return result
@@ -367,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(result: Result, replicas: int, staleness: int | None) -> None:
-    waits = ", ".join(f"{what} {wait:.2f} s" for what, wait in result.failovers)
+    waits = ", ".join(f"{what} {'never' if wait is None else f'{wait:.2f} s'}" for what, wait in result.failovers)
     print(
         f"{result.schedule.number}: replicas {replicas}, staleness {staleness}, {'; '.join(map(str, result.schedule.faults))}: "
         f"{result.pushes} pushes, {result.reads} reads, {result.seconds:.1f} s{', failover ' + waits if waits else ''}",
@@ -389,8 +395,11 @@ def _publish(results: Sequence[Result], settings: argparse.Namespace, seconds: f
         row("acknowledged pushes checked", sum(result.pushes for result in results), f"{sum(result.pushes for result in results)}"),
         row("reads checked", sum(result.reads for result in results), f"{sum(result.reads for result in results)}"),
     ]  # fmt: skip
+    deaths = [each for result in results for each in result.failovers]
+    endless = sum(wait is None for _, wait in deaths)
+    rows.append(row("failovers that never ended", endless, f"{endless} of {len(deaths)}", limit=0))
     for kind in ("kill", "stop"):
-        waits = [wait for result in results for what, wait in result.failovers if what == kind]
+        waits = [wait for what, wait in deaths if what == kind and wait is not None]
         if waits:
             middle = median(waits)
             text = f"median {middle.median:.3f} s, 95 % below {np.percentile(waits, 95):.3f} s, most {max(waits):.3f} s ({len(waits)})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -180,7 +180,7 @@ def _by_shard(keys: np.ndarray, shards: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def failover(lives: Sequence[Life], when: float) -> float | None:
-    """Seconds from a fault until a push was acknowledged that was sent after it (every push goes to every shard)."""
+    """Seconds from a fault until a push was acknowledged that was sent after it (every push goes to every shard); None: not so far."""
     waits = []
     for life in lives:
         first = next((number for number, sent, *_ in life.pushes if sent > when), None)
@@ -188,3 +188,28 @@ def failover(lives: Sequence[Life], when: float) -> float | None:
         if heard is not None:
             waits.append(heard - when)
     return min(waits, default=None)
+
+
+def outlast(
+    records: Mapping[int, Path],
+    faults: Sequence[float],
+    *,
+    patience: float,
+    going: Callable[[], bool] = lambda: True,
+    pause: float = 0.1,
+) -> bool:
+    """Let the load (columns and their records) go on until it has overcome every fault; False: it does not within its time.
+
+    A load that is stopped before has seen the quick failovers only: who waits in a push for the slow one sends nothing after the fault.
+    """
+    left, deadline = list(faults), time.monotonic() + patience
+    while left:
+        # Asked before the records are read: what the load wrote last is in them.
+        more = going() and time.monotonic() < deadline
+        lives = [Life.read(path, column) for column, path in records.items()]
+        left = [when for when in left if failover(lives, when) is None]
+        if left and not more:
+            return False
+        if left:
+            time.sleep(pause)
+    return True

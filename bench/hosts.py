@@ -18,14 +18,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.common import Row, publish
-from bench.histories import KEYS, LIVES, Life, check, failover, work
+from bench.histories import KEYS, LIVES, Life, check, failover, outlast, work
 from echelon.server import Client, Init, Rule, Table, connect
 from echelon.server.hashing import shard_of
 from echelon.server.secret import make_secret
@@ -224,6 +224,8 @@ def inside(mark: str, seconds: float) -> dict[str, Any]:
             ip("link", "set", f"to-{place}", "up")
             if not until(judge, lambda: len(judge.map.servers) == 4 and spread(judge)):
                 wrong.append(f"after host {place} was back, chains are {sorted(set(judge.map.chains))}")
+        alive = lambda: any(thread.is_alive() for thread in threads)  # noqa: E731
+        outlast(dict(enumerate(paths)), cuts, patience=PATIENCE, going=alive)  # one that did not end has no wait
         stop.set()
         for thread in threads:
             thread.join(PATIENCE)
@@ -240,6 +242,20 @@ def inside(mark: str, seconds: float) -> dict[str, Any]:
         return {"wrong": wrong, "waits": waits, "pushes": sum(len(life.pushes) for life in lives)}
 
 
+def judged(result: Mapping[str, Any]) -> tuple[list[Row], list[str]]:
+    """The rows of a run, and all that is wrong with it: a host that was cut off until the end, too."""
+    wrong, rows = list(result["wrong"]), []
+    for place, wait in zip(PLACES, result["waits"], strict=True):
+        what = {"what": f"host {place} cut off: until pushes are acknowledged again"}
+        if wait is None:
+            wrong.append(f"after host {place} was cut off, no push was acknowledged again")
+        else:
+            rows.append(Row(what=what, value=wait, text=f"{wait:.2f} s", limit=FAILOVER_LIMIT))
+    what = {"what": "lost, doubled, unequal"}
+    text = f"{len(wrong)} of {result['pushes']} pushes"
+    return [Row(what=what, value=len(wrong), text=text, limit=0), *rows], wrong
+
+
 def run(seconds: float = 2.0) -> dict[str, Any]:
     """Make the hosts, run, and take them away."""
     with Lab() as lab:
@@ -248,7 +264,7 @@ def run(seconds: float = 2.0) -> dict[str, Any]:
             ["ip", "netns", "exec", lab.hub, *command], cwd=ROOT, capture_output=True, text=True, timeout=600
         )
     if done.returncode:
-        return {"wrong": [done.stderr[-2000:]], "waits": [], "pushes": 0}
+        return {"wrong": [done.stderr[-2000:]], "waits": [None for _ in PLACES], "pushes": 0}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -265,19 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(f"left out: {reason}")
         return 0
-    result = run(settings.seconds)
-    wrong, waits = result["wrong"], [wait for wait in result["waits"] if wait is not None]
-    rows = [
-        Row(
-            what={"what": "lost, doubled, unequal"},
-            value=len(wrong),
-            text=f"{len(wrong)} of {result['pushes']} pushes",
-            limit=0,
-        )
-    ]
-    for place, wait in zip(PLACES, waits, strict=False):
-        what = {"what": f"host {place} cut off: until pushes are acknowledged again"}
-        rows.append(Row(what=what, value=wait, text=f"{wait:.2f} s", limit=FAILOVER_LIMIT))
+    rows, wrong = judged(run(settings.seconds))
     return publish("Two hosts", rows, json_path=settings.json, notes=wrong[:10])
 
 

@@ -34,6 +34,8 @@ from echelon.server import Init, Rule, Table, connect
 SLOW_LIMIT = 2.0
 #: Seconds of one reading of the throughput.
 BIN = 0.25
+#: The phase that others are compared with, and the least that it must show: below one push a reading, nothing can be below half of it.
+QUIET, LEAST = "quiet", 1 / BIN
 #: Seconds after which a phase is taken not to end.
 PATIENCE = 45.0
 BULK = "bulk"
@@ -140,7 +142,7 @@ def run(
             yard.settle(yard.balanced, "the chains to be complete without the killed server")
 
         try:
-            phase("quiet", lambda: None)
+            phase(QUIET, lambda: None)
             phase("a server joins", join)
             phase("a server leaves", leave)
             phase("a worker joins", lambda: lives.append(yard.begin(2, folder, 2)))
@@ -158,22 +160,26 @@ def run(
         yard.close()
 
 
-def slow(lives: Sequence[Life], phases: Sequence[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+def judged(lives: Sequence[Life], phases: Sequence[tuple[str, float, float]]) -> list[Row]:
     """Per phase: pushes acknowledged per second, and for how long at a stretch it was below half of the quiet phase's."""
     times = np.sort([when for life in lives for when in _acknowledgements(life)])
-    base = 0.0
-    found = {}
-    for what, began, ended in phases:
-        edges = np.arange(began, ended + 1e-9, BIN)
-        counts = np.diff(np.searchsorted(times, edges)) / BIN
-        if what == "quiet":
-            base = float(np.median(counts))
+    readings = {
+        what: np.diff(np.searchsorted(times, np.arange(began, ended + 1e-9, BIN))) / BIN
+        for what, began, ended in phases
+    }
+    base = float(np.median(readings[QUIET])) if QUIET in readings else 0.0
+    rows = [
+        Row(what={"phase": QUIET, "figure": "its throughput"}, value=base, text=f"{base:.0f} pushes/s", least=LEAST)
+    ]
+    for what, counts in readings.items():
         longest = stretch = 0
         for count in counts:
             stretch = stretch + 1 if count < base / 2 else 0
             longest = max(longest, stretch)
-        found[what] = (float(counts.mean()), longest * BIN)
-    return found
+        below, rate = longest * BIN, float(counts.mean())
+        figure = {"phase": what, "figure": "longest below half"}
+        rows.append(Row(what=figure, value=below, text=f"{below:.2f} s ({rate:.0f} pushes/s)", limit=SLOW_LIMIT))
+    return rows
 
 
 def _acknowledgements(life: Life) -> list[float]:
@@ -194,15 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         result, phases, lives = run(Path(scratch), settings.seconds, seed=settings.seed, bulk=settings.bulk)
-    rows = [
-        Row(
-            what={"phase": what, "figure": "longest below half"},
-            value=below,
-            text=f"{below:.2f} s ({rate:.0f} pushes/s)",
-            limit=SLOW_LIMIT,
-        )
-        for what, (rate, below) in slow(lives, phases).items()
-    ]
+    rows = judged(lives, phases)
     pushes = sum(len(life.pushes) for life in lives)
     rows.append(
         Row(
