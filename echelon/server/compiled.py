@@ -9,6 +9,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,41 @@ from numba import njit
 from numba.core import caching, event
 
 
-class _Shared(caching.UserWideCacheLocator):
-    """The user's cache folder, by what the file says and not by where it lies."""
+@lru_cache
+def stamp_of(folder: Path) -> str:
+    """What all files of a folder say: a function is compiled together with those that it calls, which lie in others."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()
 
-    def __init__(self, function: Any, file: str) -> None:
-        super().__init__(function, file)
-        self._stamp = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        self._cache_path = str(Path(self._cache_path).with_name(f"echelon_{Path(file).stem}_{self._stamp[:16]}"))
+
+class _Stamped:
+    """Of one of numba's places: what is kept there is good while no file beside the function's has changed."""
+
+    _py_file: str
 
     def get_source_stamp(self) -> str:
         """Whether what is kept is of this source."""
-        return self._stamp
+        return stamp_of(Path(self._py_file).parent)
+
+
+class _Shared(_Stamped, caching.UserWideCacheLocator):
+    """The user's cache folder, by what the files say and not by where they lie."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)
+        self._cache_path = str(Path(self._cache_path).with_name(f"echelon_{self.get_source_stamp()[:16]}"))
 
 
 class _Kept(caching.CompileResultCacheImpl):
     """First where the user says (NUMBA_CACHE_DIR), then shared, then where numba would."""
 
-    _locator_classes = [  # noqa: RUF012 (numba's own name and kind)
-        caching.UserProvidedCacheLocator,
+    _locator_classes: list[Any] = [  # noqa: RUF012 (numba's own name and kind)
+        type("_Given", (_Stamped, caching.UserProvidedCacheLocator), {}),
         _Shared,
-        *(each for each in caching.CacheImpl._locator_classes if each is not caching.UserProvidedCacheLocator),
+        *(
+            type(f"_{each.__name__}", (_Stamped, each), {})
+            for each in caching.CacheImpl._locator_classes
+            if each is not caching.UserProvidedCacheLocator
+        ),
     ]
 
 

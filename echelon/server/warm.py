@@ -15,9 +15,9 @@ import llvmlite.binding  # type: ignore[import-untyped]
 import numba
 import numpy as np
 
-from echelon.server import kernels, replay
+from echelon.server import kernels
 from echelon.server.combine import group
-from echelon.server.compiled import kept_in, watching
+from echelon.server.compiled import kept_in, stamp_of, watching
 from echelon.server.kinds import RULES, Dense, Rule, Table
 from echelon.server.narrow import narrow, widen
 from echelon.server.store import Store
@@ -89,9 +89,9 @@ def _move(number: str) -> None:
 
 def _made() -> str:
     """What compiled code depends on."""
-    sources = b"".join(Path(str(file)).read_bytes() for file in (kernels.__file__, replay.__file__, __file__))
+    sources = stamp_of(Path(kernels.__file__).parent) + Path(__file__).read_text()
     machine = f"{numba.__version__} {sys.implementation.cache_tag} {llvmlite.binding.get_host_cpu_name()}"
-    return hashlib.sha256(sources + machine.encode()).hexdigest()[:16]
+    return hashlib.sha256((sources + machine).encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -35,6 +39,29 @@ def test_checkouts_of_one_user_share_what_is_compiled(tmp_path: Path, monkeypatc
     first, same = _copy(tmp_path / "a", text), _copy(tmp_path / "b", text)
     assert kept_in(first) == kept_in(same)
     assert kept_in(first) != kept_in(_copy(tmp_path / "c", text.replace("return 1", "return 2")))
+
+
+@pytest.mark.parametrize("where", ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"])
+def test_what_is_compiled_is_renewed_by_a_change_beside_it(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that another file's calls is compiled into it."""
+    monkeypatch.setenv(where, str(tmp_path / "cache"))
+    front = "from echelon.server.compiled import compiling\n"
+    called = front + "@compiling(forceinline=True)\ndef called():\n    return 1\n"
+    text = front + "from called import called\n@compiling()\ndef one():\n    return called()\n"
+    seen = []
+    for value in (1, 2):
+        folder = tmp_path / "same"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "called.py").write_text(called.replace("return 1", f"return {value}"))
+        (folder / "one.py").write_text(text)
+        os.utime(folder / "one.py", (0, 0))
+        script = "import sys; sys.path.insert(0, sys.argv[1]); import one; print(one.one())"
+        run = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+        seen.append(run.stdout.strip())
+    assert seen == ["1", "2"]
 
 
 def test_who_waits_for_the_compiling_process_hears_that_it_lives(tmp_path: Path) -> None:
