@@ -164,6 +164,14 @@ class Wanted:
         """Whether rows arrive as they are wanted, so that they can be received in place."""
         return self.wire == self.table.dtype
 
+    def put(self, at: Rows, rows: np.ndarray) -> None:
+        """Rows that came in. All of them at once stay where they lie: that may be memory that the server wrote."""
+        mine = self.rows
+        if isinstance(at, slice) and at == slice(0, len(mine)) and (rows.shape, rows.dtype) == (mine.shape, mine.dtype):
+            self.rows = rows
+        else:
+            mine[at] = rows
+
 
 @dataclass(slots=True, eq=False)
 class WantedDense:
@@ -224,7 +232,7 @@ class Part:
             scales = [next(rest)[0]] if each.wire in ("i2", "i1") else []
             if got is place:
                 continue
-            each.rows[rows] = got if each.plain else widen([got, *scales], each.rows.dtype.str[1:])
+            each.put(rows, got if each.plain else widen([got, *scales], each.table.dtype))
         for dense, blocks in self.dense:
             got, place = next(rest)
             if got is not place:

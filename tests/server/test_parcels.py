@@ -7,6 +7,7 @@ import pytest
 
 from echelon.server.hashing import shard_of
 from echelon.server.kinds import Table
+from echelon.server.narrow import narrow
 from echelon.server.outbox import routes_of
 from echelon.server.parcels import Grads, Parcel, Pull, Roads, Wanted
 
@@ -45,3 +46,29 @@ def test_of_a_push_each_route_gets_its_own_also_routes_of_a_later_map():
             assert (ops, list(cover)) == ([{"table": "t"}], list(route.shards))
             assert set(ids.tolist()) == {i for i in IDS.tolist() if shard_of(np.array([i]), 4)[0] in route.shards}
             assert np.array_equal(sums[:, 3], 2 * ids)
+
+
+@pytest.mark.parametrize("wire", ["f4", "f2", "i1"])
+@pytest.mark.parametrize("chains", [[("a",)] * 4, CHAINS])
+@pytest.mark.parametrize("again", [False, True])
+def test_rows_lie_in_their_places_however_they_come_in(wire, chains, again):
+    order = roads(chains).sort(IDS)
+    wanted = Wanted(TABLE, wire, order, np.full((250, 4), -1, "f4"))
+    pull = Pull(step=0, bound=None, tables={"t": wanted})
+    parts = [part for _, part in pull.parts(roads(chains))]
+    if again:
+        parts = [each for part in parts for _, each in pull.again(part, roads(CHAINS[::-1]))]
+    for part in parts:
+        _, [_, ids] = part.frame()
+        part.take(narrow(np.repeat(ids % 64, 4).reshape(-1, 4).astype("f4"), wire))
+    np.testing.assert_allclose(wanted.order.expand(wanted.rows)[:, 3], IDS % 64, rtol=1e-6)
+
+
+def test_rows_of_another_shape_or_kind_are_not_taken_as_they_are():
+    order = roads([("a",)]).sort(IDS)
+    for rows in (np.ones((250, 4), "f8"), np.ones((1, 4), "f4")):
+        wanted = Wanted(TABLE, "f4", order, np.zeros((250, 4), "f4"))
+        wanted.put(slice(0, 250), rows)
+        assert (wanted.rows.shape, wanted.rows.dtype) == ((250, 4), np.float32)
+    with pytest.raises(ValueError, match="broadcast"):
+        wanted.put(slice(0, 10), np.ones((250, 4), "f4"))
