@@ -1,293 +1,25 @@
-"""A worker's connections to the servers: frames out and in without blocking, answers received straight into their final place.
+"""A worker's connections to all servers: frames out and in without blocking, connections that end are made again.
 
-One thread, one `poll`. A link that ends tells its owner; what was under way over it is the owner's to send again.
+One thread, one `poll`. A line that ends tells its owner; what was under way over it is the owner's to send again.
 """
 
 from __future__ import annotations
 
-import errno
 import select
-import socket
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable
 
 from echelon.errors import EchelonError
-from echelon.server import shared, wire
-from echelon.server.loop import split
-from echelon.server.secret import WORKER, Caller
+from echelon.server.line import Line, Request
 
-#: Bytes asked of the kernel for each direction of a connection; it gives at most what net.core allows.
-BUFFER = 4 << 20
-#: Read at once before it is known what comes: short answers whole, of long ones the front and a little more.
-SCRATCH = 16 << 10
-#: Of a long answer so much is waited for at a time: waking up for every packet costs more than the copy.
-AT_ONCE = 1 << 20
 #: A dial (connecting and the handshake) that takes longer is given up and begun again.
 DIAL = 3.0
 #: Seconds until a server is dialled again: the first time, and at most.
 FIRST_DELAY, LAST_DELAY = 0.01, 0.25
-_BATCH = 16  # buffers per call of sendmsg and recvmsg: each costs to look at, and a call moves a few at most
-
-Described = list[tuple[np.dtype, tuple[int, ...]]]
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A frame that wants an answer. `places` may name destinations for the answer's arrays; `done` gets the answer."""
-
-    kind: int
-    meta: dict[str, Any]
-    arrays: Sequence[np.ndarray]
-    done: Callable[[Request, wire.Frame], None]
-    places: Callable[[dict[str, Any], Described], Sequence[np.ndarray | wire.Pieces | None]] | None = None
-    #: Whose it is: the section of a push, the part of a pull.
-    item: Any = None
-    server: str = ""
-    #: Nobody waits for it any longer.
-    dropped: bool = False
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """A long frame on its way in: where its remaining bytes go."""
-
-    request: Request | None
-    header: bytes
-    meta: dict[str, Any]
-    arrays: list[Any]
-    views: list[memoryview] = field(default_factory=list)
-    rest: int = 0
-
-
-class Link:
-    """One connection to one server: dialled, greeted, then frames in both directions."""
-
-    def __init__(self, server: str, address: str, secret: bytes) -> None:
-        self.server, self.address = server, address
-        self.ready = False
-        self.began = time.monotonic()
-        self.waiting: dict[int, Request] = {}
-        self._caller = Caller(secret, WORKER)
-        self._out: deque[memoryview] = deque()
-        self._scratch = np.empty(SCRATCH, np.uint8)
-        self._have = 0
-        self._incoming: _Incoming | None = None
-        self._greeting = b""
-        self._requests = 0
-        self._least = 1
-        self._offer: shared.Offer | None = None
-        self._shared: shared.Shared | None = None
-        host, port = split(address)
-        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self.socket.setblocking(False)
-        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            self.socket.setsockopt(socket.SOL_SOCKET, name, BUFFER)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            code = self.socket.connect_ex((host, port))
-            if code not in (0, errno.EINPROGRESS):
-                raise OSError(code, errno.errorcode.get(code, "connect"))
-        except OSError:
-            self.socket.close()
-            raise
-        self._out.append(memoryview(self._caller.opening))
-
-    @property
-    def wants(self) -> int:
-        """What to poll for."""
-        return select.POLLIN | (select.POLLOUT if self._out else 0)
-
-    @property
-    def receiving(self) -> Request | None:
-        """The request whose answer is partly here, straight in its destination."""
-        return self._incoming.request if self._incoming else None
-
-    def ask(self, request: Request) -> None:
-        """Send a request (or queue it, where the connection is full)."""
-        self._requests += 1
-        self.waiting[self._requests] = request
-        request.server = self.server
-        buffers = wire.encode(request.kind, self._requests, request.meta, request.arrays)
-        if self._shared is not None:
-            buffers = self._shared.lend(buffers) or buffers
-        self._send(buffers)
-
-    def _send(self, buffers: Sequence[wire.Buffer]) -> None:
-        empty = not self._out
-        for buffer in buffers:
-            if len(buffer):
-                self._out.append(memoryview(buffer))
-        if empty:
-            self.write()
-
-    def write(self) -> None:
-        """Send what the connection takes."""
-        out = self._out
-        while out:
-            try:
-                sent = self.socket.sendmsg([out[place] for place in range(min(len(out), _BATCH))])
-            except BlockingIOError:
-                return
-            while out and sent >= len(out[0]):
-                sent -= len(out.popleft())
-            if sent:
-                out[0] = out[0][sent:]
-
-    def read(self) -> None:
-        """Take in what has arrived; answers go to their requests. EOFError, OSError or WireError when the connection ends."""
-        while True:
-            try:
-                full = self._read()
-            except BlockingIOError:
-                return
-            if not full:
-                return
-
-    def _read(self) -> bool:
-        """One call to the kernel. Whether more may be there."""
-        incoming = self._incoming
-        if incoming is not None:
-            got = self.socket.recvmsg_into(incoming.views[:_BATCH])[0]
-            if not got:
-                raise EOFError
-            _advance(incoming.views, got)
-            incoming.rest -= got
-            self._wait_for(min(incoming.rest, AT_ONCE))
-            if not incoming.views:
-                self._incoming = None
-                self._answer(incoming)
-                return False
-            return True
-        room = self._scratch[self._have :].data
-        got = self.socket.recv_into(room)
-        if not got:
-            raise EOFError
-        self._have += got
-        if not self.ready:
-            self._greet()
-            return False
-        self._frames()
-        return self._incoming is not None
-
-    def _wait_for(self, count: int) -> None:
-        """Be told of what arrived when it is so much (or the connection ended)."""
-        least = count if count == AT_ONCE else 1
-        if least != self._least:
-            self._least = least
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
-
-    def _greet(self) -> None:
-        if self._have < self._caller.needs:
-            return
-        reply = self._scratch[: self._caller.needs].tobytes()
-        self._scratch[: self._have - len(reply)] = self._scratch[len(reply) : self._have].copy()
-        self._have -= len(reply)
-        self._out.append(memoryview(self._caller.feed(reply)))
-        self.ready = True
-        self._offer = shared.offer(self.socket)
-        if self._offer is not None:
-            self._out += map(memoryview, self._offer.frame)
-        self.write()
-
-    def _frames(self) -> None:
-        scratch, at = self._scratch, 0
-        while self._have - at >= wire.HEADER.size:
-            header = scratch[at : at + wire.HEADER.size].tobytes()
-            length, have = wire.frame_length(header), self._have - at
-            if length <= have:
-                frame = wire.parse(scratch[at : at + length].copy())
-                at += length
-                if frame.kind == wire.OFFERED and self._offer is not None:
-                    self._shared, self._offer = self._offer.answered(frame.meta), None
-                    continue
-                if frame.kind == wire.LENT:
-                    if self._shared is None:
-                        raise wire.WireError(f"{frame} without memory to share")
-                    frame = self._shared.borrow(frame.meta)
-                self._deliver(self.waiting.pop(frame.request, None), frame)
-                continue
-            front = wire.HEADER.size + wire.front_length(header)
-            if have >= front:
-                self._incoming = self._begin(header, scratch[at : at + have], length)
-                at = self._have
-            elif at == 0 and front > len(scratch):
-                self._scratch = np.empty(front + SCRATCH, np.uint8)
-                self._scratch[:have] = scratch[:have]
-                return
-            break
-        rest = self._have - at
-        if at and rest:
-            scratch[:rest] = scratch[at : self._have].copy()
-        self._have = rest
-
-    def _begin(self, header: bytes, front: np.ndarray, length: int) -> _Incoming:
-        """A long frame of which `front` is here: choose where its arrays go."""
-        meta, places = wire.layout(front)
-        request = self.waiting.get(wire.HEADER.unpack(header)[3])
-        kind = wire.HEADER.unpack(header)[1]
-        chosen: Sequence[np.ndarray | wire.Pieces | None] = [None] * len(places)
-        if request is not None and request.places is not None and not request.dropped and kind == wire.ROWS:
-            chosen = request.places(meta, [(dtype, shape) for dtype, shape, _ in places])
-        incoming = _Incoming(request=request, header=header, meta=meta, arrays=[])
-        at = here = len(front)
-        for (dtype, shape, start), target in zip(places, chosen, strict=True):
-            array = np.empty(shape, dtype) if target is None else target
-            incoming.arrays.append(array)
-            for piece in array.pieces if isinstance(array, wire.Pieces) else (array,):
-                if not piece.nbytes:
-                    continue
-                view = piece.reshape(-1).data.cast("B")
-                end = start + len(view)
-                if start < here:
-                    known = min(here - start, len(view))
-                    view[:known] = front[start : start + known].data
-                    view = view[known:]
-                elif start > at:
-                    incoming.views.append(memoryview(bytearray(start - at)))
-                if view:
-                    incoming.views.append(view)
-                at, start = max(at, end), end
-        if at < length:  # the gap before an array of nothing
-            incoming.views.append(memoryview(bytearray(length - at)))
-        incoming.rest = length - here
-        self._wait_for(min(incoming.rest, AT_ONCE))
-        return incoming
-
-    def _answer(self, incoming: _Incoming) -> None:
-        _magic, kind, flags, number, *_ = wire.HEADER.unpack(incoming.header)
-        frame = wire.Frame(kind, number, incoming.meta, incoming.arrays, np.empty(0, np.uint8), flags)
-        self._deliver(self.waiting.pop(number, None), frame)
-
-    def _deliver(self, request: Request | None, frame: wire.Frame) -> None:
-        if request is not None and not request.dropped:
-            request.done(request, frame)
-
-    def close(self) -> None:
-        """End the connection."""
-        self.socket.close()
-        self._shared = None
-        if self._offer is not None:
-            self._offer.close()
-
-
-def _advance(views: list[memoryview], got: int) -> None:
-    """Forget the first `got` bytes of these views."""
-    done = 0
-    while done < len(views) and got >= len(views[done]):
-        got -= len(views[done])
-        done += 1
-    del views[:done]
-    if got:
-        views[0] = views[0][got:]
 
 
 class Courier:
-    """All links of a worker. `regained(server)` is called when one can be used, `lost(server, requests)` when one ended."""
+    """All lines of a worker. `regained(server)` is called when one can be used, `lost(server, requests)` when one ended."""
 
     def __init__(
         self,
@@ -298,16 +30,18 @@ class Courier:
     ) -> None:
         self._secret, self._regained, self._lost = secret, regained, lost
         self._addresses: dict[str, str] = {}
-        self._links: dict[str, Link] = {}
-        self._by_file: dict[int, Link] = {}
+        self._lines: dict[str, Line] = {}
+        self._by_file: dict[int, Line] = {}
         self._poll = select.poll()
         self._bell: tuple[int, Callable[[], None]] | None = None
-        #: Servers without a link: when to dial next; and after how long the time after that.
+        #: Servers without a line: when to dial next; and after how long the time after that.
         self._due: dict[str, float] = {}
         self._delays: dict[str, float] = {}
-        self._broken: list[tuple[Link, BaseException]] = []
+        self._broken: list[tuple[Line, BaseException]] = []
         #: Why a server could not be reached the last time.
         self.why: dict[str, str] = {}
+        #: Grows whenever something went out to, or came from, a server that proved itself.
+        self.moved = 0
 
     def listen(self, file: int, ring: Callable[[], None]) -> None:
         """Call `ring` whenever this file has something to read."""
@@ -315,45 +49,45 @@ class Courier:
         self._poll.register(file, select.POLLIN)
 
     def seat(self, addresses: dict[str, str]) -> None:
-        """Where the servers are now: links to others, or to other addresses, end; missing ones are dialled."""
-        for server, link in list(self._links.items()):
-            if addresses.get(server) != link.address:
-                self._end(link, "it left the map")
+        """Where the servers are now: lines to others, or to other addresses, end; missing ones are dialled."""
+        for server, line in list(self._lines.items()):
+            if addresses.get(server) != line.address:
+                self._end(line, "it left the map")
         for server in set(self._due) | set(addresses):
             if addresses.get(server) != self._addresses.get(server):
                 self._due.pop(server, None)
                 self._delays.pop(server, None)
         self._addresses = dict(addresses)
         for server in addresses:
-            if server not in self._links and server not in self._due:
+            if server not in self._lines and server not in self._due:
                 self._dial(server)
 
     def up(self, server: str) -> bool:
         """Whether requests can be sent to this server."""
-        link = self._links.get(server)
-        return link is not None and link.ready
+        line = self._lines.get(server)
+        return line is not None and line.ready
 
     def ask(self, server: str, request: Request) -> None:
         """Send a request to a server that is up. A connection that turns out to be dead is told of in the next `turn`."""
-        link = self._links[server]
+        line = self._lines[server]
         try:
-            link.ask(request)
-            self._poll.modify(link.socket, link.wants)
+            line.ask(request)
+            self._poll.modify(line.socket, line.wants)
         except OSError as error:
-            self._broken.append((link, error))
+            self._broken.append((line, error))
 
     def abandon(self, request: Request) -> None:
         """Take no notice of this request's answer."""
         request.dropped = True
-        link = self._links.get(request.server)
-        if link is not None and link.receiving is request:
-            self._broken.append((link, EOFError("its answer was no longer wanted")))
+        line = self._lines.get(request.server)
+        if line is not None and line.receiving is request:
+            self._broken.append((line, EOFError("its answer was no longer wanted")))
 
     def turn(self, timeout: float) -> None:
         """Wait at most so long for something to happen, and handle what did."""
         broken, self._broken = self._broken, []
-        for link, error in broken:
-            self._retry(link, error)
+        for line, error in broken:
+            self._retry(line, error)
         if self._due:
             timeout = min(timeout, max(0.0, min(self._due.values()) - time.monotonic()))
         if broken:
@@ -363,37 +97,38 @@ class Courier:
                 self._bell[1]()
             elif file in self._by_file:
                 self._serve(self._by_file[file], events)
-        if self._due or not all(link.ready for link in self._links.values()):
+        if self._due or not all(line.ready for line in self._lines.values()):
             self._look_after()
 
     def close(self) -> None:
-        """End all links."""
-        for link in list(self._links.values()):
-            self._forget(link)
+        """End all lines."""
+        for line in list(self._lines.values()):
+            self._forget(line)
         self._addresses, self._due = {}, {}
 
-    def _serve(self, link: Link, events: int) -> None:
-        greeted = link.ready
+    def _serve(self, line: Line, events: int) -> None:
+        greeted = line.ready
         try:
             if events & select.POLLOUT:
-                link.write()
+                line.write()
             if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                link.read()
+                line.read()
         except (OSError, EOFError, EchelonError) as error:
-            self._retry(link, error)
+            self._retry(line, error)
             return
-        if self._links.get(link.server) is not link:
+        if self._lines.get(line.server) is not line:
             return
-        self._poll.modify(link.socket, link.wants)
-        if link.ready and not greeted:
-            self.why.pop(link.server, None)
-            self._delays.pop(link.server, None)
-            self._regained(link.server)
+        self.moved += greeted
+        self._poll.modify(line.socket, line.wants)
+        if line.ready and not greeted:
+            self.why.pop(line.server, None)
+            self._delays.pop(line.server, None)
+            self._regained(line.server)
 
-    def _retry(self, link: Link, error: BaseException) -> None:
-        if self._links.get(link.server) is link:
-            self._end(link, str(error) or "the connection ended")
-            self._wait(link.server)
+    def _retry(self, line: Line, error: BaseException) -> None:
+        if self._lines.get(line.server) is line:
+            self._end(line, str(error) or "the connection ended")
+            self._wait(line.server)
 
     def _wait(self, server: str) -> None:
         if server in self._addresses:
@@ -404,9 +139,9 @@ class Courier:
     def _look_after(self) -> None:
         """Give up dials that take too long; dial again what is due."""
         now = time.monotonic()
-        for link in list(self._links.values()):
-            if not link.ready and now - link.began > DIAL:
-                self._retry(link, TimeoutError(f"no handshake within {DIAL:g} s"))
+        for line in list(self._lines.values()):
+            if not line.ready and now - line.began > DIAL:
+                self._retry(line, TimeoutError(f"no handshake within {DIAL:g} s"))
         for server, when in list(self._due.items()):
             if when <= now:
                 self._dial(server)
@@ -414,20 +149,20 @@ class Courier:
     def _dial(self, server: str) -> None:
         self._due.pop(server, None)
         try:
-            link = Link(server, self._addresses[server], self._secret)
+            line = Line(server, self._addresses[server], self._secret)
         except OSError as error:
             self.why[server] = str(error)
             self._wait(server)
             return
-        self._links[server] = self._by_file[link.socket.fileno()] = link
-        self._poll.register(link.socket, link.wants)
+        self._lines[server] = self._by_file[line.socket.fileno()] = line
+        self._poll.register(line.socket, line.wants)
 
-    def _end(self, link: Link, why: str) -> None:
-        self.why[link.server] = why
-        self._forget(link)
-        self._lost(link.server, [each for each in link.waiting.values() if not each.dropped])
+    def _end(self, line: Line, why: str) -> None:
+        self.why[line.server] = why
+        self._forget(line)
+        self._lost(line.server, [each for each in line.waiting.values() if not each.dropped])
 
-    def _forget(self, link: Link) -> None:
-        del self._links[link.server], self._by_file[link.socket.fileno()]
-        self._poll.unregister(link.socket)
-        link.close()
+    def _forget(self, line: Line) -> None:
+        del self._lines[line.server], self._by_file[line.socket.fileno()]
+        self._poll.unregister(line.socket)
+        line.close()

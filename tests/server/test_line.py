@@ -12,25 +12,25 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from echelon.server import wire
-from echelon.server.courier import Link, Request
+from echelon.server.line import Line, Request
 from echelon.server.secret import Listener, make_secret
 
 SECRET = make_secret()
 
 
 class Ends:
-    """A link, and what it is connected to."""
+    """A line, and what it is connected to."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.link = Link("s1", f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
+            self.line = Line("s1", f"127.0.0.1:{listener.getsockname()[1]}", SECRET)
             self.server, _ = listener.accept()
         door = Listener(SECRET)
         while not door.done:
-            self.link.write()
+            self.line.write()
             self.server.sendall(door.feed(self.server.recv(door.needs, socket.MSG_WAITALL)))
-            if not self.link.ready:
-                self.turn(lambda: self.link.ready)
+            if not self.line.ready:
+                self.turn(lambda: self.line.ready)
         assert wire.receive(self.server).kind == wire.OFFER
         self.server.sendall(b"".join(wire.encode(wire.OFFERED, 0, {"taken": False})))
 
@@ -38,7 +38,7 @@ class Ends:
         """Read until it is so."""
         deadline = time.monotonic() + 10
         while not done():  # type: ignore[operator]
-            self.link.read()
+            self.line.read()
             assert time.monotonic() < deadline
 
 
@@ -46,7 +46,7 @@ class Ends:
 def ends() -> Iterator[Ends]:
     both = Ends()
     yield both
-    both.link.close()
+    both.line.close()
     both.server.close()
 
 
@@ -64,13 +64,13 @@ def test_an_answer_in_any_pieces_goes_where_it_belongs(
     sent = [np.arange(size, dtype="f4") + place for place, size in enumerate(sizes)]
     targets = [np.zeros(size, "f4") if place else None for size, place in zip(sizes, placed, strict=False)]
     got: list[wire.Frame] = []
-    ends.link.ask(Request(wire.PULL, {}, [], lambda request, frame: got.append(frame), lambda meta, described: targets))
+    ends.line.ask(Request(wire.PULL, {}, [], lambda request, frame: got.append(frame), lambda meta, described: targets))
     asked = wire.receive(ends.server)
     data = b"".join(wire.encode(wire.ROWS, asked.request, {"counts": [1]}, sent))
     for cut in cuts:
         ends.server.sendall(data[:cut])
         data = data[cut:]
-        ends.link.read()
+        ends.line.read()
     ends.server.sendall(data)
     ends.turn(lambda: got)
     assert [each.tolist() for each in got[0].arrays] == [each.tolist() for each in sent]
