@@ -27,8 +27,8 @@ _FRAME = 0.3e-3
 _INDEX = 40
 #: Bytes of a server process without a row.
 _PROCESS = 150e6
-#: State of one number, by the rule that trains it.
-_STATE = {"SGD": 0, "Adagrad": 1, "Adam": 2, "AdamW": 2, "SparseAdam": 2}
+#: Bytes of state for each number of a table whose rule the profile does not have: Adam's.
+_STATE = 8.0
 #: How far the server's part of a step may lie from this: nothing of it was fitted to runs.
 _SPREAD = 0.5
 
@@ -146,9 +146,11 @@ def held(profile: Profile, plan: Plan) -> float:
     """Bytes of all servers together: every row with its state, on each of its replicas. Of a table that begins on servers there are the rows
     that the data reads, where its size is known."""
     made = {each.path: each.start == "model" or not profile.samples for each in plan.tables}
+    # As the optimizer was seen to keep it: momentum is SGD's by choice.
+    state = {each.name: each.state / each.elements for each in profile.optimizers if each.elements and not each.untried}
     tables = sum(
         (each.rows if made[each.path] else each.touched(profile.samples))
-        * (each.row_bytes * (1 + _STATE.get(each.rule, 2)) + _INDEX)
+        * (each.row_bytes + each.dim * state.get(each.rule, _STATE) + _INDEX)
         for each in served(profile, plan)
     )
     dense = 0.0

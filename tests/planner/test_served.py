@@ -56,6 +56,18 @@ def test_ranks_hold_rows_and_not_the_table() -> None:
     assert any("1 server holds 1 table of 256 MB" in note for note in mine.notes)
 
 
+def test_servers_hold_the_state_that_the_optimizer_was_seen_to_keep() -> None:
+    """SGD has momentum or not, which its name does not say."""
+    profile = make_clicks()
+    table = replace(profile.tables[0], rule="SGD")
+    sizes = []
+    for each in (0, 4):
+        rule = replace(profile.optimizers[0], name="SGD", state=each * profile.optimizers[0].elements)
+        changed = replace(profile, tables=(table,), optimizers=(rule,))
+        sizes.append(held(changed, served("dp=1", changed)))
+    assert sizes[1] - sizes[0] == table.bytes
+
+
 def test_a_bound_hides_what_being_in_step_waits_for() -> None:
     profile, cluster = make_clicks(), make_gpus(2, 64e9)
     in_step, bounded = (simulate(profile, cluster, served(f"dp=2 staleness={s}", profile)) for s in (0, 4))
