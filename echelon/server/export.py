@@ -79,6 +79,19 @@ def rows(source: Path, name: str | None = None, dtype: str = "f4") -> Iterator[t
         yield ids, arrays[0]
 
 
+def every_row(folder: Path, name: str, count: int, dtype: str = "f4") -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(ids, rows) of a table of a checkpoint that is to become a tensor of so many rows; refused, at the end, where some are not there."""
+    seen = 0
+    for ids, values in rows(folder, name, dtype):
+        seen += len(ids)
+        yield ids, values
+    if seen != count:
+        raise CheckpointError(
+            f"{folder}: {name} has {seen:,} of {count:,} rows, the others were never trained and begin as their ids say: such a table "
+            "is no tensor of a file; `echelon server export` writes the rows that there are"
+        )
+
+
 def dense(folder: Path, name: str) -> np.ndarray:
     """A dense parameter of a checkpoint, whole."""
     from echelon.server import checkpoint

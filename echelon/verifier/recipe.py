@@ -77,13 +77,13 @@ def _tables(folder: Path) -> dict[str, Tensor]:
     """Of a checkpoint with a parameter server: its tables, as tensors."""
     if not (folder / "server" / "manifest.json").is_file():
         return {}
-    from echelon.server.export import rows
+    from echelon.server.export import every_row
 
     shapes, found = json.loads((folder / MANIFEST).read_text())["parameters"], {}
     for spec in json.loads((folder / "server" / "manifest.json").read_text())["specs"]:
         if spec["what"] == "table":
-            table = torch.empty(shapes[spec["name"]])
-            for ids, values in rows(folder / "server", spec["name"]):
+            table = torch.empty(shapes[spec["name"]], dtype=torch.float64 if spec["dtype"] == "f8" else torch.float32)
+            for ids, values in every_row(folder / "server", spec["name"], len(table), spec["dtype"]):
                 table[torch.from_numpy(ids)] = torch.from_numpy(values)
             found[spec["name"]] = table
     return found

@@ -27,15 +27,17 @@ def serving(folder: Path, *options: str) -> Iterator[tuple[str, Path]]:
     """`echelon serve` in that folder; the controller's address and the secret's file."""
     command = [sys.executable, "-m", "echelon", "serve", "--json", "--folder", str(folder), *options]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        text = ""
-        while not text.rstrip().endswith("}"):
-            line = process.stdout.readline()
-            assert line, "it ended"
-            text += line
-        said = json.loads(text)
-        yield said["controller"], Path(said["secret_file"])
-        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.stdout is not None
+            text = ""
+            while not text.rstrip().endswith("}"):
+                line = process.stdout.readline()
+                assert line, "it ended"
+                text += line
+            said = json.loads(text)
+            yield said["controller"], Path(said["secret_file"])
+        finally:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 

@@ -9,11 +9,13 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import load_file
 
+from echelon.engine.stored import MANIFEST
 from echelon.errors import CheckpointError, DocumentError
 from echelon.server import checkpoint, export
 from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, Table, spec_to_plain
 from echelon.server.narrow import widen
 from echelon.server.store import Store
+from echelon.verifier.recipe import _tables
 
 SHARDS = 8
 IDS = np.arange(-300, 700) * 7919
@@ -179,3 +181,20 @@ def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
         export.from_checkpoint(folder, "emb", output)
     with pytest.raises(CheckpointError, match=r"no checkpoint of servers \(manifest\.json: Not a directory\); give"):
         checkpoint.read_manifest(path)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_what_verify_begins_with_is_a_whole_table(tmp_path, dtype):
+    """In its own numbers; rows that were never pushed to are not made up of memory that nobody wrote."""
+    store = Store(shards=SHARDS, memory=64 << 20)
+    store.declare(Table(name="emb", dim=2, dtype=dtype, rule=Rule(kind="sgd")))
+    store.apply("emb", np.arange(99), np.full((99, 2), 1 / 3), lsn=LSN)
+    for count in (99, 100):
+        folder = tmp_path / str(count)
+        checkpointed(store, folder / "server")
+        (folder / MANIFEST).write_text(json.dumps({"parameters": {"emb": [count, 2]}}))
+    table = _tables(tmp_path / "99")["emb"]
+    np.testing.assert_array_equal(table.numpy(), store.read("emb", np.arange(99), dtype)[0])
+    assert table.numpy().dtype == np.dtype(dtype)
+    with pytest.raises(CheckpointError, match="emb has 99 of 100 rows, the others were never trained"):
+        _tables(tmp_path / "100")
