@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from echelon.server.covers import some
+
 #: The clock of a worker that a shard does not count yet.
 ABSENT = -1
 FAR = np.iinfo(np.int64).max
@@ -46,10 +48,10 @@ class Windows:
     def floor(self, live: list[int]) -> np.ndarray:
         """Per shard the least clock of these rows; FAR where it counts none of them."""
         clocks = self.clock[live]
-        counted = clocks != ABSENT
-        if self.restored.any():
-            counted &= ~self.restored | self.since[live]
-        return np.where(counted, clocks, FAR).min(axis=0, initial=FAR)
+        if some(self.restored):
+            clocks[self.restored & ~self.since[live]] = ABSENT
+        # As an unsigned number ABSENT is beyond FAR.
+        return clocks.view(np.uint64).min(axis=0, initial=FAR).view(np.int64)
 
     def furthest(self, shards: np.ndarray) -> np.ndarray:
         """Of these shards, the furthest clock that any worker ever had."""

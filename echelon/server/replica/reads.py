@@ -94,7 +94,7 @@ class Reads(Clocks):
 
     def _near(self, step: int, bound: int, cover: Cover) -> bool:
         """Whether all workers are near enough to this step for a read of it, and what they ended before it is applied."""
-        if int(self.floor()[cover.at].min()) < step - bound:
+        if some(self.floor()[cover.at] < step - bound):
             return False
         return not any(
             earlier < step and any(np.isin(held.shards, cover.shards).any() for held in waiting)
