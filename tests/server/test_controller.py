@@ -265,6 +265,47 @@ def test_a_shard_that_is_lost_ends_the_checkpoint_that_is_being_written(job: Job
     assert "are lost" in job.say("admin", wire.CHECKPOINT, {"path": "other"}, 8)[0][1]["message"]
 
 
+def test_who_expires_rows_is_answered_also_when_servers_die_or_are_cut_off(job: Job) -> None:
+    """Done when all servers have; refused where one died before it said so; one whose connection ended is asked again."""
+    assert job.say("admin", wire.EXPIRE, {"table": "emb", "older": 3})[0][0] == wire.REFUSED
+    job.say("0", wire.DECLARE, {"spec": {"what": "table", "name": "emb", "dim": 2}})
+    job.install()
+
+    def answers(request: int) -> list[tuple[int, str]]:
+        mine = [(kind, meta) for whom, kind, number, meta in job.heard if whom == "admin" and number == request]
+        return [(kind, meta.get("message", "")) for kind, meta in mine]
+
+    def expire(request: int) -> int:
+        job.say("admin", wire.EXPIRE, {"table": "emb", "older": 3}, request)
+        return next(meta["of"] for _, kind, _, meta in job.heard if kind == wire.EXPIRE)
+
+    number = expire(7)
+    job.say("a", wire.DONE, {"of": number})
+    assert answers(7) == []
+    job.say("b", wire.DONE, {"of": number})
+    assert answers(7) == [(wire.DONE, "")]
+
+    number = expire(8)
+    job.say("a", wire.DONE, {"of": number})
+    job.do(job.core.on_lost(job.now, "b"))
+    life = job.core.map.servers["b"].incarnation
+    meta = {"role": "server", "id": "b", "incarnation": life, "address": "b:1", "host": "b"}
+    job.say("b again", wire.JOIN, meta)
+    job.pass_time(0.1)
+    assert [each["of"] for whom, kind, _, each in job.heard if (whom, kind) == ("b again", wire.EXPIRE)] == [number]
+    job.say("b again", wire.DONE, {"of": number})
+    assert answers(8) == [(wire.DONE, "")]
+
+    number = expire(9)
+    job.say("a", wire.DONE, {"of": number})
+    job.pass_time(SERVER_LEASE + 0.2, "b again")
+    ((kind, message),) = answers(9)
+    assert kind == wire.REFUSED
+    assert message.startswith("emb: b died meanwhile, old rows of theirs may be there still")
+    job.pass_time(SERVER_LEASE + 0.2, "a")
+    assert "no server is here" in job.say("admin", wire.EXPIRE, {"table": "emb", "older": 3}, 10)[0][1]["message"]
+
+
 def test_join_and_drain_move_shards_and_keep_replicas(job: Job) -> None:
     """Every chain always has as many members as before; at the end all is balanced, and nothing is on who leaves."""
     job.join("c")

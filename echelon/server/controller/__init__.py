@@ -80,6 +80,7 @@ class Controller(Members):
             self._elective(now)
         self._ask_checkpoint(now)
         self._ask_offers(now)
+        self._ask_expiring()
         return self._actions()
 
     def _receive(self, now: float, peer: Hashable, session: Session | None, frame: wire.Frame) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.server import wire
 from echelon.server.actions import Action, Manifest, Persist
-from echelon.server.controller.ground import Ground, Session, Writing
+from echelon.server.controller.ground import Expiring, Ground, Session, Writing
 
 
 class Checkpoints(Ground):
@@ -105,19 +105,40 @@ class Checkpoints(Ground):
         if not any(spec["name"] == table and spec.get("what") == "table" for spec in self.specs):
             self._refuse(peer, request, "ServerError", f"{table}: no table of that name is declared")
             return
+        if not self.map.servers:
+            self._refuse(
+                peer, request, "ServerError", f"{table}: no server is here that has rows of it; start one first"
+            )
+            return
         self._numbers += 1
-        asked = set()
-        for other, session in self.sessions.items():
-            if session.role == "server":
-                asked.add(session.name)
-                self._send(other, wire.EXPIRE, 0, {"table": table, "older": older, "of": self._numbers})
-        self._expiring[self._numbers] = (peer, request, asked)
+        owing: dict[tuple[str, int], Hashable | None] = {
+            (name, seat.incarnation): None for name, seat in self.map.servers.items()
+        }
+        meta = {"table": table, "older": older, "of": self._numbers}
+        self._expiring[self._numbers] = Expiring(peer=peer, request=request, meta=meta, owing=owing)
+        self._ask_expiring()
+
+    def _ask_expiring(self) -> None:
+        """Ask servers that owe an answer, again where their connection is another; whoever waits hears when none does, or cannot any more."""
+        for number, each in list(self._expiring.items()):
+            here = {(name, seat.incarnation) for name, seat in self.map.servers.items()}
+            gone = sorted(name for name, life in each.owing.keys() - here)
+            if gone:
+                del self._expiring[number]
+                why = f"{each.meta['table']}: {', '.join(gone)} died meanwhile, old rows of theirs may be there still; expire them again"
+                self._refuse(each.peer, each.request, "ServerError", why)
+                continue
+            if not each.owing:
+                del self._expiring[number]
+                self._send(each.peer, wire.DONE, each.request, {})
+            for (name, life), asked in each.owing.items():
+                peer = self._peer_of("server", name)
+                if peer is not None and peer != asked:
+                    each.owing[name, life] = peer
+                    self._send(peer, wire.EXPIRE, 0, each.meta)
 
     def _expired(self, session: Session, number: int) -> None:
-        entry = self._expiring.get(number)
-        if entry is None:
-            return
-        entry[2].discard(session.name)
-        if not {name for name in entry[2] if name in self.map.servers}:
-            del self._expiring[number]
-            self._send(entry[0], wire.DONE, entry[1], {})
+        each = self._expiring.get(number)
+        if each is not None:
+            each.owing.pop((session.name, session.incarnation), None)
+            self._ask_expiring()

@@ -61,6 +61,16 @@ class Writing:
     again: float = float("-inf")
 
 
+@dataclass(slots=True)
+class Expiring:
+    """Rows that servers were asked to forget: who waits, and which lives of servers owe an answer, asked over which connection."""
+
+    peer: Hashable
+    request: int
+    meta: dict[str, Any]
+    owing: dict[tuple[str, int], Hashable | None]
+
+
 class Ground:
     """Fields, the document, maps and answers on their way."""
 
@@ -113,7 +123,7 @@ class Ground:
         self._lost_since = now
         self._leavers: list[tuple[str, Hashable, int]] = []
         self._writing: Writing | None = None
-        self._expiring: dict[int, tuple[Hashable, int, set[str]]] = {}
+        self._expiring: dict[int, Expiring] = {}
         self._numbers = 0
         self._offers: dict[int, Offer] = {}
         #: (head, replica): until when they are not paired again.
