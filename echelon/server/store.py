@@ -239,7 +239,11 @@ class Store:
 
         Its rate was checked before anything of the entry was done: half an entry must not be.
         """
-        self._movers[name].advance(np.asarray(shards, np.int64), lr)
+        moving = self._movers[name]
+        before = moving.bytes
+        moving.advance(np.asarray(shards, np.int64), lr)
+        if moving.bytes != before:
+            self._sure.clear()  # what is kept of its updates takes memory, too
 
     def assign(self, name: str, ids: np.ndarray, values: np.ndarray, *, lsn: np.ndarray) -> None:
         """Sets rows as they are, with the state of a fresh row; admission does not ask. Of an id that is there twice, the last counts."""

@@ -417,3 +417,20 @@ def test_what_is_declared_takes_of_the_room_that_was_reckoned():
     assert store._sure
     store.declare(Table(name="u", dim=1))
     assert not store._sure
+
+
+def test_updates_of_all_rows_take_of_the_room_that_was_reckoned():
+    """Else a push is refused when half of it is applied."""
+    store = Store(shards=SHARDS, memory=MEMORY)
+    store.declare(Table(name="t", dim=1))
+    store.declare(Table(name="m", dim=1, rule=Rule(kind="sgd", lr=0.1, every=True)))
+    store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(1))
+    store._bound = store.bytes + 4096
+    store.apply("t", np.arange(3), np.ones((3, 1)), lsn=stamps(2))
+    held = store.bytes
+    while store.bytes - held < 4096:
+        store.advance("m", np.arange(SHARDS), lr=0.1)
+    before = [store.digest(shard) for shard in range(SHARDS)]
+    with pytest.raises(StoreFull):
+        store.apply("t", np.array([0, 1, 9]), np.ones((3, 1)), lsn=stamps(3), once=True)
+    assert [store.digest(shard) for shard in range(SHARDS)] == before

@@ -78,9 +78,12 @@ class Pushes(Reads):
             self.counts["pushes"] += 1
             self._forward(now, frame, here, whole=fresh is None, void=void)
         self._wait(Waiting(peer, frame.request, cover, answer))
-        if new and meta.get("tick"):
-            self._floor = None
-            self._ticked(now)
+        if new:
+            self._floor = (
+                None  # also without a tick: on shards out of a checkpoint a worker counts from its first push on
+            )
+            if meta.get("tick"):
+                self._ticked(now)
         return True
 
     def _ticked(self, now: float) -> None:
