@@ -200,10 +200,10 @@ class Servers:
             self.close()
             raise
 
-    def start(self, name: str | None = None) -> str:
+    def start(self) -> str:
         """One more server; it joins by itself. Its name."""
         self._started += 1
-        name = name or f"s{self._started}"
+        name = f"s{self._started}"
         host = self._hosts[(self._started - 1) % len(self._hosts)] if self._hosts else None
         config = {
             "role": "server",

@@ -13,17 +13,14 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from echelon.errors import CheckpointError, DocumentError
 from echelon.server.durable import sync_folder
 from echelon.server.hashing import mix64
-from echelon.server.kinds import SIZES, Dense, StoreError, Table, spec_from_plain, spec_to_plain
-
-if TYPE_CHECKING:
-    from echelon.server.store import Store
+from echelon.server.kinds import SIZES, StoreError, Table, spec_from_plain, spec_to_plain
 
 #: Ids, then what `narrow` gives: rows, and scales for integers.
 Batch = tuple[np.ndarray, list[np.ndarray]]
@@ -33,29 +30,12 @@ _SAFE = {"f8": "F64", "f4": "F32", "f2": "F16", "i2": "I16", "i1": "I8"}
 _FORMATS = (".arrow", ".safetensors")
 
 
-def from_store(store: Store, name: str, path: Path, wire: str = "f4") -> int:
-    """Write what a store holds of a table; how many rows."""
-    spec = store.specs.get(name)
-    if not isinstance(spec, Table):
-        raise StoreError(f"{name}: no table of that name here; declared: {', '.join(sorted(store.specs)) or 'none'}")
-
-    def batches() -> Iterator[Batch]:
-        for shard in range(store.shards):
-            ids = _ordered(store.ids(name, shard))
-            yield ids, store.read(name, ids, wire)
-
-    count = sum(len(store.ids(name, shard)) for shard in range(store.shards))
-    moving = store.movers.get(name)
-    courses = [] if moving is None else [moving.course(shard).runs() for shard in range(store.shards)]
-    return save(path, spec, batches(), wire=wire, count=count, courses=courses)
-
-
 def from_checkpoint(folder: Path, name: str, path: Path, wire: str = "f4") -> int:
     """Write a table of a servers' checkpoint; how many rows. Needs no server."""
     from echelon.server import checkpoint
 
     manifest = checkpoint.read_manifest(folder)
-    spec = _spec(folder, manifest, name, Table)
+    spec = _spec(folder, manifest, name)
     count = sum(_count(folder, manifest, shard, name) for shard in range(manifest["shards"]))
     courses = _courses(folder, manifest, spec) if spec.rule.every else []
     return save(path, spec, _checkpointed(folder, manifest, spec, wire), wire=wire, count=count, courses=courses)
@@ -74,7 +54,7 @@ def rows(source: Path, name: str | None = None, dtype: str = "f4") -> Iterator[t
     from echelon.server import checkpoint
 
     manifest = checkpoint.read_manifest(source)
-    spec = _spec(source, manifest, name, Table)
+    spec = _spec(source, manifest, name)
     for ids, arrays in _checkpointed(source, manifest, spec, "f8" if dtype == "f8" else "f4"):
         yield ids, arrays[0]
 
@@ -90,22 +70,6 @@ def every_row(folder: Path, name: str, count: int, dtype: str = "f4") -> Iterato
             f"{folder}: {name} has {seen:,} of {count:,} rows, the others were never trained and begin as their ids say: such a table "
             "is no tensor of a file; `echelon server export` writes the rows that there are"
         )
-
-
-def dense(folder: Path, name: str) -> np.ndarray:
-    """A dense parameter of a checkpoint, whole."""
-    from echelon.server import checkpoint
-    from echelon.server.blocks import Blocks
-
-    manifest = checkpoint.read_manifest(Path(folder))
-    spec = _spec(Path(folder), manifest, name, Dense)
-    blocks = Blocks(spec, shards=int(manifest["shards"]))
-    values: dict[int, np.ndarray] = {}
-    for shard in sorted(set(blocks.shard.tolist())):
-        for meta, arrays in checkpoint.load(Path(folder), shard):
-            if meta.get("kind") == "block" and meta["name"] == name:
-                values[int(meta["block"])] = arrays[0]
-    return np.concatenate([values[b] if b in values else blocks.initial(b) for b in range(spec.blocks)])
 
 
 def save(
@@ -212,10 +176,6 @@ class Served:
         return chunks, places
 
 
-def _ordered(ids: np.ndarray) -> np.ndarray:
-    return ids[np.argsort(mix64(ids))]
-
-
 def _initial(spec: Table, ids: np.ndarray) -> np.ndarray:
     from echelon.server import kernels
     from echelon.server.rows import init_of, seed_of
@@ -247,15 +207,14 @@ def _checked(batches: Iterable[Batch], count: int, path: Path) -> Iterator[Batch
 # Checkpoints
 
 
-def _spec(folder: Path, manifest: dict[str, Any], name: str | None, kind: type) -> Any:
+def _spec(folder: Path, manifest: dict[str, Any], name: str | None) -> Table:
     specs = [spec_from_plain(spec, str(folder)) for spec in manifest["specs"]]
-    of_kind = {spec.name: spec for spec in specs if isinstance(spec, kind)}
-    if name is None and len(of_kind) == 1:
-        return next(iter(of_kind.values()))
-    if name not in of_kind:
-        what = "table" if kind is Table else "dense parameter"
-        raise StoreError(f"{folder}: no {what} {name!r} in it; it has {', '.join(sorted(of_kind)) or 'none'}")
-    return of_kind[name]
+    tables = {spec.name: spec for spec in specs if isinstance(spec, Table)}
+    if name is None and len(tables) == 1:
+        return next(iter(tables.values()))
+    if name not in tables:
+        raise StoreError(f"{folder}: no table {name!r} in it; it has {', '.join(sorted(tables)) or 'none'}")
+    return tables[name]
 
 
 def _checkpointed(folder: Path, manifest: dict[str, Any], spec: Table, wire: str) -> Iterator[Batch]:

@@ -24,7 +24,7 @@ from echelon.server.controller import SERVER_LEASE, Controller
 from echelon.server.loop import Connection, Loop, here, split
 from echelon.server.map import Map
 from echelon.server.replica import Replica
-from echelon.server.secret import ADMIN, SERVER, WORKER, SecretError, Unproved, greet, parse_secret
+from echelon.server.secret import SERVER, WORKER, SecretError, Unproved, greet, parse_secret
 from echelon.server.state import Part
 from echelon.server.windows import FAR
 
@@ -607,4 +607,4 @@ def main() -> int:
 if __name__ == "__main__":
     sys.exit(main())
 
-__all__ = ["ADMIN", "ControllerProcess", "ServerProcess", "main", "say"]
+__all__ = ["ControllerProcess", "ServerProcess", "main", "say"]

@@ -393,8 +393,8 @@ def test_declared_once(job: Job) -> None:
     spec = {"what": "table", "name": "emb", "dim": 2}
     assert job.say("0", wire.DECLARE, {"spec": spec}) == []
     job.install()
-    assert [meta["first"] for whom, kind, _, meta in job.heard if kind == wire.DONE] == [True]
-    assert job.say("0", wire.DECLARE, {"spec": spec})[0][1]["first"] is False
+    assert [whom for whom, kind, _, _ in job.heard if kind == wire.DONE] == ["0"]
+    assert job.say("0", wire.DECLARE, {"spec": spec})[0][0] == wire.DONE
     assert job.say("0", wire.DECLARE, {"spec": spec | {"dim": 3}})[0][0] == wire.REFUSED
 
 

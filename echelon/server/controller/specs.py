@@ -29,7 +29,7 @@ class Specs(Checkpoints):
         elif offer is not None:
             offer.askers.append((peer, request))
         elif known is not None:
-            self._later(peer, request, wire.DONE, {"version": self.map.version, "first": False})
+            self._later(peer, request, wire.DONE, {})
         else:
             self._numbers += 1
             self._offers[self._numbers] = Offer(spec=spec, askers=[(peer, request)])
@@ -47,8 +47,8 @@ class Specs(Checkpoints):
                 del self._offers[number]
                 self.specs = [*self.specs, offer.spec]
                 self._publish()
-                for place, (peer, request) in enumerate(offer.askers):
-                    self._later(peer, request, wire.DONE, {"version": self.map.version, "first": not place})
+                for peer, request in offer.askers:
+                    self._later(peer, request, wire.DONE, {})
 
     def _offered(self, now: float, session: Session, number: int, error: str | None) -> None:
         """A server says whether it can hold what is declared."""
