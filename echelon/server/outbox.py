@@ -221,7 +221,9 @@ class Outbox(Generic[Payload]):
     def _settle(self) -> int:
         """Let complete pushes go, in order: those of which nothing is under way, nor wanted."""
         settled = 0
-        while self._pushes and not self._pushes[0].flying and not self._wants(self._pushes[0], _ALL).any():
+        while self._pushes and not self._pushes[0].flying:
+            if np.count_nonzero(self._wants(self._pushes[0], _ALL)):  # any() takes twice as long
+                break
             self._pushes.popleft()
             settled += 1
         return settled
