@@ -15,8 +15,8 @@ from echelon.server.kinds import StoreError
 class Grouped:
     """Distinct ids by route, in a route as they first came: `ids[bounds[r]:bounds[r + 1]]` are route r's.
 
-    The last two bounds are of those that have no route. `places[i]`: where the i-th id given lies in `ids`. `given`: all of them, as they came, in
-    bytes, which tell several times faster than arrays whether others are the same.
+    The last two bounds are of those that have no route. `places[i]`: where the i-th id given lies in `ids`. `given`: all of them as they
+    came, in bytes, which tell several times faster than arrays whether others are the same.
     """
 
     given: bytes
@@ -38,9 +38,13 @@ class Grouped:
         k.add_up(grads if grads.flags.writeable else grads.copy(), self.places, out)
         return out
 
-    def expand(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def expand(self, rows: np.ndarray) -> np.ndarray:
         """Rows in the order of `ids`, as the ids were given."""
-        return rows.take(self.places, axis=0, out=out, mode="clip")
+        if len(rows) != len(self.ids):
+            raise StoreError(f"rows: {len(rows)} for {len(self.ids)} distinct ids; expected one per id")
+        out = np.empty((len(self.places), rows.shape[1]), rows.dtype)
+        k.take(rows, self.places, out)
+        return out
 
 
 def group(ids: np.ndarray, route_of: np.ndarray, routes: int) -> Grouped:

@@ -52,7 +52,7 @@ def work() -> None:
     """A worker's own loops, before it joins and is missed when it is silent."""
     grouped = group(np.arange(2), np.zeros(2, np.uint16), 1)
     for number in ("f4", "f8"):
-        grouped.sum(np.ones((2, 2), number))
+        grouped.expand(grouped.sum(np.ones((2, 2), number)))
         for wire in ("i2", "i1"):
             widen(narrow(np.ones((2, 2), number), wire), number)
 

@@ -42,8 +42,6 @@ def test_each_id_once_by_route_and_gradients_added(numbers, shards, routes, seed
     for at, i in enumerate(grouped.ids):
         np.testing.assert_array_equal(sums[at], grads[ids == i].sum(0))
     np.testing.assert_array_equal(grouped.expand(sums), sums[grouped.places])
-    out = np.empty((len(ids), 3), np.float32)
-    assert grouped.expand(sums, out) is out
 
 
 def test_many_ids():
@@ -61,3 +59,8 @@ def test_many_ids():
 def test_gradients_of_another_number_of_ids_are_refused():
     with pytest.raises(StoreError, match=r"shape \(2, 4\) for 3 ids"):
         group(np.arange(3), np.zeros(4, np.uint16), 1).sum(np.zeros((2, 4), np.float32))
+
+
+def test_rows_of_another_number_of_ids_are_refused():
+    with pytest.raises(StoreError, match="rows: 2 for 3 distinct ids"):
+        group(np.arange(3), np.zeros(4, np.uint16), 1).expand(np.zeros((2, 4), np.float32))

@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from echelon.server.kernels.first import initial, quantile
-from echelon.server.kernels.groups import add_up, group, unique
+from echelon.server.kernels.groups import add_up, group, take, unique
 from echelon.server.kernels.index import BATCH, column, copy_in, copy_out, find, move, remove, walk, written
 from echelon.server.kernels.machine import mix64
 from echelon.server.kernels.narrow import narrow_integers, widen_integers
@@ -54,6 +54,7 @@ __all__ = [
     "quantile",
     "read",
     "remove",
+    "take",
     "unique",
     "update",
     "walk",
