@@ -189,7 +189,7 @@ def _say(json: bool, address: str, secret: Path, more: dict[str, Any]) -> None:
 
 
 def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], json: bool) -> None:
-    from echelon.server.process import ServerProcess
+    from echelon.server.serving import ServerProcess
 
     process = ServerProcess(secret=secret, controller=controller, bind=bind, **options)
     if json:
@@ -202,8 +202,8 @@ def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], js
 def _control(
     secret_file: Path, folder: Path, bind: str, advertise: str | None, options: dict[str, Any], json: bool
 ) -> None:
+    from echelon.server.control import ControllerProcess
     from echelon.server.loop import split
-    from echelon.server.process import ControllerProcess
 
     process = ControllerProcess(secret=_secret(secret_file, make=True), folder=folder, bind=bind, **options)
     address = f"{advertise}:{split(process.address)[1]}" if advertise else process.address

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from echelon.errors import EchelonError
 from echelon.server.client import Client, connect
-from echelon.server.process import ControllerProcess, ServerProcess
+from echelon.server.control import ControllerProcess
+from echelon.server.serving import ServerProcess
 
 Result = TypeVar("Result")
 

@@ -18,7 +18,7 @@ from typing import Any
 from echelon.errors import LaunchError, ServerError
 from echelon.server.controller import SERVER_LEASE
 from echelon.server.loop import split
-from echelon.server.process import COMPILING
+from echelon.server.saying import COMPILING
 from echelon.server.secret import make_secret
 
 PATIENCE = 120.0

@@ -25,7 +25,7 @@ from echelon.server import wire
 from echelon.server.actors import Result, Seat, Work, Worker
 from echelon.server.client import Client
 from echelon.server.controller import SERVER_LEASE
-from echelon.server.process import say
+from echelon.server.saying import say
 from echelon.server.secret import make_secret
 from echelon.server.spread import Node, choose, crowded
 from echelon.server.status import ask, request

@@ -17,8 +17,8 @@ from echelon.server import Rule, Servers, Table, checkpoint, connect, wire
 from echelon.server.hashing import shard_of
 from echelon.server.loop import Connection, Loop
 from echelon.server.map import Map, Seat
-from echelon.server.process import copied
 from echelon.server.replica import Replica
+from echelon.server.serving import copied
 from echelon.server.state import State
 from tests.server.tiny import TinyStore
 from tests.whole import only_whole

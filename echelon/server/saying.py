@@ -1,0 +1,20 @@
+"""What a process of the parameter server says of itself: lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: What a server says while its loops are compiled.
+COMPILING = "compiling"
+
+Say = Callable[[str, Mapping[str, Any]], None]
+
+
+def say(event: str, details: Mapping[str, Any]) -> None:
+    """One line of JSON to the standard error."""
+    sys.stderr.write(json.dumps({"at": round(time.time(), 3), "event": event, **details}) + "\n")
+    sys.stderr.flush()
