@@ -24,7 +24,7 @@ from echelon.server.combine import Grouped
 from echelon.server.courier import Request
 from echelon.server.kinds import SIZES, Dense, Table, spec_to_plain
 from echelon.server.map import Map
-from echelon.server.parcels import DenseGrad, Grads, Parcel, Pull, Roads, Wanted, WantedDense
+from echelon.server.parcels import LARGE, DenseGrad, Grads, Parcel, Pull, Roads, Wanted, WantedDense
 from echelon.server.session import Session
 
 Ids = np.ndarray
@@ -90,17 +90,17 @@ class Client:
     def declare(self, spec: Table | Dense, *, initial: np.ndarray | None = None) -> None:
         """Make a table or dense parameter known. Every worker may; the same name must mean the same. Only the first `initial` counts."""
         with self._lock:
-            plain = spec_to_plain(spec)
-            self._session.control(wire.DECLARE, {"spec": plain})
-            self._session.learn(spec)
-            if initial is None:
-                return
-            if not isinstance(spec, Dense):
+            if initial is not None and not isinstance(spec, Dense):
                 raise ServerError(
                     f"{spec.name}: initial= is for dense parameters; a table's rows begin as its init says, or use assign()"
                 )
-            self._send(Parcel(self._session.roads, {}, [], [self._grad(spec, initial)], sets=True), tick=False)
-            self.flush()
+            values = _flat(spec, initial) if isinstance(spec, Dense) and initial is not None else None
+            self._session.control(wire.DECLARE, {"spec": spec_to_plain(spec)})
+            self._session.learn(spec)
+            if isinstance(spec, Dense) and values is not None:
+                first = DenseGrad(spec, values, self._session.blocks[spec.name])
+                self._send(Parcel(self._session.roads, {}, [], [first], sets=True), tick=False)
+                self.flush()
 
     def pull(
         self, ids: Mapping[str, Ids], *, wire: str | None = None, dense: Sequence[str] = ()
@@ -174,9 +174,13 @@ class Client:
     def changed(
         self, table: str, since: Since | None = None, *, limit: int = 1 << 20
     ) -> tuple[np.ndarray, np.ndarray, Since]:
-        """Ids and rows that changed since that mark (None: all there are), and the new mark. At most about `limit` rows: ask again."""
+        """Ids and rows that changed since that mark (None: all there are), and the new mark.
+
+        About `limit` rows of each server at most, and no more than a frame holds: ask on with the mark until none come.
+        """
         with self._lock:
             spec = self._table(table)
+            limit = max(1, min(limit, LARGE // (spec.dim * SIZES[spec.dtype] + 8)))
             marks, lives = np.zeros(self._session.roads.shards, np.int64), list(_lives(self.map))
             if since is not None:
                 same = np.array([now == then for now, then in zip(lives, since.lives, strict=True)])
@@ -309,9 +313,11 @@ class Client:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None and not self._session.closed:
-            self.flush()
-        self.close()
+        try:
+            if error[0] is None and not self._session.closed:
+                self.flush()
+        finally:
+            self.close()  # or others would wait for this worker's clock
 
     def _send(self, parcel: Parcel, *, tick: bool) -> int:
         parcel.meta |= {"step": self.step, "tick": tick}
@@ -341,12 +347,7 @@ class Client:
         return Grads(spec, order, order.sum(rows))
 
     def _grad(self, spec: Dense, values: np.ndarray) -> DenseGrad:
-        values = np.asarray(values)
-        if values.size != spec.size:
-            raise ServerError(
-                f"{spec.name}: {values.size} values of shape {values.shape}; it was declared with {spec.size} elements"
-            )
-        return DenseGrad(spec, np.array(values.reshape(-1), spec.dtype), self._session.blocks[spec.name])
+        return DenseGrad(spec, _flat(spec, values), self._session.blocks[spec.name])
 
     def _rates(self, lr: Mapping[str, float] | float | None, names: Sequence[str]) -> dict[str, float] | None:
         given = lr if isinstance(lr, Mapping) else {} if lr is None else dict.fromkeys(names, lr)
@@ -441,6 +442,16 @@ def _ids(name: str, ids: Any) -> np.ndarray:
     if found.dtype.kind not in "iu":
         raise ServerError(f"{name}: ids of dtype {found.dtype}; they are integers, use int64")
     return np.ascontiguousarray(found.reshape(-1), np.int64)
+
+
+def _flat(spec: Dense, values: np.ndarray) -> np.ndarray:
+    """A copy of a dense parameter's values, checked."""
+    values = np.asarray(values)
+    if values.size != spec.size:
+        raise ServerError(
+            f"{spec.name}: {values.size} values of shape {values.shape}; it was declared with {spec.size} elements"
+        )
+    return np.array(values.reshape(-1), spec.dtype)
 
 
 def _expanded(wanted: Wanted, shape: tuple[int, ...]) -> np.ndarray:

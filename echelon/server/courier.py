@@ -40,8 +40,6 @@ class Courier:
         self._broken: list[tuple[Line, BaseException]] = []
         #: Why a server could not be reached the last time.
         self.why: dict[str, str] = {}
-        #: Grows whenever something went out to, or came from, a server that proved itself.
-        self.moved = 0
 
     def listen(self, file: int, ring: Callable[[], None]) -> None:
         """Call `ring` whenever this file has something to read."""
@@ -61,6 +59,11 @@ class Courier:
         for server in addresses:
             if server not in self._lines and server not in self._due:
                 self._dial(server)
+
+    @property
+    def moved(self) -> int:
+        """Changes while long frames are on their way, out or in."""
+        return sum(line.moved for line in self._lines.values())
 
     def up(self, server: str) -> bool:
         """Whether requests can be sent to this server."""
@@ -118,7 +121,6 @@ class Courier:
             return
         if self._lines.get(line.server) is not line:
             return
-        self.moved += greeted
         self._poll.modify(line.socket, line.wants)
         if line.ready and not greeted:
             self.why.pop(line.server, None)

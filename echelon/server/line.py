@@ -63,6 +63,8 @@ class Line:
         self.server, self.address = server, address
         self.ready = False
         self.began = time.monotonic()
+        #: Counts the pieces of frames that did not go or come at once.
+        self.moved = 0
         self.waiting: dict[int, Request] = {}
         self._caller = Caller(secret, WORKER)
         self._out: deque[memoryview] = deque()
@@ -127,6 +129,8 @@ class Line:
                 return
             while out and sent >= len(out[0]):
                 sent -= len(out.popleft())
+            if out:
+                self.moved += 1
             if sent:
                 out[0] = out[0][sent:]
 
@@ -148,6 +152,7 @@ class Line:
             if not got:
                 raise EOFError
             _advance(incoming.views, got)
+            self.moved += 1
             incoming.rest -= got
             self._wait_for(min(incoming.rest, AT_ONCE))
             if not incoming.views:

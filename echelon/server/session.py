@@ -202,7 +202,11 @@ class Session:
                     self.courier.ask(route.head, request)
             return False
 
-        self.wait(complete, f"answers to {wire.NAMES[kind]}")
+        try:
+            self.wait(complete, f"answers to {wire.NAMES[kind]}")
+        finally:
+            for request in under_way.values():  # or what one call was refused would be told to the next
+                self.courier.abandon(request)
 
     # ------------------------------------------------------------------------------------------------------- maps and links
 
@@ -265,14 +269,15 @@ class Session:
         if ready() and self._error is None:
             return
         began = moved = time.monotonic()
+        before = self.courier.moved
         while True:
             self.check()
             if ready():
                 return
             self.courier.turn(0.25)
             now = time.monotonic()
-            if bounded and not self._unreachable():
-                moved = now
+            if (bounded and not self._unreachable()) or self.courier.moved != before:
+                before, moved = self.courier.moved, now
             if now - moved > self.patience:
                 raise ServerError(self._stuck(what, now - began))
 

@@ -288,3 +288,52 @@ def test_nothing_may_be_asked_for_and_a_closed_client_says_so(servers: Servers, 
         ):
             with pytest.raises(ServerError, match="was closed; connect"):
                 call()
+
+
+def test_a_worker_leaves_also_when_its_last_push_was_refused(servers, client, request):
+    name = request.node.name
+    other = connect(servers.address, secret=servers.secret, worker=name)
+    other.declare(Table(name=name, dim=4, rule=SGD, init=ZERO))
+    # So that servers refuse what this one thinks is right.
+    other._session.specs[name] = replace(other._session.specs[name], dim=2)
+    with pytest.raises(ServerError, match="was refused"), other:
+        other.push({name: (np.arange(4), np.ones((4, 2)))})
+    assert name not in client.status()["workers"]
+
+
+def test_what_one_call_was_refused_is_not_told_to_the_next(client, table):
+    client._session.specs["nowhere"] = replace(client._session.specs[table], name="nowhere")
+    for _ in range(3):
+        with pytest.raises(ServerError, match="CHANGED was refused"):
+            client.changed("nowhere")
+        client.push({table: (np.arange(4), np.ones((4, 4)))})
+        client.flush()
+    del client._session.specs["nowhere"]
+
+
+def test_changes_come_in_parts_that_frames_hold(client, table, monkeypatch):
+    monkeypatch.setattr("echelon.server.client.LARGE", 2400)  # 100 rows
+    client.push({table: (np.arange(5000), np.ones((5000, 4)))})
+    client.flush()
+    ids, _, mark = client.changed(table)
+    seen = [ids]
+    while len(ids):
+        ids, rows, mark = client.changed(table, mark)
+        assert len(rows) == len(ids) <= 2 * 400
+        seen.append(ids)
+    assert sorted(np.concatenate(seen).tolist()) == list(range(5000))
+
+
+def test_first_values_that_do_not_fit_leave_nothing_declared(client, request):
+    spec = Dense(name=request.node.name, size=8, rule=SGD)
+    with pytest.raises(ServerError, match="7 values of shape"):
+        client.declare(spec, initial=np.zeros(7))
+    with pytest.raises(ServerError, match="initial= is for dense parameters"):
+        client.declare(Table(name=request.node.name, dim=1), initial=np.zeros(7))
+    client.declare(spec, initial=np.arange(8.0))
+    assert client.pull_dense([request.node.name])[request.node.name].tolist() == list(range(8))
+
+
+def test_ids_that_are_no_integers_are_not_prefetched_either(client, table):
+    with pytest.raises(ServerError, match="ids of dtype float64"):
+        client.prefetch({table: np.array([1.5])})

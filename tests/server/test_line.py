@@ -78,3 +78,21 @@ def test_an_answer_in_any_pieces_goes_where_it_belongs(
     long = len(data) > 1 << 14 and not cuts
     for target, frame, want in zip(targets, got[0].arrays, sent, strict=True):
         assert target is None or not long or not want.size or (frame is target and (target == want).all())
+
+
+def test_a_long_answer_on_its_way_is_a_way_on(ends: Ends) -> None:
+    """By this a call that lasts is told from one that is stuck."""
+    got: list[wire.Frame] = []
+    ends.line.ask(Request(wire.PULL, {}, [], lambda request, frame: got.append(frame)))
+    asked = wire.receive(ends.server)
+    data = b"".join(wire.encode(wire.ROWS, asked.request, {}, [np.arange(100_000)]))
+    seen = [ends.line.moved]
+    for start in range(0, len(data), 200_000):
+        ends.server.sendall(data[start : start + 200_000])
+        deadline = time.monotonic() + 10
+        while ends.line.moved == seen[-1] and not got:
+            ends.line.read()
+            assert time.monotonic() < deadline
+        seen.append(ends.line.moved)
+    ends.turn(lambda: got)
+    assert len(set(seen)) >= 5
