@@ -391,6 +391,19 @@ def test_restored_shards_take_what_comes_next() -> None:
     assert net.rows("a") == net.rows("b") == [4]
 
 
+def test_rows_expire_on_all_that_is_headed_before_that_is_said() -> None:
+    """Also on shards that hand over just then."""
+    net = Net("a", "b")
+    net.install(mapped(1, "ab"))
+    net.do("a", net.nodes["a"].on_control(net.now, framed(wire.HANDOVER, 0, {"shards": [0]})))
+    before = int(net.nodes["a"].state.lsn[0])
+    net.do("a", net.nodes["a"].on_control(net.now, framed(wire.EXPIRE, 0, {"table": "t", "older": 1, "of": 5})))
+    assert wire.DONE not in [kind for _, kind, _ in net.told]
+    net.pass_time(5.0)  # nobody takes it over: it is taken back
+    assert [meta for _, kind, meta in net.told if kind == wire.DONE] == [{"of": 5}]
+    assert net.nodes["a"].state.lsn[0] == net.nodes["b"].state.lsn[0] == before + 1
+
+
 def test_unreadable_checkpoints_are_told_of() -> None:
     """The shard is given back; the server goes on."""
     net = Net("a", shards=2)

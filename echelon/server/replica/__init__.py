@@ -157,6 +157,9 @@ class Replica(Maps):
                 self._ask(link)
             self._forget(now)
         self._again(now)
+        expiring, self._expiring = self._expiring, []
+        for frame in expiring:
+            self._expire(now, frame)
         return self._actions()
 
     def _receive(self, now: float, peer: Hashable, frame: wire.Frame) -> None:

@@ -53,6 +53,9 @@ class Clocks(Entries):
             self._log(now, wire.FORGET, meta, [cover.astype(np.uint16)])
 
     def _expire(self, now: float, frame: wire.Frame) -> None:
+        if (self.headed & ~self.ready).any():
+            self._expiring.append(frame)  # "done" is said of all that we head
+            return
         cover = np.flatnonzero(self.ready)
         if len(cover):
             before = np.maximum(self.state.lsn[cover] - int(frame.meta["older"]) + 1, 0)

@@ -64,6 +64,8 @@ class Ground:
         self._parked: list[Waiting] = []
         self._pushes: list[tuple[Hashable, wire.Frame, Cover]] = []
         self._pulls: list[tuple[Hashable, wire.Frame, Cover]] = []
+        #: Orders to expire rows, until all that we head is ready.
+        self._expiring: list[wire.Frame] = []
         self._live: list[int] = []
         self._floor: np.ndarray | None = None
         # As backup.
