@@ -25,8 +25,8 @@ import numpy as np
 
 from bench.common import Row, publish
 from bench.crash_worker import TABLE, live
-from bench.crashes import Result, Schedule, Yard
 from bench.histories import KEYS, Life
+from bench.yard import Result, Schedule, Yard
 from echelon.errors import ServerError
 from echelon.server import Init, Rule, Table, connect
 
@@ -42,7 +42,7 @@ BULK = "bulk"
 
 
 class Moves(Yard):
-    """The yard of bench.crashes, with members that come and go instead of faults."""
+    """A yard with members that come and go instead of faults."""
 
     def begin(self, slot: int, folder: Path, number: int) -> tuple[Any, Any, Path, int]:
         """A worker under load."""
@@ -58,7 +58,7 @@ class Moves(Yard):
         waited = Result(Schedule(number=0, faults=(), seconds=0.0))
         with connect(self.servers.address, secret=self.servers.secret, worker="watcher", patience=PATIENCE) as client:
             self.client = client
-            self._until(ready, what, waited, patience=PATIENCE)
+            self.until(ready, what, waited, patience=PATIENCE)
         if waited.wrong:
             raise EndlessError(waited.wrong[0])
 
@@ -105,7 +105,7 @@ def run(
     try:
         yard.fill(bulk)
         lives = [yard.begin(slot, folder, slot) for slot in range(2)]
-        yard._until(lambda: all(path.exists() and path.stat().st_size for *_, path, _ in lives), "workers", result)
+        yard.until(lambda: all(path.exists() and path.stat().st_size for *_, path, _ in lives), "workers", result)
 
         def phase(what: str, act: Callable[[], None]) -> None:
             began = time.monotonic()
@@ -151,10 +151,10 @@ def run(
         except (EndlessError, ServerError) as error:
             result.wrong.append(f"{error}")
             tell(f"DID NOT END: {error}")
-        yard._stop(lives, result)
+        yard.stop(lives, result)
         tell("judging ...")
         histories = [Life.read(path, column) for _, _, path, column in lives]
-        yard._judge(result.schedule, histories, result)
+        yard.judge(result.schedule, histories, result)
         return result, phases, histories
     finally:
         yard.close()

@@ -12,9 +12,10 @@ import time
 import numpy as np
 import pytest
 
-from bench.crashes import Result, Schedule, Yard, _publish, draw
+from bench.crashes import _publish, draw
 from bench.histories import KEYS, LIVES, Life, check, failover, outlast
 from bench.moves import judged
+from bench.yard import Result, Schedule, Yard
 
 SHARDS = np.arange(KEYS) % 8
 
