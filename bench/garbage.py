@@ -14,12 +14,15 @@ import secrets as tokens
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from echelon.errors import ServerError
 from echelon.server import Rule, Servers, Table, connect, shared, wire
+from echelon.server.embedded import Child
 from echelon.server.loop import split
 from echelon.server.secret import ADMIN, SERVER, WORKER, Caller, greet
 from echelon.server.status import ask
@@ -114,39 +117,38 @@ def at_once(lines: list[tuple[socket.socket, bytes]]) -> list[int]:
             raise Unsafe(f"a listener neither answered nor hung up within {PATIENCE:g} s") from None
         except OSError:
             pass
-        finally:
-            connection.close()
         counts.append(got)
     return counts
 
 
 def strangers(targets: list[str], frames: list[bytes], drawn: random.Random, count: int) -> None:
     """Many who do not hold the secret."""
-    lines = []
-    for _ in range(count):
-        connection = socket.create_connection(split(drawn.choice(targets)), timeout=PATIENCE)
-        lines.append((connection, unproved(frames, drawn)))
-    for got in at_once(lines):
-        if got not in (0, REPLY):
-            raise Unsafe(f"a stranger got {got} bytes")
+    with contextlib.ExitStack() as stack:
+        lines = []
+        for _ in range(count):
+            connection = socket.create_connection(split(drawn.choice(targets)), timeout=PATIENCE)
+            lines.append((stack.enter_context(connection), unproved(frames, drawn)))
+        for got in at_once(lines):
+            if got not in (0, REPLY):
+                raise Unsafe(f"a stranger got {got} bytes")
 
 
 def holders(targets: list[str], secret: bytes, frames: list[bytes], drawn: random.Random, count: int) -> None:
     """Many who hold it, and send one frame of garbage each (a connection ends with the first that is none)."""
-    lines, offers = [], []
-    for _ in range(count):
-        connection = socket.create_connection(split(drawn.choice(targets)), timeout=PATIENCE)
-        greet(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]), limit=PATIENCE)
-        connection.settimeout(PATIENCE)
-        data = mutated(drawn.choice(frames), drawn)
-        made = shared.offer(connection) if drawn.random() < 0.25 else None
-        if made is not None:
-            offers.append(made)
-            data = lent(made, data, drawn)
-        lines.append((connection, data))
-    at_once(lines)
-    for made in offers:
-        made.close()
+    with contextlib.ExitStack() as stack:
+        lines = []
+        for _ in range(count):
+            address = split(drawn.choice(targets))
+            connection = stack.enter_context(socket.create_connection(address, timeout=PATIENCE))
+            greet(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]), limit=PATIENCE)
+            connection.settimeout(PATIENCE)
+            data = mutated(drawn.choice(frames), drawn)
+            made = shared.offer(connection) if drawn.random() < 0.25 else None
+            if made is not None:
+                stack.callback(made.close)
+                data = lent(made, data, drawn)
+            lines.append((connection, data))
+        at_once(lines)
 
 
 def lent(made: shared.Offer, data: bytes, drawn: random.Random) -> bytes:
@@ -158,10 +160,33 @@ def lent(made: shared.Offer, data: bytes, drawn: random.Random) -> bytes:
     return (mutated(offered, drawn) if what == 0 else offered) + (mutated(note, drawn) if what == 1 else note)
 
 
+def running(servers: Servers) -> dict[str, Child]:
+    """The processes that live, by name."""
+    every = {"controller": servers.controller, **servers.servers}
+    return {name: child for name, child in every.items() if child.process.poll() is None}
+
+
 def attack(servers: Servers, frames: int, seed: int, *, say: Any = lambda text: None) -> dict[str, Any]:
-    """All of it; what was seen. Raises Unsafe."""
-    drawn = random.Random(seed)
-    began = time.monotonic()
+    """All of it; what was seen: how many of the processes that are attacked ended of it, too. Raises Unsafe."""
+    # These and no others: one that ends may have been replaced by the time that they are counted.
+    attacked, began, reached = running(servers), time.monotonic(), {"strangers": 0, "holders": 0}
+    crashed = lambda: sum(child.process.poll() is not None for child in attacked.values())  # noqa: E731
+    try:
+        tell = lambda text: say(f"{text}, {time.monotonic() - began:.0f} s")  # noqa: E731
+        _attack(servers, frames, random.Random(seed), reached, crashed, tell)
+    except (OSError, ServerError):
+        # Nobody answers any more: because a process ended, which the kernel may say a moment later, or for a reason of its own.
+        time.sleep(0.5)
+        if not crashed():
+            raise
+    seconds = round(time.monotonic() - began, 1)
+    return {"frames": frames, "seed": seed, **reached, "seconds": seconds, "crashes": crashed()}
+
+
+def _attack(
+    servers: Servers, frames: int, drawn: random.Random, reached: dict[str, int], crashed: Callable[[], int], say: Any
+) -> None:
+    """Until all is sent or somebody ended."""
     with connect(servers.address, secret=servers.secret, worker="witness") as client:
         client.declare(Table(name="canary", dim=4, rule=Rule(kind="sgd", lr=1.0)))
         client.push({"canary": (IDS, np.ones((len(IDS), 4), np.float32))})
@@ -170,41 +195,28 @@ def attack(servers: Servers, frames: int, seed: int, *, say: Any = lambda text: 
         found = ask(servers.address, servers.secret)
         targets = [servers.address, *(each["address"] for each in found["servers"].values())]
         good = sound(found["shards"])
-        half, sent = frames // 2, 0
-        while sent < half:
+        half = frames // 2
+        while (sent := reached["strangers"]) < half:
             strangers(targets, good, drawn, min(TOGETHER, half - sent))
-            sent += min(TOGETHER, half - sent)
-            if sent % 4096 < TOGETHER:
-                say(f"{sent} of strangers, {time.monotonic() - began:.0f} s")
+            reached["strangers"] += min(TOGETHER, half - sent)
+            if crashed():
+                return
+            if reached["strangers"] % 4096 < TOGETHER:
+                say(f"{reached['strangers']} of strangers")
         if not np.array_equal(client.pull({"canary": IDS})["canary"], before):
             raise Unsafe("strangers changed rows")
         if set(ask(servers.address, servers.secret)["workers"]) - {"witness"}:
             raise Unsafe("strangers joined")
-        sent = 0
-        while sent < frames - half:
+        while (sent := reached["holders"]) < frames - half:
             holders(targets, servers.secret, good, drawn, min(TOGETHER, frames - half - sent))
-            sent += min(TOGETHER, frames - half - sent)
-            if sent % 4096 < TOGETHER:
-                say(f"{sent} of holders, {time.monotonic() - began:.0f} s")
+            reached["holders"] += min(TOGETHER, frames - half - sent)
+            if crashed():
+                return
+            if reached["holders"] % 4096 < TOGETHER:
+                say(f"{reached['holders']} of holders")
         client.push({"canary": (IDS, np.ones((len(IDS), 4), np.float32))})
         client.flush()
         client.pull({"canary": IDS})
-    ended = [
-        name
-        for name, child in {"controller": servers.controller, **servers.servers}.items()
-        if child.process.poll() is not None
-    ]
-    if ended:
-        raise Unsafe(f"{', '.join(ended)} ended")
-    seconds = time.monotonic() - began
-    return {
-        "frames": frames,
-        "seed": seed,
-        "strangers": half,
-        "holders": sent,
-        "seconds": round(seconds, 1),
-        "crashes": 0,
-    }
 
 
 def main() -> int:
@@ -219,13 +231,16 @@ def main() -> int:
             answer = attack(servers, asked.frames, asked.seed, say=lambda text: print(text, flush=True))
         except Unsafe as error:
             print(f"UNSAFE: {error}")
+            answer = None
+        if answer is None or answer["crashes"]:
             for child in (servers.controller, *servers.servers.values()):
                 print(child.end())
-            return 1
+    if answer is None:
+        return 1
     print(answer)
     if asked.json:
         asked.json.write_text(json.dumps(answer, indent=1) + "\n")
-    return 0
+    return int(answer["crashes"] > 0)
 
 
 if __name__ == "__main__":
