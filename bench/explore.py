@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.server.explore import Broken, Case, explore
+from tests.server.model import Broken, Case, explore
 
 CASES = [
     Case(pushes=2, crash=1, servers=3),

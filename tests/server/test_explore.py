@@ -17,7 +17,7 @@ from echelon.server.covers import Cover
 from echelon.server.links import Link
 from echelon.server.replica import Replica
 from echelon.server.state import State
-from tests.server.explore import Broken, Case, explore
+from tests.server.model import Broken, Case, explore
 
 
 @pytest.mark.parametrize(
