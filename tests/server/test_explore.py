@@ -54,8 +54,8 @@ def test_every_interleaving(case: Case) -> None:
     ids=lambda case: " ".join(f"{name}={value}" for name, value in vars(case).items() if value),
 )
 def test_a_part_of_larger_cases(case: Case) -> None:
-    """The same for as many states as a second or so allows."""
-    assert explore(case, states=1500).states
+    """The same for as many states as a second or so allows, an end among them."""
+    assert explore(case, states=1500, ends=1, seconds=60, seed=3).ends
 
 
 def without_fence(patch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,11 @@ def begin(case: Case) -> World:
     return world
 
 
-def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int = 0) -> Found:
-    """All that can happen in a case, or as much as time allows (then in an order that the seed draws). Raises Broken."""
+def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, ends: int = 0, seed: int = 0) -> Found:
+    """All that can happen in a case, or as much as time allows (then in an order that the seed draws). Raises Broken.
+
+    Of a part: at least so many states and so many ends, unless the time is over.
+    """
     waits, members.CALM = members.CALM, 0.0
     together, moving.TOGETHER = moving.TOGETHER, 0.0 if case.single else moving.TOGETHER
     began = time.monotonic()
@@ -52,15 +55,15 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int 
             dict(steps(first) if label != "calm" else {"calm": calm}.items())[label](first)
         seen = {first.key()}
         stack = deque([first])
-        ends = 0
+        ended = 0
         while stack:
-            if time.monotonic() - began > seconds or len(seen) >= states:
-                return Found(states=len(seen), ends=ends, seconds=time.monotonic() - began, whole=False)
+            if time.monotonic() - began > seconds or (len(seen) >= states and ended >= ends):
+                return Found(states=len(seen), ends=ended, seconds=time.monotonic() - began, whole=False)
             # Half of the time the shortest story, half of the time the longest: early mistakes are met soon, and so are ends.
             world = stack.pop() if drawn.random() < 0.5 else stack.popleft()
             choices = list(steps(world))
             if not [label for label, _ in choices if not label.startswith(("crash", "judge", "cut", "join", "drain"))]:
-                ends += 1
+                ended += 1
                 end = world.clone()
                 try:
                     settle(end)
@@ -81,6 +84,6 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, seed: int 
                 if key not in seen:
                     seen.add(key)
                     stack.append(other)
-        return Found(states=len(seen), ends=ends, seconds=time.monotonic() - began, whole=True)
+        return Found(states=len(seen), ends=ended, seconds=time.monotonic() - began, whole=True)
     finally:
         members.CALM, moving.TOGETHER = waits, together
