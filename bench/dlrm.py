@@ -1,6 +1,6 @@
 """A recommender on clicks whose best possible AUC is known, with the parameter server in step, within a bound, and without one.
 
-    python -m bench.dlrm [--workers 2] [--seeds 5] [--train 1000000] [--test 1000000] [--json dlrm.json]
+    python -m bench.dlrm [--workers 2] [--seeds 5] [--first 0] [--train 1000000] [--test 1000000] [--json dlrm.json]
 
 Clicks are drawn from a model that is known, over ids whose frequencies fall by a power law: no predictor orders new clicks better than that
 model's own probabilities do. A DLRM (tables, a bottom and a top perceptron, products of pairs) learns from a part of them, once through,
@@ -157,10 +157,11 @@ def learn(world: World, mode: str, seed: int, train: int, test: int) -> dict[str
 def _scored(run: Run, held: Clicks, world: World) -> Iterator[Tensor]:
     """This rank's share of the test."""
     run.model.eval()
+    device = next(run.model.parameters()).device
     first, last = (part * len(held) // world.size for part in (world.rank, world.rank + 1))
     for begin in range(first, last, _SCORED):
         chosen = slice(begin, min(begin + _SCORED, last))
-        yield run.model(held.numbers[chosen], held.ids[chosen])
+        yield run.model(held.numbers[chosen].to(device), held.ids[chosen].to(device)).cpu()
 
 
 def _gathered(world: World, mine: Tensor) -> np.ndarray:
@@ -185,6 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.dlrm", description="what asynchrony costs a recommender")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="the first seed, where several runs share them")
     parser.add_argument("--train", type=int, default=1_000_000)
     parser.add_argument("--test", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
@@ -192,7 +194,7 @@ def main() -> int:
     found: dict[str, list[float]] = {mode: [] for mode in MODES}
     rows: list[Row] = []
     with Pool() as pool:
-        for seed in range(asked.seeds):
+        for seed in range(asked.first, asked.first + asked.seeds):
             for mode in MODES if seed % 2 == 0 else reversed(MODES):
                 made = pool.run(asked.workers, learn, mode, seed, asked.train, asked.test, timeout=1800)[0]
                 found[mode].append(made["auc"])
