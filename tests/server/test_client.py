@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -223,7 +224,14 @@ def test_replicas_hold_the_same_bytes(client, table):
 
 
 def test_status_knows_servers_and_tables(client, table):
-    assert table in str(client.status())
+    client.push({table: (np.arange(1000), np.ones((1000, 4)))})
+    client.flush()
+    deadline, rows = time.monotonic() + 20.0, {}
+    while time.monotonic() < deadline and set(rows.values()) != {1000}:  # servers report from time to time
+        reports = client.status()["servers"]
+        rows = {name: report["tables"].get(table, {"rows": 0})["rows"] for name, report in reports.items()}
+        time.sleep(0.05)
+    assert list(rows.values()) == [1000, 1000]
 
 
 @pytest.mark.parametrize(
