@@ -127,10 +127,11 @@ def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
     listed = {entry["file"] for entry in manifest["files"].values()}
     for stray in [path for path in place.iterdir() if path.name not in listed]:
         stray.unlink()
-    durable.write(place / MANIFEST, {"format": FORMAT, **manifest})
-    former = _former(folder)
+    former, replaces = _former(folder), folder.exists()
     shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():
+    # From here on whoever looks for it may give it its name (`_name`), so that what is there need not be the one before.
+    durable.write(place / MANIFEST, {"format": FORMAT, **manifest})
+    if replaces:
         os.rename(folder, former)
     _name(folder)
     shutil.rmtree(former, ignore_errors=True)

@@ -193,34 +193,37 @@ class Line:
 
     def _frames(self) -> None:
         scratch, at = self._scratch, 0
-        while self._have - at >= wire.HEADER.size:
-            header = scratch[at : at + wire.HEADER.size].tobytes()
-            length, have = wire.frame_length(header), self._have - at
-            if length <= have:
-                frame = wire.parse(scratch[at : at + length].copy())
-                at += length
-                if frame.kind == wire.OFFERED and self._offer is not None:
-                    self._shared, self._offer = self._offer.answered(frame.meta), None
+        try:
+            while self._have - at >= wire.HEADER.size:
+                header = scratch[at : at + wire.HEADER.size].tobytes()
+                length, have = wire.frame_length(header), self._have - at
+                if length <= have:
+                    frame = wire.parse(scratch[at : at + length].copy())
+                    at += length
+                    self._take(frame)
                     continue
-                if frame.kind == wire.LENT:
-                    if self._shared is None:
-                        raise wire.WireError(f"{frame} without memory to share")
-                    frame = self._shared.borrow(frame.meta)
-                self._deliver(self.waiting.pop(frame.request, None), frame)
-                continue
-            front = wire.HEADER.size + wire.front_length(header)
-            if have >= front:
-                self._incoming = self._begin(header, scratch[at : at + have], length)
-                at = self._have
-            elif at == 0 and front > len(scratch):
-                self._scratch = np.empty(front + SCRATCH, np.uint8)
-                self._scratch[:have] = scratch[:have]
-                return
-            break
-        rest = self._have - at
-        if at and rest:
-            scratch[:rest] = scratch[at : self._have].copy()
-        self._have = rest
+                front = wire.HEADER.size + wire.front_length(header)
+                if have >= front:
+                    self._incoming = self._begin(header, scratch[at : at + have], length)
+                    at = self._have
+                elif front > len(scratch):
+                    self._scratch = np.empty(front + SCRATCH, np.uint8)
+                break
+        finally:
+            # Also where whoever got a frame was interrupted: none is taken twice.
+            rest = self._have - at
+            self._scratch[:rest] = scratch[at : self._have].copy()
+            self._have = rest
+
+    def _take(self, frame: wire.Frame) -> None:
+        if frame.kind == wire.OFFERED and self._offer is not None:
+            self._shared, self._offer = self._offer.answered(frame.meta), None
+            return
+        if frame.kind == wire.LENT:
+            if self._shared is None:
+                raise wire.WireError(f"{frame} without memory to share")
+            frame = self._shared.borrow(frame.meta)
+        self._deliver(self.waiting.pop(frame.request, None), frame)
 
     def _begin(self, header: bytes, front: np.ndarray, length: int) -> _Incoming:
         """A long frame of which `front` is here: choose where its arrays go."""

@@ -57,6 +57,8 @@ class Shared:
         self._loans: list[_Loan] = []
         self._turns = [0] * SLOTS
         self._borrowed: dict[int, weakref.ref[np.ndarray]] = {}
+        self._seen = [0] * SLOTS
+        self._process = os.getpid()
 
     def lend(self, buffers: Sequence[wire.Buffer]) -> list[wire.Buffer] | None:
         """Put a frame where the other end sees it: what to send instead. None: it is short, or there is no room for it now."""
@@ -91,11 +93,15 @@ class Shared:
             raise wire.WireError("LENT: at, size, slot and turn are numbers")
         if not (0 <= at < at + size <= HALF and 0 <= slot < SLOTS and 0 < turn < 1 << 62) or at % wire.ALIGN:
             raise wire.WireError(f"LENT: {size} bytes at {at} in slot {slot} are not in the memory that is shared")
+        if turn <= self._seen[slot]:
+            raise wire.WireError(f"LENT: turn {turn} of slot {slot} after {self._seen[slot]}")
+        self._seen[slot] = turn
         raw = np.frombuffer(self._theirs, np.uint8, size, at)
-        returns = self._returns
+        returns, process = self._returns, self._process
 
         def give_back(_: object) -> None:
-            returns[slot] = turn
+            if os.getpid() == process:  # a forked child's views are not ours, and the memory is the parent's
+                returns[slot] = turn
 
         self._borrowed[slot] = weakref.ref(raw, give_back)
         return wire.parse(raw)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from echelon.errors import CheckpointError, ServerError
-from echelon.server import Rule, Servers, Table, checkpoint, connect, wire
+from echelon.server import Rule, Servers, Table, checkpoint, connect, durable, wire
 from echelon.server.hashing import shard_of
 from echelon.server.loop import Connection, Loop
 from echelon.server.map import Map, Seat
@@ -196,6 +196,25 @@ def test_a_crash_while_a_checkpoint_takes_the_place_of_another_loses_none(
     (tmp_path / ".kept.old" / "thesis.txt").touch()
     with pytest.raises(CheckpointError, match=r"\.kept\.old: holds other things"):
         write(folder, 5)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """Whoever finds a whole one without its name gives it that, beside the one who writes it."""
+    folder, durably = tmp_path / "kept", durable.write
+    for lsn in range(before):
+        write(folder, lsn)
+
+    def looked_at(path: Path, document: Any) -> None:
+        durably(path, document)
+        checkpoint.read_manifest(folder)
+
+    monkeypatch.setattr(durable, "write", looked_at)
+    write(folder, 7)
+    assert checkpoint.load(folder, 0)[0][0]["lsn"] == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 class Owner:

@@ -96,3 +96,26 @@ def test_a_long_answer_on_its_way_is_a_way_on(ends: Ends) -> None:
         seen.append(ends.line.moved)
     ends.turn(lambda: got)
     assert len(set(seen)) >= 5
+
+
+def test_who_is_interrupted_gets_no_frame_twice(ends: Ends) -> None:
+    got: list[int] = []
+
+    def interrupted(request: Request, frame: wire.Frame) -> None:
+        got.append(frame.meta["n"])
+        if frame.meta["n"] == 1:
+            raise KeyboardInterrupt
+
+    numbers = []
+    for _ in range(3):
+        ends.line.ask(Request(wire.PULL, {}, [], interrupted))
+        numbers.append(wire.receive(ends.server).request)
+    for place, number in enumerate(numbers):
+        ends.server.sendall(b"".join(wire.encode(wire.ROWS, number, {"n": place + 1})))
+    time.sleep(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        ends.turn(lambda: got)
+    ends.line.ask(Request(wire.PULL, {}, [], interrupted))
+    ends.server.sendall(b"".join(wire.encode(wire.ROWS, wire.receive(ends.server).request, {"n": 4})))
+    ends.turn(lambda: 4 in got)
+    assert got == [1, 2, 3, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,28 @@ def test_workers_and_servers_of_one_machine_share_memory_and_nothing_else_change
         assert (client.pull({"t": ids})["t"] == -2).all()
         client.flush()
         assert all(len(set(each.values())) == 1 for each in client.digests().values())
+
+
+def test_a_forked_child_gives_nothing_back() -> None:
+    one, other = both()
+    note = one.lend(framed(300_000))
+    assert note is not None
+    frame = other.borrow(said(note))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking where there are threads
+        child = os.fork()
+    if not child:
+        del frame
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert one.lend(framed(300_000)) is None
+    assert (frame.arrays[1] == 7).all()
+
+
+def test_a_note_is_good_once() -> None:
+    one, other = both()
+    note = one.lend(framed(8192))
+    assert note is not None
+    other.borrow(said(note))
+    with pytest.raises(wire.WireError, match="turn 1 of slot 0 after 1"):
+        other.borrow(said(note))
