@@ -22,9 +22,10 @@ from echelon.errors import ServerError
 from echelon.server import wire
 from echelon.server.combine import Grouped
 from echelon.server.courier import Request
-from echelon.server.kinds import SIZES, Dense, Table, spec_to_plain
+from echelon.server.kinds import SIZES, Dense, Table, check_rate, spec_to_plain
 from echelon.server.map import Map
 from echelon.server.parcels import LARGE, DenseGrad, Grads, Parcel, Pull, Roads, Wanted, WantedDense
+from echelon.server.secret import read_secret
 from echelon.server.session import Session
 
 Ids = np.ndarray
@@ -50,7 +51,7 @@ class Since:
 def connect(
     address: str,
     *,
-    secret: bytes,
+    secret: bytes | Path | str,
     worker: str = "0",
     window: int = 2,
     patience: float = 60.0,
@@ -58,6 +59,7 @@ def connect(
 ) -> Client:
     """Join the job whose controller listens at `address` ("host:port").
 
+    `secret`: of the job, or the file that has it (of `echelon serve`). `worker`: a name that no other worker of the job has.
     `window`: pushes that may be unacknowledged before `push` waits. `patience`: seconds without a way on (a server that cannot be
     reached and is not replaced) until a call gives up.
     """
@@ -68,9 +70,13 @@ class Client:
     """What `connect` gives. `step` counts the steps that this worker has finished."""
 
     def __init__(
-        self, address: str, *, secret: bytes, worker: str, window: int, patience: float, host: str | None
+        self, address: str, *, secret: bytes | Path | str, worker: str, window: int, patience: float, host: str | None
     ) -> None:
         _require_numba()
+        if type(worker) is not str or not worker:
+            raise ServerError(f"worker={worker!r}; a worker has a name of its own, give a string such as '0'")
+        if isinstance(secret, str | Path):
+            secret = read_secret(Path(secret))
         if window < 1:
             raise ServerError(f"window: {window}; at least one push must be under way, use 1 or more")
         from echelon.server.warm import work
@@ -107,7 +113,7 @@ class Client:
     ) -> dict[str, np.ndarray]:
         """Rows of these ids, in their order; waits for as long as the staleness bound asks. Takes what was prefetched, if it is the same."""
         with self._lock:
-            wanted = {name: _ids(name, given) for name, given in ids.items()}
+            wanted = {name: _ids(name, given) for name, given in _by_name(ids, "ids").items()}
             pull = self._take_prefetched(wanted) if not dense and wire is None else None
             if pull is None:
                 pull = self._ask(wanted, dense, step=self.step, form=wire)
@@ -118,13 +124,14 @@ class Client:
     def prefetch(self, ids: Mapping[str, Ids], *, ahead: int = 1) -> None:
         """Ask for rows already; the `pull` of the same ids takes them. `ahead`: of how many steps after this one (0: once it is pushed)."""
         with self._lock:
-            wanted = {name: _ids(name, given) for name, given in ids.items()}
+            wanted = {name: _ids(name, given) for name, given in _by_name(ids, "ids").items()}
             self._prefetched.append(self._ask(wanted, (), step=self.step + ahead))
             del self._prefetched[:-8]
 
     def pull_dense(self, names: Sequence[str], *, out: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Dense parameters, flat; into the arrays of `out` where given."""
         with self._lock:
+            names = [names] if isinstance(names, str) else names
             pull = self._ask({}, names, step=self.step, out=out)
             self._session.finish(pull)
             return {name: pull.dense[name].values for name in names}
@@ -143,7 +150,10 @@ class Client:
             parcel = Parcel(
                 self._session.roads,
                 {"lr": rates},
-                [self._grads(name, *pair) for name, pair in (tables or {}).items()],
+                [
+                    self._grads(name, *_pair(name, pair))
+                    for name, pair in _by_name(tables or {}, "(ids, gradients)").items()
+                ],
                 [self._grad(self._dense(name), values) for name, values in (dense or {}).items()],
             )
             return self._send(parcel, tick=tick)
@@ -152,9 +162,8 @@ class Client:
         """Set rows to these values, with fresh optimizer state; acknowledged when it returns."""
         with self._lock:
             sets = []
-            for name, (ids, rows) in tables.items():
-                grads = self._grads(name, ids, rows, add=False)
-                sets.append(grads)
+            for name, pair in _by_name(tables, "(ids, rows)").items():
+                sets.append(self._grads(name, *_pair(name, pair), add=False))
             self._send(Parcel(self._session.roads, {}, sets, [], sets=True), tick=False)
             self.flush()
 
@@ -333,8 +342,8 @@ class Client:
 
     def _grads(self, name: str, ids: Ids, values: np.ndarray, *, add: bool = True) -> Grads:
         spec = self._table(name)
-        ids, values = _ids(name, ids), np.asarray(values)
-        if values.size != ids.size * spec.dim:
+        shape, ids, values = np.shape(ids), _ids(name, ids), _numbers(name, values)
+        if values.shape not in ((ids.size, spec.dim), (*shape, spec.dim)) and (ids.size or values.size):
             raise ServerError(
                 f"{name}: values of shape {values.shape} for {ids.size} ids; it has {spec.dim} columns, give ({ids.size}, {spec.dim})"
             )
@@ -351,13 +360,14 @@ class Client:
 
     def _rates(self, lr: Mapping[str, float] | float | None, names: Sequence[str]) -> dict[str, float] | None:
         given = lr if isinstance(lr, Mapping) else {} if lr is None else dict.fromkeys(names, lr)
-        # Of what is declared: a head that does not know a table yet, and a replica that does, would part.
-        known = self._session.specs
-        rates = {
-            name: float(rate)
-            for name, rate in given.items()
-            if name in known and (name in names or not self._moves(name))
-        }
+        rates = {}
+        for name, rate in given.items():
+            # Of what is declared: a head that does not know a table yet, and a replica that does, would part.
+            if name not in self._session.specs:
+                raise ServerError(self._unknown(name, "table or dense parameter", None))
+            check_rate(name, rate)
+            if name in names or not self._moves(name):
+                rates[name] = float(rate)
         # With its rate all rows of such a table move, also on routes to which nothing of this push goes; and with it alone.
         rates |= {name: self._table(name).rule.lr for name in names if name not in rates and self._moves(name)}
         return rates or None
@@ -399,6 +409,8 @@ class Client:
         self._prefetched = [each for each in self._prefetched if each.step >= self.step]
         given = {name: each.tobytes() for name, each in ids.items()}
         for place, pull in enumerate(self._prefetched):
+            if pull.bound is not None and pull.step - pull.bound > self.step:
+                continue  # it waits for what this worker pushes next
             if {name: wanted.order.given for name, wanted in pull.tables.items()} == given:
                 del self._prefetched[place]
                 return pull
@@ -436,7 +448,7 @@ class Client:
 
 
 def _ids(name: str, ids: Any) -> np.ndarray:
-    found = np.asarray(ids)
+    found = _numbers(name, ids)
     if not found.size:
         return np.empty(0, np.int64)  # an empty list has no dtype of its own
     if found.dtype.kind not in "iu":
@@ -444,9 +456,37 @@ def _ids(name: str, ids: Any) -> np.ndarray:
     return np.ascontiguousarray(found.reshape(-1), np.int64)
 
 
+def _by_name(given: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ServerError(f"{type(given).__name__} where a mapping is expected; give {{table's name: {what}}}")
+    return given
+
+
+def _pair(name: str, pair: Any) -> tuple[Any, Any]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ServerError(f"{name}: {type(pair).__name__}, where two things are expected; give (ids, values)")
+    return pair[0], pair[1]
+
+
+def _numbers(name: str, values: Any) -> np.ndarray:
+    try:
+        found = np.asarray(values)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # tensors that need a gradient, on a device or of a dtype of torch's own
+        raise ServerError(
+            f"{name}: values that are no array ({error}); give numpy's, of a tensor t.detach().float().cpu().numpy()"
+        ) from None
+    if found.dtype.kind not in "fiub" and found.size:
+        raise ServerError(f"{name}: values of dtype {found.dtype}; they are real numbers, use float32")
+    return found
+
+
 def _flat(spec: Dense, values: np.ndarray) -> np.ndarray:
     """A copy of a dense parameter's values, checked."""
-    values = np.asarray(values)
+    values = _numbers(spec.name, values)
     if values.size != spec.size:
         raise ServerError(
             f"{spec.name}: {values.size} values of shape {values.shape}; it was declared with {spec.size} elements"

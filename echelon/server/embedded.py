@@ -127,6 +127,22 @@ class _Notice:
             _tell(f"compiling the server's loops: {share:.0%}")
 
 
+def require_sense(n: int, replicas: int, *, staleness: int | None, aggregate: bool, memory: int | None) -> None:
+    """Whether servers can be started so."""
+    if n < 1 or not 1 <= replicas <= 3:
+        raise ServerError(f"{n} servers with {replicas} replicas; use at least one server, and 1, 2 or 3 replicas")
+    if staleness is not None and staleness < 0:
+        raise ServerError(
+            f"staleness={staleness}; give the steps that a worker may be ahead, 0 or more, or None for no bound"
+        )
+    if aggregate and staleness != 0:
+        raise ServerError(
+            f"aggregate=True with staleness={staleness}; gradients are added up over workers in step, use staleness=0"
+        )
+    if memory is not None and memory < 1 << 20:
+        raise ServerError(f"memory={memory}; it is in bytes, and no server holds rows in less than {1 << 20}")
+
+
 class Servers:
     """`n` servers and a controller, started here; they end with this process, or with `close`.
 
@@ -158,8 +174,7 @@ class Servers:
         advertise: str | None = None,
         hosts: list[str] | None = None,
     ) -> None:
-        if n < 1 or not 1 <= replicas <= 3:
-            raise ServerError(f"{n} servers with {replicas} replicas; use at least one server, and 1, 2 or 3 replicas")
+        require_sense(n, replicas, staleness=staleness, aggregate=aggregate, memory=memory)
         if heads is not None and heads < 1:
             raise ServerError(f"heads={heads}; at least one server takes pushes, use 1 or more, or None for all")
         self.secret = secret or make_secret()

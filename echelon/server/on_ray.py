@@ -25,6 +25,7 @@ from echelon.server import wire
 from echelon.server.actors import Result, Seat, Work, Worker
 from echelon.server.client import Client
 from echelon.server.controller import SERVER_LEASE
+from echelon.server.embedded import require_sense
 from echelon.server.saying import say
 from echelon.server.secret import make_secret
 from echelon.server.spread import Node, choose, crowded
@@ -82,8 +83,7 @@ class RayServers:
         cluster: str | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        if n < 1 or not 1 <= replicas <= 3:
-            raise ServerError(f"{n} servers with {replicas} replicas; use at least one server, and 1, 2 or 3 replicas")
+        require_sense(n, replicas, staleness=staleness, aggregate=aggregate, memory=memory)
         self._ray = ray = _require_ray()
         if ray.util.client.ray.is_connected():
             raise ServerError(

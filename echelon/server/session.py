@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import warnings
@@ -28,6 +29,7 @@ class Session:
 
     def __init__(self, address: str, *, secret: bytes, worker: str, patience: float, host: str | None) -> None:
         self.worker, self.closed = worker, False
+        self._process = os.getpid()
         self.patience = patience
         self.specs: dict[str, Table | Dense] = {}
         #: Per dense parameter the shard of each block.
@@ -68,13 +70,19 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        if os.getpid() != self._process:
+            return  # the connections are the parent's, who goes on
         self.herald.close()
         self.courier.close()
 
     def require_open(self) -> None:
-        """Nothing goes by a connection that was closed."""
+        """Nothing goes by a connection that was closed, or is another process's."""
         if self.closed:
             raise ServerError(f"worker {self.worker}: this client was closed; connect() again")
+        if os.getpid() != self._process:
+            raise ServerError(
+                f"worker {self.worker}: this client is of process {self._process}, which was forked; connect() in this one, as another worker"
+            )
 
     def learn(self, spec: Table | Dense) -> None:
         """A table or dense parameter that is declared."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from echelon.errors import EchelonError, ServerError
 from echelon.server import Client, Dense, Init, Rule, Servers, Table, connect
+from echelon.server.secret import write_secret
 
 SGD = Rule(kind="sgd", lr=1.0)
 ZERO = Init(kind="zeros")
@@ -59,10 +63,6 @@ def test_how_far_the_furthest_came_is_known_after_it_left(servers, client, table
         other.flush()
     assert client.standing() == (max(furthest, client.standing()[0]), False)
     assert client.standing()[0] >= furthest > client.clock()[0]
-
-
-def test_rates_of_what_nobody_declared_are_not_sent(client, table):
-    assert client._rates({table: 0.5, "not declared": 0.5}, [table]) == {table: 0.5}
 
 
 def test_rows_come_in_the_order_of_the_ids_and_equal_ids_are_added_up(client, table):
@@ -133,7 +133,7 @@ def test_large_answers_come_in_several_frames(client, table, monkeypatch):
     spec = Dense(name=f"{table} dense", size=300_000, rule=SGD)
     client.declare(spec, initial=np.arange(spec.size))
     ids = np.arange(20_000)
-    client.push({table: (ids, -np.repeat(ids, 4))})
+    client.push({table: (ids, -np.repeat(ids, 4).reshape(-1, 4))})
     before = client.pull({table: ids}, dense=[spec.name])
     assert np.array_equal(before[table][:, 3], ids)
     assert np.array_equal(before[spec.name], np.arange(spec.size))
@@ -345,3 +345,60 @@ def test_first_values_that_do_not_fit_leave_nothing_declared(client, request):
 def test_ids_that_are_no_integers_are_not_prefetched_either(client, table):
     with pytest.raises(ServerError, match="ids of dtype float64"):
         client.prefetch({table: np.array([1.5])})
+
+
+def test_what_is_no_push_is_refused_before_anything_is_sent(client, table):
+    ids, two = np.arange(2), np.ones((2, 4))
+    for wrong, words in (
+        (lambda: client.push({table: (ids, two)}, lr=float("nan")), "a rate of nan"),
+        (lambda: client.push({table: (ids, two)}, lr={"nowhere": 1.0}), "nowhere: no such table"),
+        (lambda: client.push({table: (ids, two.T)}), r"values of shape \(4, 2\) for 2 ids"),
+        (lambda: client.push({table: (ids, two.reshape(-1))}), r"values of shape \(8,\) for 2 ids"),
+        (lambda: client.push({table: (ids, two * 1j)}), "values of dtype complex128"),
+        (lambda: client.push({table: (ids, two.astype(str))}), "real numbers"),
+        (lambda: client.push({table: ids}), r"give \(ids, values\)"),
+        (lambda: client.pull([table]), "give {table's name: ids}"),
+        (lambda: client.push({table: (ids, torch.ones(2, 4, requires_grad=True))}), "t.detach"),
+    ):
+        with pytest.raises(EchelonError, match=words):
+            wrong()
+    client.push({table: (ids.reshape(1, 2), two.reshape(1, 2, 4))})
+    client.push({table: ([], [])})
+    client.flush()
+    assert (client.pull({table: ids})[table] == -1).all()
+
+
+def test_a_forked_child_has_no_client(client, table):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        try:
+            client.push({table: (np.arange(2), np.ones((2, 4)))})
+        except ServerError as error:
+            client.close()
+            os._exit("which was forked; connect() in this one" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    client.push({table: (np.arange(2), np.ones((2, 4)))})
+    client.flush()
+    assert (client.pull({table: np.arange(2)})[table] == -1).all()
+
+
+def test_a_secret_may_be_given_as_its_file_and_a_worker_has_a_name(servers, tmp_path):
+    write_secret(tmp_path / "secret", servers.secret)
+    connect(servers.address, secret=tmp_path / "secret", worker="by file").close()
+    for name in ("", 0):
+        with pytest.raises(ServerError, match="a worker has a name of its own"):
+            connect(servers.address, secret=servers.secret, worker=name)
+
+
+def test_servers_that_make_no_sense_are_not_started():
+    for wrong, words in (
+        ({"staleness": -1}, "staleness=-1"),
+        ({"aggregate": True}, "use staleness=0"),
+        ({"memory": 10}, "in bytes"),
+        ({"replicas": 4}, "1, 2 or 3 replicas"),
+    ):
+        with pytest.raises(ServerError, match=words):
+            Servers(2, **wrong)

@@ -116,7 +116,10 @@ class Members(Moving):
             return
         if known > life:
             self._refuse(
-                peer, request, "Superseded", f"worker {name} was started again since; this one is its former life"
+                peer,
+                request,
+                "Superseded",
+                f"worker {name} was started again since, or another has its name; this one is its former life. Give each worker a name of its own (worker=)",
             )
             return
         self._welcome(now, peer, "worker", name, life)

@@ -48,7 +48,7 @@ class Pushes(Reads):
         if self._doubtful(now, cover):
             return False
         if self.map.workers.get(meta["worker"], 0) > meta["incarnation"]:
-            why = f"worker {meta['worker']} was started again; this one is its former life"
+            why = f"worker {meta['worker']} was started again, or another has its name; this one is its former life. Give each worker a name of its own (worker=)"
             self._refuse(peer, frame, "Superseded", why)
             return True
         if meta["incarnation"] <= self.map.horizon and self.map.over(meta["incarnation"]):
