@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import bench.common  # noqa: F401 (what the main module imports, which children import again)
-from bench.histories import LIVES, work
+from bench.histories import WIDTH, work
 from echelon.server import connect
 from echelon.server.combine import group
 
@@ -23,4 +23,4 @@ def live(address: str, secret: bytes, name: str, base: int, column: int, seed: i
 
 
 _loaded = group(np.arange(8), np.zeros(2, np.uint16), 1)
-_loaded.expand(_loaded.sum(np.ones((8, LIVES), np.float32)))
+_loaded.expand(_loaded.sum(np.ones((8, WIDTH), np.float32)))

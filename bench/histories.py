@@ -19,6 +19,9 @@ import numpy as np
 
 #: Columns of the table: lives of workers that one schedule may have.
 LIVES = 16
+#: Each of them many times over: a push and an answer are then mostly long enough to go by shared memory, also where four servers share them.
+TIMES = 64
+WIDTH = LIVES * TIMES
 #: Distinct ids of one schedule.
 KEYS = 384
 
@@ -57,6 +60,14 @@ class Life:
         return life
 
 
+def once(rows: np.ndarray) -> np.ndarray:
+    """Rows with each life's column once; all times they must say the same."""
+    many = rows.reshape(len(rows), TIMES, LIVES)
+    if not (many == many[:, :1]).all():
+        raise AssertionError("a row is torn: the columns of one life differ")
+    return many[:, 0]
+
+
 def work(
     client: Any, table: str, base: int, column: int, seed: int, record: TextIO, stopped: Callable[[], bool]
 ) -> None:
@@ -79,8 +90,8 @@ def work(
     while not stopped():
         keys = draw.choice(KEYS, 48)
         amounts = draw.integers(1, 8, len(keys))
-        gradients = np.zeros((len(keys), LIVES), np.float32)
-        gradients[:, column] = -amounts
+        gradients = np.zeros((len(keys), WIDTH), np.float32)
+        gradients[:, column::LIVES] = -amounts[:, None]
         number += 1
         write("push", number, time.monotonic(), keys.tolist(), amounts.tolist())
         sent = client.push({table: (base + keys, gradients)})
@@ -89,7 +100,7 @@ def work(
         if number % 4 == 0:
             keys = draw.choice(KEYS, 64, replace=False)
             asked = time.monotonic()
-            rows = client.pull({table: base + keys})[table]
+            rows = once(client.pull({table: base + keys})[table])
             write("read", asked, time.monotonic(), keys.tolist(), rows.astype(int).tolist())
     client.flush()
     heard()

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import Row, publish
-from bench.histories import KEYS, LIVES, Life, check, failover, outlast, work
+from bench.histories import KEYS, WIDTH, Life, check, failover, once, outlast, work
 from echelon.server import Client, Init, Rule, Table, connect
 from echelon.server.hashing import shard_of
 from echelon.server.secret import make_secret
@@ -192,7 +192,7 @@ def inside(mark: str, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, servers(mark, Path(scratch), secret, 2) as address:
         judge = connect(address, secret=secret, worker="judge", patience=PATIENCE)
         zero = Init(kind="zeros")
-        judge.declare(Table(name="sums", dim=LIVES, rule=Rule(kind="sgd", lr=1.0), init=zero))
+        judge.declare(Table(name="sums", dim=WIDTH, rule=Rule(kind="sgd", lr=1.0), init=zero))
         if not until(judge, lambda: spread(judge)):
             wrong.append(f"chains do not span both hosts: {sorted(set(judge.map.chains))}")
         stop = threading.Event()
@@ -233,7 +233,7 @@ def inside(mark: str, seconds: float) -> dict[str, Any]:
         wrong += ["a worker did not end" for thread in threads if thread.is_alive()]
         lives = [Life.read(path, column) for column, path in enumerate(paths)]
         ids = np.arange(KEYS)
-        wrong += check(lives, judge.pull({"sums": ids})["sums"], shard_of(ids, judge.map.shards))
+        wrong += check(lives, once(judge.pull({"sums": ids})["sums"]), shard_of(ids, judge.map.shards))
         equal = lambda: all(len(set(those.values())) == 1 for those in judge.digests().values())  # noqa: E731
         if not until(judge, equal):
             wrong.append("replicas differ")

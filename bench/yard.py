@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.crash_worker import TABLE, live
-from bench.histories import KEYS, LIVES, Life, check, failover, outlast
+from bench.histories import KEYS, LIVES, WIDTH, Life, check, failover, once, outlast
 from echelon.errors import ServerError
 from echelon.server import Client, Init, Rule, Servers, Table, connect
 from echelon.server.hashing import shard_of
@@ -107,7 +107,7 @@ class Yard:
         try:
             self.client: Client = connect(self.servers.address, secret=self.servers.secret, worker="judge")
             zero = Init(kind="zeros")
-            self.client.declare(Table(name=TABLE, dim=LIVES, rule=Rule(kind="sgd", lr=1.0), init=zero))
+            self.client.declare(Table(name=TABLE, dim=WIDTH, rule=Rule(kind="sgd", lr=1.0), init=zero))
             self.client.close()
         except BaseException:
             self.close()
@@ -251,7 +251,7 @@ class Yard:
         with connect(self.servers.address, secret=self.servers.secret, worker="judge", patience=ENDLESS) as client:
             self.client = client
             ids = schedule.number * 10 * KEYS + np.arange(KEYS)
-            final = client.pull({TABLE: ids})[TABLE]
+            final = once(client.pull({TABLE: ids})[TABLE])
             result.wrong += check(histories, final, shard_of(ids, client.map.shards))
             self.until(self.whole, "the chains to be complete again", result)
             digests: dict[int, dict[str, str]] = {}

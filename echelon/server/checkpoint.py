@@ -125,8 +125,13 @@ def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
     require_room(folder)
     place = partial(folder)
     listed = {entry["file"] for entry in manifest["files"].values()}
-    for stray in [path for path in place.iterdir() if path.name not in listed]:
-        stray.unlink()
+    found = {path.name: path for path in place.iterdir()}
+    if lacking := sorted(listed - found.keys()):
+        raise CheckpointError(
+            f"{folder}: {len(lacking)} of {len(listed)} shards were not written there ({lacking[0]}); write it again"
+        )
+    for stray in found.keys() - listed:
+        found[stray].unlink()
     former, replaces = _former(folder), folder.exists()
     shutil.rmtree(former, ignore_errors=True)
     # From here on whoever looks for it may give it its name (`_name`), so that what is there need not be the one before.
@@ -227,7 +232,7 @@ class Writer:
         self._todo: list[tuple[int, Path, int]] = []
         self._take: Callable[[int], Sequence[Part] | None] = lambda shard: None
         self._tell: Callable[[dict[str, Any]], None] = lambda details: None
-        self._busy: tuple[int, int] | None = None
+        self._busy: tuple[int, Path, int] | None = None
         ours, self._bell = os.pipe()
         loop.watch(ours, lambda: self._done(ours))
         threading.Thread(target=self._work, name="echelon-checkpoint", daemon=True).start()
@@ -241,11 +246,12 @@ class Writer:
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
         """Write these shards; `take` copies one, `tell` hears of each that is on the disk."""
-        known = {shard for other, _, shard in self._todo if other == number}
-        if self._busy is not None and self._busy[0] == number:
-            known.add(self._busy[1])
-        self._todo = [each for each in self._todo if each[0] == number]
-        self._todo += [(number, partial(folder), shard) for shard in shards if shard not in known]
+        place = partial(folder)  # by this, too: a controller that was started again counts from 1
+        known = {shard for other, where, shard in self._todo if (other, where) == (number, place)}
+        if self._busy is not None and self._busy[:2] == (number, place):
+            known.add(self._busy[2])
+        self._todo = [each for each in self._todo if each[:2] == (number, place)]
+        self._todo += [(number, place, shard) for shard in shards if shard not in known]
         self._take, self._tell = take, tell
         self._next()
 
@@ -254,7 +260,7 @@ class Writer:
             number, folder, shard = self._todo.pop(0)
             parts = self._take(shard)
             if parts is not None:
-                self._busy = (number, shard)
+                self._busy = (number, folder, shard)
                 self._jobs.put((number, folder, shard, parts))
 
     def _work(self) -> None:
@@ -262,9 +268,7 @@ class Writer:
             number, folder, shard, parts = self._jobs.get()
             try:
                 result = save(folder, shard, parts)
-            except (
-                Exception
-            ) as error:  # of any kind, memory too: whoever waits must hear, and the next shard be written
+            except Exception as error:  # of any kind: whoever waits must hear, and the next shard be written
                 result = {"error": f"{folder}: shard {shard} cannot be written ({type(error).__name__}: {error})"}
             del parts
             self._results.put({"id": number, **result})

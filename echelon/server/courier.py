@@ -38,6 +38,8 @@ class Courier:
         self._due: dict[str, float] = {}
         self._delays: dict[str, float] = {}
         self._broken: list[tuple[Line, BaseException]] = []
+        #: What came over lines that ended.
+        self._moved = 0
         #: Why a server could not be reached the last time.
         self.why: dict[str, str] = {}
 
@@ -62,8 +64,8 @@ class Courier:
 
     @property
     def moved(self) -> int:
-        """Changes while long frames are on their way, out or in."""
-        return sum(line.moved for line in self._lines.values())
+        """Grows while long answers are on their way in."""
+        return self._moved + sum(line.moved for line in self._lines.values())
 
     def up(self, server: str) -> bool:
         """Whether requests can be sent to this server."""
@@ -119,6 +121,9 @@ class Courier:
         except (OSError, EOFError, EchelonError) as error:
             self._retry(line, error)
             return
+        except BaseException as error:  # whoever got an answer was interrupted: all that is unanswered is asked again
+            self._broken.append((line, error))
+            raise
         if self._lines.get(line.server) is not line:
             return
         self._poll.modify(line.socket, line.wants)
@@ -165,6 +170,7 @@ class Courier:
         self._lost(line.server, [each for each in line.waiting.values() if not each.dropped])
 
     def _forget(self, line: Line) -> None:
+        self._moved += line.moved
         del self._lines[line.server], self._by_file[line.socket.fileno()]
         self._poll.unregister(line.socket)
         line.close()

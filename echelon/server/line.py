@@ -63,7 +63,7 @@ class Line:
         self.server, self.address = server, address
         self.ready = False
         self.began = time.monotonic()
-        #: Counts the pieces of frames that did not go or come at once.
+        #: Counts the pieces of long answers.
         self.moved = 0
         self.waiting: dict[int, Request] = {}
         self._caller = Caller(secret, WORKER)
@@ -129,8 +129,6 @@ class Line:
                 return
             while out and sent >= len(out[0]):
                 sent -= len(out.popleft())
-            if out:
-                self.moved += 1
             if sent:
                 out[0] = out[0][sent:]
 
@@ -223,7 +221,7 @@ class Line:
             if self._shared is None:
                 raise wire.WireError(f"{frame} without memory to share")
             frame = self._shared.borrow(frame.meta)
-        self._deliver(self.waiting.pop(frame.request, None), frame)
+        self._deliver(frame)
 
     def _begin(self, header: bytes, front: np.ndarray, length: int) -> _Incoming:
         """A long frame of which `front` is here: choose where its arrays go."""
@@ -261,11 +259,14 @@ class Line:
     def _answer(self, incoming: _Incoming) -> None:
         _magic, kind, flags, number, *_ = wire.HEADER.unpack(incoming.header)
         frame = wire.Frame(kind, number, incoming.meta, incoming.arrays, np.empty(0, np.uint8), flags)
-        self._deliver(self.waiting.pop(number, None), frame)
+        self._deliver(frame)
 
-    def _deliver(self, request: Request | None, frame: wire.Frame) -> None:
-        if request is not None and not request.dropped:
-            request.done(request, frame)
+    def _deliver(self, frame: wire.Frame) -> None:
+        request = self.waiting.get(frame.request)
+        if request is not None:
+            if not request.dropped:
+                request.done(request, frame)
+            del self.waiting[frame.request]
 
     def close(self) -> None:
         """End the connection."""

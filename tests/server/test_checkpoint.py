@@ -217,6 +217,14 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_checkpoint_without_all_that_it_lists_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "kept", 1)
+    manifest = checkpoint.read_manifest(tmp_path / "kept")
+    checkpoint.partial(tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match="1 of 1 shards were not written there"):
+        checkpoint.complete(tmp_path / "other", manifest)
+
+
 class Owner:
     """Nobody calls here."""
 

@@ -306,6 +306,26 @@ def test_who_expires_rows_is_answered_also_when_servers_die_or_are_cut_off(job: 
     assert "no server is here" in job.say("admin", wire.EXPIRE, {"table": "emb", "older": 3}, 10)[0][1]["message"]
 
 
+def test_rows_expire_again_where_a_head_changed_meanwhile(job: Job) -> None:
+    """A shard that was handed over between two answers was expired by neither."""
+    job.say("0", wire.DECLARE, {"spec": {"what": "table", "name": "emb", "dim": 2}})
+    job.install()
+    job.say("admin", wire.EXPIRE, {"table": "emb", "older": 3}, 7)
+    first = next(meta["of"] for _, kind, _, meta in job.heard if kind == wire.EXPIRE)
+    job.say("a", wire.DONE, {"of": first})
+    epochs = job.core.map.epochs
+    job.core.map = replace(job.core.map, epochs=(epochs[0] + 1, *epochs[1:]))
+    job.say("b", wire.DONE, {"of": first})
+    again = {meta["of"] for _, kind, _, meta in job.heard if kind == wire.EXPIRE} - {first}
+    assert len(again) == 1
+    done = lambda: [number for whom, kind, number, _ in job.heard if (whom, kind) == ("admin", wire.DONE)]  # noqa: E731
+    for name, number in (("a", first), ("b", first), ("a", again.copy().pop())):
+        job.say(name, wire.DONE, {"of": number})
+        assert 7 not in done()
+    job.say("b", wire.DONE, {"of": again.pop()})
+    assert done() == [7]
+
+
 def test_join_and_drain_move_shards_and_keep_replicas(job: Job) -> None:
     """Every chain always has as many members as before; at the end all is balanced, and nothing is on who leaves."""
     job.join("c")

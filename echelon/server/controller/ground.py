@@ -69,6 +69,8 @@ class Expiring:
     request: int
     meta: dict[str, Any]
     owing: dict[tuple[str, int], Hashable | None]
+    #: Of the shards, when they were asked: where a head changed meanwhile, its shard may have been expired by neither.
+    epochs: tuple[int, ...]
 
 
 class Ground:
