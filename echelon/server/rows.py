@@ -23,6 +23,8 @@ from echelon.server.recent import MOST_SHARDS, Recent
 #: Most of a shard's slots that may be in use before it doubles.
 LOAD = 0.8
 _LEAST = 16
+#: Bytes from which on a table has large pages: a lookup in it misses the cache of page addresses too. A small one would take two of them.
+_HUGE = 16 << 20
 #: How much of a spill file is claimed at a time, so that a full disk is an error and not a signal.
 _CLAIM = 64 << 20
 _MASK = (1 << 64) - 1
@@ -153,8 +155,6 @@ def reserve(size: int, what: str) -> mmap.mmap:
         raise StoreError(
             f"{what}: {size} bytes of addresses cannot be reserved ({error}); give a smaller memory="
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE") and size >= 64 << 20:
-        area.madvise(mmap.MADV_HUGEPAGE)  # a lookup in a large table misses the cache of page addresses too
     return area
 
 
@@ -190,6 +190,9 @@ class Rows:
         self.masks = np.full(shards, _LEAST - 1, np.int64)
         self.used = np.zeros(shards, np.int64)
         self._bump = least
+        #: Slots that shards have, in sum: asked for at every push of every table.
+        self._held = least
+        self._huge = False
         self._regions: dict[int, list[int]] = {}
         self._kind, self._scalars = init_of(spec.init)
         self._seed = seed_of(spec.name, spec.init)
@@ -230,7 +233,7 @@ class Rows:
     def bytes(self) -> int:
         """Memory in use: rows (also those given back, which are used again) and index; what is spilled is not in memory."""
         rows = 0 if self._file is not None else int(self.free[1]) * self.layout.stride
-        return rows + int((self.masks + 1).sum()) * 8
+        return rows + self._held * 8
 
     def need(self, missing: np.ndarray) -> int:
         """Bytes that rows not yet there would take, `missing` of them per shard."""
@@ -272,9 +275,15 @@ class Rows:
 
     def grow(self, missing: np.ndarray) -> None:
         """Makes the index large enough; afterwards that many more rows can be made."""
+        if not self._huge and self.bytes + self.need(missing) > _HUGE:
+            self._huge = True
+            for area in (self._area, self._index_area) if self._file is None else (self._index_area,):
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    area.madvise(mmap.MADV_HUGEPAGE)
         which, slots = self._grown(missing)
         for shard, size in zip(which.tolist(), slots.tolist(), strict=True):
             start, mask = int(self.starts[shard]), int(self.masks[shard])
+            self._held += size - (mask + 1)
             to = self._region(size)
             k.move(self.index, start, mask, to, size - 1)
             self.starts[shard], self.masks[shard] = to, size - 1
@@ -419,6 +428,7 @@ class Rows:
         assert found == len(rows), (self.spec.name, shard, found, len(rows))
         if clear:
             self.used[shard] = 0
+            self._held += _LEAST - (int(self.masks[shard]) + 1)
             self._let_go(int(self.starts[shard]), int(self.masks[shard]) + 1)
             self.starts[shard], self.masks[shard] = self._region(_LEAST), _LEAST - 1
         return rows

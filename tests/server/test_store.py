@@ -434,3 +434,16 @@ def test_updates_of_all_rows_take_of_the_room_that_was_reckoned():
     with pytest.raises(StoreFull):
         store.apply("t", np.array([0, 1, 9]), np.ones((3, 1)), lsn=stamps(3), once=True)
     assert [store.digest(shard) for shard in range(SHARDS)] == before
+
+
+def test_the_slots_that_are_counted_are_those_that_there_are():
+    store = Store(shards=SHARDS, memory=1 << 26)
+    store.declare(Table(name="t", dim=1))
+    table = store._table("t")
+    for lsn, ids in enumerate((np.arange(3000), np.arange(50_000), np.arange(7))):
+        store.apply("t", ids, np.ones((len(ids), 1)), lsn=stamps(lsn + 1))
+        assert table._held == int((table.masks + 1).sum())
+    kept = store.snapshot(1)
+    for change in (lambda: store.drop(1), lambda: store.install(1, kept), lambda: store.drop(0)):
+        change()
+        assert table._held == int((table.masks + 1).sum())
