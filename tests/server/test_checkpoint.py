@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from echelon.errors import CheckpointError, ServerError
-from echelon.server import Rule, Servers, Table, checkpoint, connect, durable, wire
+from echelon.server import Init, Rule, Servers, Table, checkpoint, connect, durable, wire
 from echelon.server.hashing import shard_of
 from echelon.server.loop import Connection, Loop
 from echelon.server.map import Map, Seat
@@ -215,6 +216,24 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
     write(folder, 7)
     assert checkpoint.load(folder, 0)[0][0]["lsn"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_servers_started_again_in_their_folder_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """New servers have nothing, so all shards go back to it: a worker goes on where the furthest was."""
+    ones = np.ones((len(IDS), 4), np.float32)
+    table = Table(name="t", dim=4, rule=Rule(kind="sgd", lr=1.0), init=Init(kind="zeros"))
+    for life in range(2):
+        servers = Servers(2, replicas=2, shards=16, staleness=1, folder=tmp_path / "job")
+        told = pytest.warns(UserWarning, match="went back to the checkpoint") if life else nullcontext()
+        with told, servers, connect(servers.address, secret=servers.secret, patience=30.0) as client:
+            client.declare(table)
+            assert client.step == client.clock()[0] == 3 * life
+            for _ in range(3):
+                client.push({"t": (IDS, ones)})
+            client.flush()
+            assert (client.pull({"t": IDS})["t"] == -3 * (life + 1)).all()
+            assert client.clock() == (3 * (life + 1),) * 2
+            client.checkpoint(tmp_path / "kept")
 
 
 def test_a_checkpoint_without_all_that_it_lists_is_none(tmp_path: Path) -> None:

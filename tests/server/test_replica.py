@@ -288,7 +288,7 @@ def test_workers_are_counted_from_the_least_clock(pair: Net) -> None:
     clock = framed(wire.CLOCK, 1, meta, [np.zeros(1, np.uint16)])
     assert pair.send("a", clock) == []
     pair.install(mapped(2, "ab", workers={"0": 9, "1": 10, "2": 11}))
-    told = {"min": 3, "max": 3, "mine": 3, "furthest": 3, "pending": False}
+    told = {"min": 3, "max": 3, "furthest": 3, "pending": False}
     assert pair.heard() == [("CLOCKED", told, [])]
     assert pair.nodes["a"].state.digest(0) == pair.nodes["b"].state.digest(0)
 

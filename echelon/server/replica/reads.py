@@ -12,7 +12,7 @@ from echelon.server.actions import PEER, Close, Note
 from echelon.server.covers import Cover, every, some
 from echelon.server.replica.clocks import Clocks
 from echelon.server.replica.ground import MALFORMED
-from echelon.server.windows import ABSENT
+from echelon.server.windows import ABSENT, FAR
 
 #: A lonely head that has not heard of the controller for so long waits; well below the grace after which its shards go to others.
 DOUBT = 1.0
@@ -79,14 +79,16 @@ class Reads(Clocks):
             if slot is None or ((windows.clock[slot] == ABSENT) & ~windows.restored)[cover.at].any():
                 return False
             floor = self.floor()[cover.at]
-            most = max((int(self.state.windows.clock[live][cover.at].max()) for live in self._live), default=0)
-            mine = int(self.state.windows.clock[slot][cover.at].max())
-            told = {"min": int(floor.min()), "max": most, "mine": mine}
-            # Of those that left too, and whether gradients wait for a step's end.
-            told["furthest"] = int(windows.furthest(cover.shards).max())
-            told["pending"] = any(
+            floor = floor[floor != FAR]
+            furthest = max(int(windows.furthest(cover.shards).max()), 0)
+            # Where all came out of a checkpoint nobody counts before its first push: it goes on where the furthest was.
+            least = int(floor.min()) if len(floor) else furthest
+            most = max((int(windows.clock[live][cover.at].max()) for live in self._live), default=0)
+            pending = any(
                 np.isin(held.shards, cover.shards).any() for waiting in self.state.pending.values() for held in waiting
             )
+            # `furthest`: of those that left too; `pending`: whether gradients wait for a step's end.
+            told = {"min": least, "max": max(most, least), "furthest": furthest, "pending": pending}
             self._send(peer, wire.CLOCKED, frame.request, told)
         else:
             self._digest(peer, frame)
