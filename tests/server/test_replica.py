@@ -404,6 +404,23 @@ def test_rows_expire_on_all_that_is_headed_before_that_is_said() -> None:
     assert net.nodes["a"].state.lsn[0] == net.nodes["b"].state.lsn[0] == before + 1
 
 
+def test_pushes_do_not_wait_for_pauses_between_snapshots_of_backups() -> None:
+    """After a head's death those that lack its last entry are brought up one after the other, without a tick between them."""
+    net = Net("a", "b", "c", shards=4)
+    net.install(mapped(1, "abc", "abc", "abc", "abc"))
+    net.cut("a", "c")
+    net.send("a", pushed(1, shards=4))
+    net.up -= {("a", "b")}
+    net.lose.add(("c", "b"))
+    net.install(mapped(2, "bc", "bc", "bc", "bc", epochs=(2,) * 4), "b")
+    net.nodes["b"].links["c"].resume = net.now + 10.0  # as after a learner's
+    net.lose.clear()
+    net.cut("b", "c")
+    net.link()
+    assert net.rows("b") == net.rows("c") == [1] * 4
+    assert [kind for kind, _, _ in net.send("b", pushed(2, shards=4, version=2))] == ["ACK"]
+
+
 def test_unreadable_checkpoints_are_told_of() -> None:
     """The shard is given back; the server goes on."""
     net = Net("a", shards=2)

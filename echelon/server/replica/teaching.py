@@ -101,6 +101,8 @@ class Teaching(Pushes):
             if lsn == self.state.lsn[shard] and stamp == self.state.stamp[shard]:
                 link.flowing[shard] = True
                 self._equal(now, link, shard)
+            elif link.backup[shard]:
+                link.todo.appendleft(shard)
             else:
                 link.todo.append(shard)
         self._readiness()
@@ -125,8 +127,8 @@ class Teaching(Pushes):
             self._again(now)
 
     def _pump(self, now: float, link: Link) -> None:
-        """Begin the next snapshot, if one is due and none is under way."""
-        if link.up and link.todo and link.moving is None and now >= link.resume:
+        """Begin the next snapshot, if one is due and none is under way. Those of backups are due at once: pushes wait for them."""
+        if link.up and link.todo and link.moving is None and (now >= link.resume or link.backup[link.todo[0]]):
             shard = link.todo.popleft()
             link.moving = Moving(shard, self.state.snapshot(shard))
             link.began = now
