@@ -61,7 +61,13 @@ def drain(
 
 @app.command()
 def checkpoint(
-    path: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that is new, or a checkpoint that it takes the place of, where all servers can write.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="A folder that is new, or a checkpoint that it takes the place of, where all servers can write.",
+        ),
+    ],
     controller: Controller,
     secret_file: SecretFile,
     patience: Annotated[float, typer.Option(help="Seconds to wait until it is whole.")] = 3600.0,
