@@ -103,8 +103,8 @@ def serve(
             cluster=cluster,
         ) as placed:  # fmt: skip
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would leave with another status
-            _say(json, placed.address, secret_file, {"servers": sorted(placed.servers)})
-            with contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt):  # whoever reads the address may end us at once
+                _say(json, placed.address, secret_file, {"servers": sorted(placed.servers)})
                 placed.stay()
         return
     from echelon.server.embedded import Servers
@@ -119,10 +119,9 @@ def serve(
     with Servers(
         servers, **job, restore=restore, lease=lease, memory=limit, spill=spill, folder=folder, secret=secret,
         bind=where, port=int(port), advertise=advertise, hosts=[host] if host else None,
-    ) as running:  # fmt: skip
+    ) as running, contextlib.suppress(KeyboardInterrupt):  # fmt: skip
         _say(json, running.address, secret_file, {"servers": sorted(running.servers)})
-        with contextlib.suppress(KeyboardInterrupt):
-            running.stay()
+        running.stay()
 
 
 #: What nodes and their addresses decide under Ray, and what is the controller's.
@@ -207,8 +206,9 @@ def _control(
 
     process = ControllerProcess(secret=_secret(secret_file, make=True), folder=folder, bind=bind, **options)
     address = f"{advertise}:{split(process.address)[1]}" if advertise else process.address
-    _say(json, address, secret_file, {"servers": []})
-    _run(process)
+    with contextlib.suppress(KeyboardInterrupt):
+        _say(json, address, secret_file, {"servers": []})
+        process.run()
 
 
 def _run(process: Any) -> None:
