@@ -17,18 +17,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from bench.common import Row, publish, tell
+from echelon.engine.stored import open_stored, tensors
 from echelon.observer import read_events
 from echelon.testing.faults import Stopped, stop_at
 
@@ -158,18 +155,8 @@ def _finish(command: Sequence[str], environment: dict[str, str]) -> None:
 
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, by torch's own reader."""
-    reader = FileSystemReader(folder)
-    found = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in found.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
-        load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+    """Every tensor of a checkpoint, whole."""
+    return tensors(open_stored(folder))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

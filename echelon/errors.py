@@ -14,9 +14,11 @@ EchelonError                 what, where, what instead; never a traceback on the
 ├── CheckpointError          a checkpoint that is missing, damaged or cannot be written
 │   └── ForeignCheckpoint    a whole one, but of another job or format: an older one would not fit either
 ├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
+│   └── DivergenceError      ranks that must compute the same do not, or compute something else than one device (.tensor, .rank)
 ├── ServerError              parameter servers that cannot be reached, refuse, or cannot go on
 │   └── ShardsLost           all replicas of some shards are gone (.shards names them)
 └── VerificationError        the answer of a proof is no
+    └── UnprovedPlan         a plan that may not train: its proof failed or could not be made
 """
 
 from __future__ import annotations
@@ -71,9 +73,14 @@ class WorldError(EchelonError):
 
 
 class LaunchError(EchelonError):
-    """Ranks that could not be started, or one that died."""
+    """Ranks that could not be started, or one that died.
+
+    `kind`: the class of that rank's own error, if it reported one; `started`: whether steps were trained before.
+    """
 
     exit_code = 1
+    kind = ""
+    started = False
 
 
 class CheckpointError(EchelonError):
@@ -90,10 +97,27 @@ class TrainingError(EchelonError):
     exit_code = 1
 
 
+class DivergenceError(TrainingError):
+    """Ranks that must compute the same do not, or together compute something else than one device would.
+
+    `rank` and `tensor` name where it was seen, `cause` why it probably happened; None where that is not known.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, tensor: str | None = None, cause: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.tensor, self.cause = rank, tensor, cause
+
+
 class VerificationError(EchelonError):
     """The answer of a proof is no."""
 
     exit_code = 1
+
+
+class UnprovedPlan(VerificationError):  # noqa: N818 (what the plan is; its base says error)
+    """A plan that may not train, because its proof failed or could not be made."""
 
 
 class ServerError(EchelonError):

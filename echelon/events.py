@@ -9,6 +9,8 @@ Kinds and their `data`:
     evaluation  epoch, metrics: {"loss": ..., "accuracy": ...}, samples, seconds
     checkpoint  path, seconds, bytes, best (whether it is the best so far)
     memory      peak (bytes, of the largest rank), held (parameters, gradients, optimizer of the largest rank)
+    verified    message: what the gate found before the first step, seconds (0: from the cache)
+    checked     count and seconds of the steps that were computed again on one device, left_out (why there were no more, or empty)
     warning     message
     end         reason: "finished" | "interrupted" | "failed", seconds, message
 """

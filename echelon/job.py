@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
+from weakref import WeakKeyDictionary
 
 from echelon.errors import JobError
 
@@ -232,6 +233,8 @@ def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None)
     """The batch's loss: a scalar mean, or `(sum, count)`. `model` tells how a model's own loss counts its labels."""
     loss = job.loss(output, batch) if job.loss is not None else _own_loss(output, batch, model)
     if isinstance(loss, tuple):
+        if len(loss) == 2 and _is_number(loss[0]):
+            loss = _tensor(loss[0], like=loss[1]), loss[1]
         if len(loss) != 2 or getattr(loss[0], "numel", lambda: 0)() != 1:
             raise JobError(f"loss= gave a tuple of {len(loss)}: give a scalar mean, or (sum, count) with a scalar sum")
         total, count = loss
@@ -247,6 +250,13 @@ def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None)
     return loss.reshape(())
 
 
+def _tensor(number: Any, *, like: Any) -> Tensor:
+    """A plain number as a tensor: (0, 0) where nothing counts."""
+    import torch
+
+    return torch.tensor(float(number), device=getattr(like, "device", None))
+
+
 def _own_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
     """`output.loss`, weighed by the labels that count where there are such labels: ragged batches then average rightly."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -255,12 +265,48 @@ def _own_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
             f"loss=None takes the model's own, but its output ({type(output).__name__}) has no .loss; give loss=lambda "
             "output, batch: ..., or put the labels into the batch under the name that the model knows"
         )
-    count = _counted(batch, model)
-    if count is None or loss.numel() != 1:
+    if loss.numel() != 1:
         return loss
-    total = loss * count.clamp(min=1)
-    # A mean over no label is NaN; as a part of the step's sum it is nothing.
+    if loss.requires_grad:
+        from echelon.loss_counts import read_counts
+
+        reading = read_counts(loss)
+        if reading.only is not None and model is not None and model not in _LABELS and not _is_fake(loss):
+            _LABELS[model] = _labels_like(reading.only, batch)
+        if reading.terms:
+            # Of several averages each has its own count, which the engine reads and watches.
+            return loss if reading.only is None or reading.only.by_shape else _as_sum(loss, reading.only.count)
+    count = _counted(batch, model)
+    return loss if count is None else _as_sum(loss, count)
+
+
+def _as_sum(mean: Tensor, count: Any) -> tuple[Tensor, Any]:
+    """A mean as (sum, count). A mean over no label is NaN; as a part of the step's sum it is nothing."""
+    import torch
+
+    count = torch.as_tensor(count, device=mean.device)
+    total = mean * count.to(mean.dtype).where(count > 0, 1)
     return total.where(count > 0, total.new_zeros(())), count
+
+
+#: By model: which labels its own loss was seen to average over, for losses without a graph: "all" that count, "shifted", or "none".
+_LABELS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    import torch
+
+    return type(tensor) is not torch.Tensor or tensor.is_meta
+
+
+def _labels_like(term: Any, batch: Any) -> str:
+    labels = _labels(batch)
+    if term.by_shape or labels is None:
+        return "none"
+    count = float(term.count)
+    if labels.dim() > 1 and count == float((labels[..., 1:] != -100).sum()):
+        return "shifted"
+    return "all" if count == float((labels != -100).sum()) else "none"
 
 
 def _items(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -279,14 +325,20 @@ def _items(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 def _counted(batch: Any, model: nn.Module | None) -> Any:
     """How many labels of `batch` the model's own loss counts, as a tensor; None: it has no labels that are counted."""
-    labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
-    # Detection has lists of boxes, regression has numbers: such losses are means over samples.
-    if not hasattr(labels, "is_floating_point") or labels.is_floating_point():
+    labels = _labels(batch)
+    seen = _LABELS.get(model) if model is not None else None
+    if labels is None or seen == "none":
         return None
     kind = f"{getattr(model, 'loss_type', '')} {type(model).__name__}"
-    if labels.dim() > 1 and ("CausalLM" in kind or "LMHead" in kind):
+    if labels.dim() > 1 and (seen == "shifted" or (seen is None and ("CausalLM" in kind or "LMHead" in kind))):
         labels = labels[..., 1:]  # token t predicts token t + 1: the first label is never counted
     return (labels != -100).sum()
+
+
+def _labels(batch: Any) -> Any:
+    """Labels that are classes; detection has lists of boxes, regression has numbers: such losses are means over samples."""
+    labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
+    return labels if hasattr(labels, "is_floating_point") and not labels.is_floating_point() else None
 
 
 @lru_cache(maxsize=64)

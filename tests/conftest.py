@@ -17,6 +17,8 @@ from echelon.testing.ranks import Pool
 
 # Small tensors on several threads are slower, and ranks inherit it: read by torch when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests of something else start without a proof of their plan; those of the gate say so (tests/flow/test_gate.py).
+os.environ.setdefault("ECHELON_VERIFY", "0")
 # Started by nohup, or behind an `&` in a script, these would be ignored here and in every process that a test starts and interrupts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

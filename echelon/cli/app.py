@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from echelon.cli import cache, data, doctor, explain, export, pack, plan, report, serve, server, simulate, train, verify
 from echelon.cli.common import wants_traceback
 from echelon.errors import EchelonError
+from echelon.launchers.environment import fix_hash_seed
 from echelon.launchers.handover import in_words
 
 
@@ -56,5 +57,7 @@ app.add_typer(server.app, name="server")
 
 def main() -> None:
     """The entry point of `echelon` and `python -m echelon`."""
+    if {"train", "verify"} & set(sys.argv[1:2]):
+        fix_hash_seed()
     # A launcher or torchrun shows its own command; ours is always called the same.
     app(prog_name="echelon", args=sys.argv[1:])

@@ -30,6 +30,14 @@ def train(
     resume: Annotated[
         bool | None, typer.Option("--resume/--fresh", help="Go on from the last checkpoint (default), or start anew.")
     ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Apply this changed setting when resuming, as optimizer.lr; repeatable."),
+    ] = None,
+    verify: Annotated[
+        bool | None,
+        typer.Option("--verify/--no-verify", help="Prove a new job and plan before the first step (default), or not."),
+    ] = None,
     require_certificate: Annotated[
         str | None, typer.Option(metavar="FILE", help="Train only if this certificate covers the run.")
     ] = None,
@@ -57,7 +65,7 @@ def train(
 
     given = {
         "plan": plan, "out": out, "keep": keep, "every": every, "resume": resume,
-        "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
+        "override": override or None, "verify": verify, "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
         "servers": servers, "secret_file": secret_file,
     }  # fmt: skip
     settings = resolve(given, read_settings(), Path(FILE), defaults())
@@ -75,7 +83,7 @@ def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
 
     options = {
         "folder": values["out"], "keep": values["keep"], "every": values["every"], "resume": values["resume"],
-        "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
+        "override": list(values["override"]), "verify": values["verify"], "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
         "servers": values["servers"], "secret_file": values["secret_file"],
     }  # fmt: skip
     tell = json and read_world().main
@@ -100,37 +108,45 @@ def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
 def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, debug: bool) -> int:
     """Train in this process, or in ranks that it starts; the exit code. `tell`: the folder is settled beforehand, to be read after."""
     from echelon.flow.folder import require_writable
-    from echelon.flow.prepare import Subject, prepare
+    from echelon.flow.gate import attempts, first_proved
+    from echelon.flow.prepare import Prepared, Subject
+    from echelon.flow.settings import Settings
     from echelon.flow.start import run_ranks
+    from echelon.flow.train import Attempt
     from echelon.flow.train import train as train_here
     from echelon.world import read_world
 
     world, subject = read_world(), Subject(file)
     if world.main:
         require_writable(Path(options["folder"] or "runs"))
-    if tell:
+    # The ranks of a second attempt have to find the folder of the first.
+    if tell or (wanted == "auto" and not options["resume"] and not world.launched):
         options["folder"] = str(_folder(options, subject))
-    if not world.launched:
+
+    def start(prepared: Prepared, settings: Settings) -> int:
+        warn(subject.warnings)  # the ranks find out everything else again
+        return run_ranks("train", file, prepared, options | {"resume": settings.resume}, debug=debug)
+
+    try:
+        if world.launched:
+            train_here(file, wanted, **options)
+            return 0
         if wanted == "auto":
             measured()  # planning needs it; here it is done in sight
-        prepared = prepare(subject, wanted)
-        if prepared.plan.ranks > 1:
-            warn(subject.warnings)  # the ranks find out everything else again
-            return run_ranks("train", file, prepared, options, debug=debug)
-        wanted = prepared.plan
-    try:
-        train_here(file, wanted, **options)
-    except SystemExit as ended:  # interrupted, and saved
-        return int(ended.code or 0)
-    return 0
+        ended = first_proved(attempts(subject, wanted), Attempt(subject, world, Settings(**options), start=start))
+    except SystemExit as stopped:  # interrupted, and saved
+        return int(stopped.code or 0)
+    return ended if isinstance(ended, int) else 0
 
 
 def _folder(options: dict[str, Any], subject: Subject) -> Path:
     """The folder that the ranks will take, known beforehand so that their events can be read afterwards."""
     from echelon.flow.folder import choose
+    from echelon.flow.run_settings import run_inputs
 
-    name = subject.name if options["folder"] is None else ""
-    return choose(options["folder"], name, fresh=not options["resume"])
+    if options["folder"] is not None:
+        return choose(options["folder"], "", fresh=not options["resume"])[0]
+    return choose(None, subject.name, fresh=not options["resume"], inputs=run_inputs(subject))[0]
 
 
 def _summary(folder: Path) -> dict[str, Any]:

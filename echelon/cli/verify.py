@@ -96,6 +96,8 @@ def _show(certificate: Certificate, path: str) -> None:
     if certificate.verified:
         weaker = f" (weaker: {certificate.weakness})" if certificate.weakness else ""
         screen.print(f'verified: "{certificate.plan}" computes what {against} computes{weaker}; certificate in {path}')
+    elif not certificate.deterministic:
+        screen.print(f"NOT verified: {certificate.divergent}; see {path}")
     else:
         screen.print(
             f'NOT verified: "{certificate.plan}" departs from {against}, first at {certificate.divergent}; see {path}'

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
+
+from echelon.tree import tree_map
 
 
 def collate(samples: list[Any]) -> Any:
@@ -31,21 +32,4 @@ def _column(values: tuple[Any, ...]) -> Any:
 
 def pinned(batch: Any) -> Any:
     """The batch in page-locked memory, from which copies to a device run beside the computation."""
-    if isinstance(batch, Tensor):
-        return batch.pin_memory()
-    if isinstance(batch, Mapping):
-        moved = {key: pinned(value) for key, value in batch.items()}
-        return moved if type(batch) is dict else _like(batch, moved)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(pinned(value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)([pinned(value) for value in batch])
-    return batch.pin_memory() if hasattr(batch, "pin_memory") else batch
-
-
-def _like(batch: Any, moved: dict[Any, Any]) -> Any:
-    """`moved` as the same kind of mapping (HF's BatchEncoding and its relatives have more arguments than a dict)."""
-    try:
-        return type(batch)(moved)
-    except TypeError:
-        return moved
+    return tree_map(lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf, batch)

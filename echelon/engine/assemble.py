@@ -27,11 +27,9 @@ from echelon.engine.weights import load_weights
 from echelon.errors import PlanError
 from echelon.job import Job
 from echelon.nn.batchnorm import synchronise
-from echelon.plan.check import check_optimizers, refuse
 from echelon.plan.plan import Plan
 from echelon.profiler.coupling import first_line
 from echelon.profiler.example import Example
-from echelon.profiler.optimizer import on_pieces
 
 
 class Assembly:
@@ -175,10 +173,6 @@ class Assembly:
             raise PlanError(
                 f"tp={tensor.size}: the plan does not say how modules are cut; have it completed: echelon plan FILE"
             )
-        # A document may be older than the job's optimizer.
-        with self._ranks.together():
-            trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-            refuse(plan, tuple(check_optimizers(plan, on_pieces(self._job, trained))))
         axis = Axis(tensor)
         found = pieces(model, plan.placements, axis)
         install(model, plan.placements, axis, plan.segments)

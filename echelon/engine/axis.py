@@ -72,37 +72,47 @@ class Axis:
         return _Scatter.apply(x, dim, sizes, self)
 
 
-class _Copy(torch.autograd.Function):
+class _Carried(torch.autograd.Function):
+    """Keeps what it was given beside `x` for backward. `setup_context` apart from `forward`, as torch.func needs it."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.given = inputs[1:]
+
+
+class _Copy(_Carried):
+    @staticmethod
+    def forward(x: Tensor, axis: Axis) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.axis._copied = None  # the last one of forward would else be kept until the next step
-        return _Sum.apply(grads[0].clone(memory_format=torch.contiguous_format), ctx.axis), None
+        (axis,) = ctx.given
+        axis._copied = None  # the last one of forward would else be kept until the next step
+        return _Sum.apply(grads[0].clone(memory_format=torch.contiguous_format), axis), None
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(_Carried):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        total = x.contiguous()
-        if total is x:
-            ctx.mark_dirty(x)
+    def forward(x: Tensor, axis: Axis) -> Tensor:
+        total = x.clone() if torch._C._are_functorch_transforms_active() else x.contiguous()
         dist.all_reduce(total, group=axis.group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Copy.apply(grads[0], ctx.axis), None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.given = inputs[1:]
+        if output is inputs[0]:
+            ctx.mark_dirty(output)
 
-
-class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        ctx.given = dim, sizes, axis
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Copy.apply(grads[0], *ctx.given), None
+
+
+class _Gather(_Carried):
+    @staticmethod
+    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
         return _side_by_side(x, dim, sizes, axis)
 
     @staticmethod
@@ -110,10 +120,9 @@ class _Gather(torch.autograd.Function):
         return _Slice.apply(grads[0], *ctx.given), None, None, None
 
 
-class _Slice(torch.autograd.Function):
+class _Slice(_Carried):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        ctx.given = dim, sizes, axis
+    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
         return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -121,21 +130,23 @@ class _Slice(torch.autograd.Function):
         return _Gather.apply(grads[0], *ctx.given), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(_Carried):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, whole: Tensor | None) -> Tensor:
-        ctx.given = dim, sizes, axis
+    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis, whole: Tensor | None) -> Tensor:
         return _side_by_side(x, dim, sizes, axis) if whole is None else whole.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.given = inputs[1:4]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _Scatter.apply(grads[0], *ctx.given), None, None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(_Carried):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-        ctx.given = dim, sizes, axis
+    def forward(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
         step = max(sizes)
         parts = [_filled(part, step) for part in x.movedim(dim, 0).split(list(sizes))]
         mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)

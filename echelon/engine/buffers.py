@@ -20,17 +20,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from echelon.engine.ranks import Group
 
 #: Where a buffer is: its module's buffers, and its name among them.
-_Place = tuple[dict[str, Tensor | None], str]
+Place = tuple[dict[str, Tensor | None], str]
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
-class _Still:
+class Still:
     """Buffers as they were when they were looked at.
 
     Every step asks whether that still `holds`, of hundreds of constant tables perhaps: the lists are laid out for that.
     """
 
-    def __init__(self, places: dict[str, _Place], seen: Mapping[str, tuple[Tensor | None, int]] | None = None) -> None:
+    def __init__(self, places: dict[str, Place], seen: Mapping[str, tuple[Tensor | None, int]] | None = None) -> None:
         """`seen`: tensor and version of each, where they were looked at before."""
         self.places = places
         self._seen = {name: _look(place) if seen is None else seen[name] for name, place in places.items()}
@@ -50,12 +50,12 @@ class _Still:
         found = {name: (_look(place), self._seen[name]) for name, place in self.places.items()}
         return [name for name, (now, seen) in found.items() if now[0] is not seen[0] or now[1] != seen[1]]
 
-    def without(self, names: Collection[str]) -> _Still:
+    def without(self, names: Collection[str]) -> Still:
         """The others, as they were when they were looked at."""
-        return _Still({name: place for name, place in self.places.items() if name not in names}, self._seen)
+        return Still({name: place for name, place in self.places.items() if name not in names}, self._seen)
 
 
-def _look(place: _Place) -> tuple[Tensor | None, int]:
+def _look(place: Place) -> tuple[Tensor | None, int]:
     owner, key = place
     tensor = owner.get(key)
     return tensor, 0 if tensor is None else tensor._version
@@ -68,7 +68,7 @@ class Unknown:
         """`later`: the host may not wait for what the ranks add up."""
         self._ranks, self._later, self._warn = ranks, later, warn
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
-        self.slots: dict[str, _Place] = {
+        self.slots: dict[str, Place] = {
             f"{path}.{key}" if path else key: (module._buffers, key)
             for path, module in model.named_modules()
             for key, value in module._buffers.items()
@@ -78,7 +78,7 @@ class Unknown:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._lengths: list[int] = []
         #: Those that did not change yet; None: to be looked at when the next step begins.
-        self._still: _Still | None = None
+        self._still: Still | None = None
         #: Contents before the first step; None: the ranks have agreed before.
         self._contents: dict[str, Tensor] | None = {}
         #: What changed here and is not agreed on yet.
@@ -91,6 +91,10 @@ class Unknown:
         #: The sum of the flags, where the host may not wait for it.
         self.news: Tensor | None = None
         self.size = 1
+        #: What changed for the first time, until rules have been looked for.
+        self.surprising: set[str] = set()
+        #: This rank's part of the step's samples.
+        self.weight = 1 / ranks.size
 
     @property
     def changing(self) -> dict[str, tuple[int, ...]] | None:
@@ -103,9 +107,15 @@ class Unknown:
         self._changed.clear()
         self._agree_on({name: tuple(shape) for name, shape in (changing or {}).items()})
 
+    def leave(self, names: Collection[str]) -> None:
+        """Do not look at these any more: their rule is known."""
+        self.slots = {name: place for name, place in self.slots.items() if name not in names}
+        self._agree_on({name: shape for name, shape in self._shapes.items() if name not in names})
+        self._still = None
+
     def begin(self) -> None:
         if self._still is None:
-            self._still = _Still({name: place for name, place in self.slots.items() if name not in self._shapes})
+            self._still = Still({name: place for name, place in self.slots.items() if name not in self._shapes})
             if self._contents is not None:
                 tensors = {name: self._tensor(name) for name in self._still.places}
                 self._contents = {name: _content(tensor) for name, tensor in tensors.items() if _summable(tensor)}
@@ -121,7 +131,7 @@ class Unknown:
         if not self._shapes:
             return flag
         self._mine = torch.cat([self._values(name) for name in self._shapes])
-        return torch.cat([flag, self._mine / self._ranks.size])
+        return torch.cat([flag, self._mine * self.weight])
 
     def set(self, sums: Tensor) -> None:
         heard = sums[:1] if self._shapes else sums
@@ -140,7 +150,7 @@ class Unknown:
         self._agree()
         if self._shapes:
             values = torch.cat([self._values(name) for name in self._shapes])
-            self._put(self._ranks.sum(values / self._ranks.size))
+            self._put(self._ranks.sum(values * self.weight))
 
     def _find_changes(self) -> bool:
         """Whether there is a change of which the others were not told."""
@@ -168,6 +178,7 @@ class Unknown:
         assert self._still is not None
         gathered = self._ranks.gather((self._changed, self._own))
         names = set[str]().union(*(changed for changed, _ in gathered))
+        self.surprising |= names - self._shapes.keys()
         own = set[str]().union(*(own for _, own in gathered))
         for name in sorted(own & self._shapes.keys()):
             self._warn(

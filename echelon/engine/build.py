@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.engine.absent import absent
 from echelon.engine.layout import Piece
@@ -21,6 +20,9 @@ from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, lift, make_dense, require_trainable
 from echelon.plan import profile
 from echelon.plan.served import Served
+from echelon.profiler.lazy import initialise_lazy, is_uninitialised
+from echelon.profiler.still import seed_build
+from echelon.tree import tree_leaves
 
 
 def build(
@@ -38,21 +40,39 @@ def build(
     so that a model larger than N hosts' memory over N can start. `expected`: the fingerprint that a plan was made for.
     `tables`: of them those that begin on servers are left without values.
     """
-    torch.manual_seed(job.seed)
-    empty = sharded and ranks.world.rank > 0
+    beyond = [table for table in tables if table.start == "server"]
+
+    def made(empty: bool) -> tuple[nn.Module, str]:
+        seed_build(job.seed)
+        with ranks.together():
+            with unmade(beyond):
+                model = _made(job, empty)
+            initialise_lazy(model, job)
+            require_trainable(model)
+            make_dense(model)
+            if not empty:
+                materialise(model, job, {table.path for table in beyond})
+            found = fingerprint(model)
+            if dtype is not None:
+                lift(model, dtype)
+        return model, found
+
+    model, found = made(sharded and ranks.world.rank > 0)
+    if sharded and len(set(ranks.gather(_digest(model)))) > 1:
+        # A constructor may do something else on the meta device (an orthogonal parametrization).
+        model, found = made(False)
     with ranks.together():
-        beyond = [table for table in tables if table.start == "server"]
-        with unmade(beyond):
-            model = _made(job, empty)
-        require_trainable(model)
-        make_dense(model)
-        if not empty:
-            materialise(model, job, {table.path for table in beyond})
-        _require_expected(model, expected)
-        if dtype is not None:
-            lift(model, dtype)
+        _require_expected(found, expected)
     _require_same(model, ranks)
     return model
+
+
+def _shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(value.shape), str(value.dtype)) for name, value in tensors(model)]
+
+
+def _digest(model: nn.Module) -> str:
+    return hashlib.sha256(repr(_shapes(model)).encode()).hexdigest()
 
 
 def _made(job: Job, empty: bool) -> nn.Module:
@@ -60,9 +80,9 @@ def _made(job: Job, empty: bool) -> nn.Module:
         return job.model
     if empty:
         model = _made_empty(job)
-        if model is not None and not _stray_tensors(model):
+        if model is not None and not _stray_tensors(model) and not is_uninitialised(model):
             return model
-        torch.manual_seed(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
+        seed_build(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
     return _called(job)
 
 
@@ -152,9 +172,8 @@ def fingerprint(model: nn.Module) -> str:
     return profile.fingerprint((name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in named)
 
 
-def _require_expected(model: nn.Module, expected: str | None) -> None:
-    found = fingerprint(model) if expected is not None else None
-    if found != expected:
+def _require_expected(found: str, expected: str | None) -> None:
+    if expected not in (None, found):
         raise PlanError(
             f"the plan is for another model: it names the fingerprint {expected}, this job's model has {found} (names, shapes and "
             "dtypes of its parameters); plan again, or leave `model` out of the plan"
@@ -164,11 +183,10 @@ def _require_expected(model: nn.Module, expected: str | None) -> None:
 def _require_same(model: nn.Module, ranks: Ranks) -> None:
     if ranks.world.size == 1:
         return
-    mine = [(name, tuple(value.shape), str(value.dtype)) for name, value in tensors(model)]
-    digests = ranks.gather(hashlib.sha256(repr(mine).encode()).hexdigest())
+    digests = ranks.gather(_digest(model))
     if len(set(digests)) == 1:
         return
-    lists = ranks.gather(mine)  # only now: the whole list of a large model is megabytes
+    lists = ranks.gather(_shapes(model))  # only now: the whole list of a large model is megabytes
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     here, there = {n: s for n, s, _ in lists[0]}, {n: s for n, s, _ in lists[other]}
     name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")

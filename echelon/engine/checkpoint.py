@@ -1,37 +1,37 @@
-"""Checkpoints: torch's distributed checkpoint for the tensors, one JSON manifest for the rest.
+"""Checkpoints: torch's distributed checkpoint for the tensors, one JSON manifest for the rest. Data only: nothing is pickled.
 
     step-00000120/
-        __0_0.distcp ...    tensors, each rank's own, under unsharded names: any plan can read what any plan wrote
-        .metadata           where each tensor's parts lie (torch's)
-        checkpoint.json     step, plan, optimizer settings, schedules, and size and SHA-256 of every file above
+        rank-00000.bin ...  tensors as raw bytes, each rank's own, under unsharded names: any plan can read what any plan wrote
+        tensors.json        where each tensor's parts lie
+        checkpoint.json     step, plan, state of optimizers and schedules, size and SHA-256 of every file above, and its own SHA-256
 
-A checkpoint is written beside its place and renamed into it once the manifest is there: it exists whole or not at all.
+A checkpoint is written to step-00000120.partial and renamed once the manifest is there: it exists whole or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from echelon.engine import groups, state
+from echelon.engine import model_state, optimizer_state, schedule_state
+from echelon.engine.groups import optimizer_groups, own_groups, require_groups
 from echelon.engine.keeper import FOLDER
-from echelon.engine.layout import Spread, whole_shape
-from echelon.engine.stored import FORMAT, MANIFEST, Reader, quietly, read_manifest, require_whole, sha256
+from echelon.engine.layout import Spread
+from echelon.engine.stored import FORMAT, MANIFEST, Stored, open_stored, quietly, sha256
+from echelon.engine.tensor_files import Writer
 from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.codec import to_plain
+from echelon.plan.seal import seal
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -57,47 +57,48 @@ def save(run: Run, folder: Path) -> int:
 
 
 def _save(run: Run, folder: Path, partial: Path) -> int:
+    writer = Writer(partial)
+    tensors, extra = model_state.split_model(run)
+    extra_state, extra_tensors = model_state.collect_extra(run, extra)
+    optimizers, moments = optimizer_state.collect(run)
+    groups = optimizer_groups(run)
+    stored = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
+    stored |= {f"extra/{name}": value for name, value in extra_tensors.items()}
+    stored |= {f"optimizer/{path}": _spread(run, held.like, held.value) for path, held in moments.items()}
     with quietly():
-        save_tensors(
-            _tensors(run), storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=run.world.size == 1
-        )
+        save_tensors(stored, storage_writer=writer, no_dist=run.world.size == 1)
     if run.hub is not None:
         run.hub.save(partial / FOLDER)
     with run.ranks.together():
-        mine = [path for path in partial.iterdir() if path.name.startswith(f"__{run.world.rank}_")]
+        sums = dict(writer.files)
         if run.world.main:
-            mine += [partial / ".metadata", *(path for path in (partial / FOLDER).rglob("*") if path.is_file())]
-        sums = {str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in mine}
+            served = [path for path in (partial / FOLDER).rglob("*") if path.is_file()]
+            sums |= {
+                str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+                for path in served
+            }
     files = {name: entry for part in run.ranks.gather(sums) for name, entry in part.items()}
-    optimizers = groups.optimizer_plain(run)
+    state = {
+        "optimizers": [{"groups": each, **kept} for each, kept in zip(groups, optimizers, strict=True)],
+        "schedules": [schedule_state.common(each) for each in run.schedules],
+        "extra_state": extra_state,
+    }
     with run.ranks.together():
         if run.world.main:
-            _write(partial / MANIFEST, json.dumps(_manifest(run, files, optimizers), indent=1))
+            _write(partial / MANIFEST, seal(_manifest(run, files, state), indent=1))
+            _sync(partial)
             os.replace(partial, folder)
             _sync(folder.parent)
     return sum(entry["bytes"] for entry in files.values())
 
 
-def _tensors(run: Run) -> dict[str, Any]:
-    """What this rank holds, whole tensors as they are (torch writes each once) and parts with their places."""
-    model = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
-    moments = state.optimizer_tensors(run).items()  # of parameters that servers train they have none
-    return model | {f"optimizer/{name}": _stored(run, name, value) for name, value in moments}
+def _spread(run: Run, name: str, value: Tensor) -> Any:
+    """A tensor as torch's planners take it: with its place in the whole where the tensor axis cuts the parameter `name`."""
+    piece = run.pieces.get(name)
+    return value if piece is None or value.shape != piece.shape else Spread(value, piece)
 
 
-def _model(run: Run) -> dict[str, Tensor]:
-    """The model's tensors but those that other stages hold."""
-    served = run.hub.names if run.hub is not None else frozenset()
-    held = run.model.state_dict().items()
-    return {name: value.detach() for name, value in held if not value.is_meta and name not in served}
-
-
-def _stored(run: Run, name: str, value: Tensor) -> Any:
-    piece = state.piece_of(run, name, value)
-    return value if piece is None else Spread(value, piece)
-
-
-def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+def _manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": run.step_number,
@@ -111,8 +112,7 @@ def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]])
         "content": run.content,
         "model": run.fingerprint,
         "parameters": run.shapes,
-        "optimizers": optimizers,
-        "schedules": groups.schedule_plain(run),
+        **state,
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good],
         "nominal": run.nominal,
         "changing": run.changing,
@@ -124,27 +124,31 @@ def _manifest(run: Run, files: dict[str, Any], optimizers: list[dict[str, Any]])
 
 def load(run: Run, folder: Path) -> None:
     """Bring the run to where `folder` was saved, whatever plan saved it. Every rank must call it."""
-    optimizers = groups.optimizer_plain(run)
+    groups = optimizer_groups(run)
     with run.ranks.together():
-        manifest = read_manifest(folder)
-        _require_fits(run, manifest, optimizers, folder)
-        require_whole(folder, manifest, run.world)
-        # A stage may lack what others have: it must say so before they wait for it in torch's reading.
-        reader = Reader(folder)
-        metadata = reader.read_metadata()
-        _make_room(run, metadata)
-        moments = _room(run, metadata, folder)
-        wanted = {f"model/{name}": _stored(run, name, value) for name, value in _model(run).items()}
-        wanted |= {f"optimizer/{name}": _stored(run, name, value) for name, value in moments.items()}
-        _require_there(wanted, metadata, folder)
-    try:
-        with quietly():
-            load_tensors(wanted, storage_reader=reader, no_dist=run.world.size == 1)
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{folder}: could not be read ({error})") from error
-    with run.ranks.together():
-        groups.set_optimizers(run, moments, manifest)
-        groups.set_schedules(run, manifest)
+        stored = open_stored(folder, run.world)
+        manifest = stored.manifest
+        with _damage_named(folder):
+            _require_fits(run, manifest, groups, folder)
+            # A stage may lack what others have: it must say so before they wait for it in torch's reading.
+            _make_room(run, stored)
+            tensors, _ = model_state.split_model(run)
+            optimizers, extra = optimizer_state.Loading(run, stored), model_state.LoadingExtra(run, stored)
+            wanted = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
+            wanted |= {f"extra/{name}": value for name, value in extra.rooms.items()}
+            wanted |= {
+                f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in optimizers.rooms.items()
+            }
+            _require_there(wanted, stored)
+    stored.fill(wanted, alone=run.world.size == 1)
+    with run.ranks.together(), _damage_named(folder):
+        if made := model_state.derived(run, tensors):
+            run.model.load_state_dict({name: tensors[name] for name in made}, strict=False)
+        extra.finish()
+        optimizers.finish()
+        for index, schedule in enumerate(run.schedules):
+            own = own_groups(run, run.optimizers[index], manifest["optimizers"][index]["groups"])
+            schedule_state.set_state(schedule, manifest["schedules"][index], [each["schedule"] for each in own])
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
         run.loss_scale.scale, run.loss_scale.good = manifest["loss_scale"]
     if run.hub is not None:
@@ -155,49 +159,37 @@ def load(run: Run, folder: Path) -> None:
     run.step_number = manifest["step"]
 
 
-def _make_room(run: Run, metadata: Metadata) -> None:
-    """Buffers that a model only declares (None) and fills while it trains: without a tensor there they would start anew."""
+@contextlib.contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """A manifest of which something is missing or of another type is a damaged checkpoint, not a mistake in the program."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder / MANIFEST}: does not fit what it describes ({type(error).__name__}: {error}); use an older checkpoint"
+        ) from error
+
+
+def _make_room(run: Run, stored: Stored) -> None:
+    """Allocate buffers that the model declares as None and fills while it trains."""
     modules = dict(run.model.named_modules())
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in stored.entries.items():
         path, _, key = name.removeprefix("model/").rpartition(".")
         buffers = modules[path]._buffers if name.startswith("model/") and path in modules else {}
-        if key in buffers and buffers[key] is None and isinstance(entry, TensorStorageMetadata):
-            buffers[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=run.device)
+        if key in buffers and buffers[key] is None:
+            buffers[key] = torch.empty(entry.shape, dtype=entry.dtype, device=run.device)
 
 
-def _room(run: Run, metadata: Metadata, folder: Path) -> dict[str, Tensor]:
-    """Room for the optimizers' tensors of this rank's parameters, laid out as those are."""
-    parameters, found = dict(run.model.named_parameters()), {}
-    for path, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{folder}: {path} is not a tensor; echelon stores only tensors there")
-        if not path.startswith("optimizer/"):
-            continue
-        name = path.split("/", 3)[2]
-        parameter = parameters.get(name)
-        if parameter is None:
-            raise ForeignCheckpoint(f"{folder}: optimizer state for {name}, which the model does not have")
-        if parameter.is_meta:
-            continue
-        if entry.size == whole_shape(parameter, run.pieces.get(name)):
-            room = torch.empty_like(parameter, dtype=entry.properties.dtype).detach()
-        else:
-            where = run.device if entry.size else torch.device("cpu")
-            room = torch.empty(entry.size, dtype=entry.properties.dtype, device=where)
-        found[path.removeprefix("optimizer/")] = room
-    return found
-
-
-def _require_there(wanted: Mapping[str, Any], metadata: Metadata, folder: Path) -> None:
-    lost = sorted(set(wanted) - set(metadata.state_dict_metadata))
+def _require_there(wanted: Mapping[str, Any], stored: Stored) -> None:
+    lost = sorted(set(wanted) - set(stored.entries))
     if lost:
         # Its files are as they were written: they are another model's.
         raise ForeignCheckpoint(
-            f"{folder}: lacks {len(lost)} tensors of the model, the first is {lost[0]}; start anew in another folder"
+            f"{stored.folder}: lacks {len(lost)} tensors of the model, the first is {lost[0]}; start anew in another folder"
         )
 
 
-def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str, Any]], folder: Path) -> None:
+def _require_fits(run: Run, manifest: dict[str, Any], groups: list[list[dict[str, Any]]], folder: Path) -> None:
     if manifest["model"] != run.fingerprint:
         here, there = run.shapes, manifest["parameters"]
         name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), "a dtype")
@@ -206,7 +198,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], optimizers: list[dict[str,
             "give --fresh to start anew in another folder"
         )
     _require_same_servers(run, manifest, folder)
-    groups.require_groups(run, manifest, optimizers, folder)
+    require_groups(run, [each["groups"] for each in manifest["optimizers"]], groups, folder)
     if len(manifest["schedules"]) != len(run.schedules):
         raise ForeignCheckpoint(
             f"{folder}: made with {len(manifest['schedules'])} schedules, the job now has {len(run.schedules)} (schedule= gives one "
@@ -238,14 +230,12 @@ def _require_same_data(run: Run, manifest: dict[str, Any], folder: Path) -> None
             raise ForeignCheckpoint(
                 f"{folder}: made with {name}={manifest[name]}, the job now has {mine}: the order of samples would differ; {back}"
             )
-    # Checkpoints that do not tell are of the time when there was this rule alone.
-    order = manifest.get("order", None if run.order is None else "shuffled whole")
+    order, content = manifest["order"], manifest["content"]
     if order != run.order:
         raise ForeignCheckpoint(
             f"{folder}: its samples were {order}, the job's are {run.order}: the order would differ (files, lanes=, window=, bucket= of "
             f"packed data decide it, and echelon's version for very large sets); {back}"
         )
-    content = manifest.get("content", run.content)
     if content != run.content:
         raise ForeignCheckpoint(
             f"{folder}: made with packed data that held {content or 'no such text'}, the job's holds {run.content or 'none'} "
@@ -253,9 +243,9 @@ def _require_same_data(run: Run, manifest: dict[str, Any], folder: Path) -> None
         )
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +12,33 @@ from torch import Tensor, nn
 from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
+from echelon.engine.metrics import (
+    Kind,
+    Metric,
+    Part,
+    UnjoinableError,
+    classify,
+    joined,
+    moved,
+    number,
+    plain,
+    scalar,
+    size_of,
+)
+from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.split import sizes
+from echelon.world import usable_memory
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
+
+
+#: Micro-batches of the first evaluation by which metrics are told apart: means, and others.
+_TRIED = 4
+#: Bytes of outputs and batches that are collected for metrics over the whole set, at most: this much, and this part of the memory.
+_BOUND, _PART = 4 << 30, 8
 
 
 @torch.no_grad()
@@ -27,22 +48,175 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     data = job.evaluation if data is None else data
     if data is None:
         raise JobError("nothing to evaluate on: give the job evaluation=, or pass a data set")
-    names = ["loss", *job.metrics]
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=run.device)
     run.model.eval()
     try:
-        for micro in _micros(run, data):
-            values = run.values(run.move(micro.batch))
-            if micro.samples and values is not None:  # a filler only keeps the ranks in step
-                sums += _pairs(values, micro.samples)
+        found = None
+        while found is None:  # again where a metric turned out to be no mean
+            sums = _Sums(run)
+            for micro in _micros(run, data):
+                batch = run.move(micro.batch)
+                sums.add(batch, run.values(batch), micro.samples)
+            found = sums.total(turns=is_stream(data))
     finally:
         run.model.train()
         run.rest()
-    run.data.sum(sums)
-    run.core.sum(sums if run.tells else sums.zero_())
-    return {
-        name: float(total / count) if count else float("nan") for name, (total, count) in zip(names, sums, strict=True)
-    }
+    return found
+
+
+class _Sums:
+    """Loss and metrics of an evaluation so far, on this rank."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._metrics = run, run.job.metrics
+        self._names = ["loss", *self._metrics]
+        self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=run.device)
+        #: The first parts, by which metrics are told apart; then those of metrics over the whole set.
+        self._parts: list[Part] = []
+        self._turns = self._bytes = 0
+        #: Metrics taken for means that later batches show to be none.
+        self._doubted: set[str] = set()
+        self._bound = min(_BOUND, usable_memory() // _PART)
+
+    def add(self, batch: Any, values: tuple[Tensor, Any] | None, samples: int) -> None:
+        """Count a micro-batch. `values`: its loss and the model's output; None on stages without a loss."""
+        kinds = self._run.metric_kinds
+        if values is not None:
+            loss, output = values
+            # A part is gathered by all ranks that hold one, whatever counts.
+            later = self._turns >= _TRIED and self._turns.bit_count() == 1
+            wanted = self._metrics and (later or not self._decided("pair", "mean"))
+            part = Part(plain(output), batch, samples) if wanted else None
+            if samples:  # else a filler that only keeps the ranks in step
+                rows = [loss, *(self._row(name, kinds.get(name), output, batch) for name in self._metrics)]
+                self._sums += _pairs(torch.stack(rows), samples)
+                if part is not None and later:
+                    self._doubt(part)
+                if part is not None:
+                    self._collect(part)
+        self._turns += 1
+        if self._turns == _TRIED:
+            self._settle()
+
+    def _decided(self, *among: str) -> bool:
+        """Whether every metric is known, as one of these."""
+        return all(self._run.metric_kinds.get(name) in among for name in self._metrics)
+
+    def _row(self, name: str, kind: str | None, output: Any, batch: Any) -> Tensor:
+        """A metric of a batch; nothing of one over the whole set, and of one that fails while its kind is not known."""
+        if kind == "whole":
+            return self._sums.new_zeros(2)
+        try:
+            with autocast(self._run.precision, self._run.device):
+                return _row(name, self._metrics[name](output, batch), self._run.device)
+        except JobError:
+            raise
+        except Exception:
+            if kind is not None or not self._metrics:
+                raise
+            return self._sums.new_zeros(2)
+
+    def _doubt(self, part: Part) -> None:
+        """Look again whether metrics are means: samples may be sorted, so that the first ones did not tell."""
+        means = [name for name, kind in self._run.metric_kinds.items() if kind == "mean" and name in self._metrics]
+        with autocast(self._run.precision, self._run.device):
+            self._doubted |= {name for name in means if classify(self._metrics[name], [part]) == "whole"}
+
+    def _collect(self, part: Part) -> None:
+        if self._decided("pair", "mean"):
+            return
+        if self._run.tells and self._bytes <= self._bound:
+            kept = moved(part, torch.device("cpu"))
+            self._bytes += size_of(kept)
+            self._parts.append(kept)
+
+    def _settle(self) -> None:
+        """Agree over all ranks on the kind of every metric that is not known; every rank comes here in the same turn."""
+        run, kinds = self._run, self._run.metric_kinds
+        unknown = [name for name in self._metrics if name not in kinds]
+        if unknown:
+            with autocast(run.precision, run.device):
+                mine = (
+                    {name: _classified(self._metrics[name], self._parts, run.device) for name in unknown}
+                    if run.tells
+                    else {}
+                )
+            votes = [each for each in run.ranks.gather(mine) if each]
+            for name in unknown:
+                said = {each[name] for each in votes} - {None}
+                kinds[name] = said.pop() if len(said) == 1 else "whole"
+        for name in unknown:
+            if kinds[name] == "whole":  # what was added up of it so far is no part of it
+                self._sums[self._names.index(name)] = 0
+        if not any(kind == "whole" for kind in kinds.values()):
+            self._parts = []
+
+    def total(self, *, turns: bool) -> dict[str, float] | None:
+        """What it all comes to; None: a metric is no mean, and it must be evaluated again. `turns`: ranks took samples in turn, not one
+        share after the other."""
+        run = self._run
+        self._settle()
+        if self._metrics:
+            doubted = set().union(*run.ranks.gather(self._doubted))
+            if doubted:
+                run.metric_kinds.update(dict.fromkeys(doubted, "whole"))
+                return None
+        refused = self._whole(turns=turns)
+        sums = self._sums
+        run.data.sum(sums)
+        run.core.sum(sums if run.tells else sums.zero_())
+        found = {
+            name: float(total / count) if count else float("nan")
+            for name, (total, count) in zip(self._names, sums, strict=True)
+        }
+        return found | dict.fromkeys(refused, float("nan"))
+
+    def _whole(self, *, turns: bool) -> list[str]:
+        """Compute the metrics that are no means over all samples, on the first data rank; the names of those that cannot be."""
+        run = self._run
+        names = [name for name in self._metrics if run.metric_kinds[name] == "whole"]
+        if not names:
+            return []
+        held = [size for size, tells in run.ranks.gather((self._bytes, run.tells)) if tells]
+        why = ""
+        if max(held) > self._bound or sum(held) > self._bound * len(held):
+            why = f"their outputs take more than {self._bound / 2**30:.1f} GiB"
+        gathered = run.data.collect(self._parts) if run.tells and not why else None
+        self._parts = []
+        problem: list[str] = []
+        with run.ranks.together():
+            if gathered is not None:
+                problem = self._compute(names, gathered, turns=turns)
+        why = why or next((each for part in run.ranks.gather(problem) for each in part), "")
+        if why and run.world.main:
+            run.warn(
+                f"{', '.join(names)}: not a mean over samples, and cannot be computed over the whole evaluation set, because {why}; return (sum, "
+                "count) from the metric, or what it needs as several such metrics"
+            )
+        return names if why else []
+
+    def _compute(self, names: Sequence[str], gathered: Sequence[Sequence[Part]], *, turns: bool) -> list[str]:
+        run = self._run
+        if turns:
+            parts = [each[turn] for turn in range(max(map(len, gathered))) for each in gathered if turn < len(each)]
+        else:
+            parts = [part for each in gathered for part in each]
+        try:
+            everything = moved(joined(parts), run.device)
+        except UnjoinableError as error:
+            return [str(error)]
+        for name in names:
+            try:
+                with autocast(run.precision, run.device):
+                    value = self._metrics[name](everything.output, everything.batch)
+            except Exception as error:
+                error.add_note(f"in metric {name!r}, over the whole evaluation set")
+                raise
+            self._sums[self._names.index(name)] = torch.tensor(number(name, value), dtype=torch.float64)
+        return []
+
+
+def _classified(metric: Metric, parts: Sequence[Part], device: torch.device) -> Kind | None:
+    return classify(metric, [moved(part, device) for part in parts])
 
 
 def _pairs(values: Tensor, samples: int) -> Tensor:
@@ -51,19 +225,18 @@ def _pairs(values: Tensor, samples: int) -> Tensor:
     return torch.where(means[:, None], torch.stack([values[:, 0] * samples, means.double() * samples], 1), values)
 
 
-def measured(job: Job, model: nn.Module, batch: Any) -> Tensor:
-    """The loss and each metric of a batch, as rows of (sum, count), or of (mean, NaN)."""
+def measured(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    """The loss of a batch as (sum, count) or (mean, NaN), and the model's output, from which metrics are computed."""
     output = call_model(job, model, batch)
     loss = call_loss(job, output, batch, model)
     where = (loss[0] if isinstance(loss, tuple) else loss).device
-    found = {"loss": loss} | {name: metric(output, batch) for name, metric in job.metrics.items()}
-    return torch.stack([_row(name, value, where) for name, value in found.items()])
+    return _row("loss", loss, where), output
 
 
 def _row(name: str, value: Any, device: torch.device) -> Tensor:
     pair = value if isinstance(value, tuple) else (value, math.nan)
     # Half precision has too few digits for a sum over a batch.
-    return torch.stack([torch.as_tensor(_scalar(part, name), dtype=torch.float64, device=device) for part in pair])
+    return torch.stack([torch.as_tensor(scalar(part, name), dtype=torch.float64, device=device) for part in pair])
 
 
 def _micros(run: Run, data: Any) -> Iterator[Micro]:
@@ -81,14 +254,3 @@ def _micros(run: Run, data: Any) -> Iterator[Micro]:
             return evaluation_stream(stream, rank=rank, ranks=ranks, size=size, agree=agree, pin=pin, alike=alike)
         source = open_source(data, collate=collate, seed=seed)
         return evaluation_batches(source, rank=rank, ranks=ranks, size=size, pin=pin, workers=run.workers)
-
-
-def _scalar(part: Any, name: str) -> Tensor | float:
-    """What can be added to a sum on any device without waiting for that device."""
-    if not isinstance(part, Tensor):
-        return float(part)
-    if part.numel() != 1:
-        raise JobError(
-            f"metric {name!r} gave a tensor of shape {tuple(part.shape)}: give a scalar mean, or (sum, count)"
-        )
-    return part.reshape(())

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from echelon.tree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from echelon.data.digest import digest
 from echelon.data.loader import Loader
@@ -23,6 +24,7 @@ from echelon.data.warmup import Batches, Warmed
 from echelon.engine.ranks import Group, Ranks
 from echelon.errors import DataError, JobError
 from echelon.job import Job
+from echelon.tree import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +167,14 @@ class Mover:
 
     def __call__(self, value: Any) -> Any:
         """`value`, there. The host does not wait for the copy."""
-        if isinstance(value, Tensor):
-            dtype = self._dtype if value.is_floating_point() else None
-            large = self._copies is not None and value.nbytes >= _LARGE
-            if large and dtype in (None, value.dtype) and value.is_pinned():
-                return self._sent(value)
-            return value.to(self._device, dtype, non_blocking=True)
-        if isinstance(value, dict):
-            return {key: self(item) for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self, value))
-        if isinstance(value, list | tuple):
-            return type(value)(map(self, value))
-        return value.to(self._device) if hasattr(value, "to") else value
+        return to_device(value, self._device, self._tensor)
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        dtype = self._dtype if value.is_floating_point() else None
+        large = self._copies is not None and value.nbytes >= _LARGE
+        if large and dtype in (None, value.dtype) and value.is_pinned():
+            return self._sent(value)
+        return value.to(self._device, dtype, non_blocking=True)
 
     def _sent(self, value: Tensor) -> Tensor:
         """By a stream of its own, at once, while the device still computes what the host has asked for before."""
@@ -189,12 +186,34 @@ class Mover:
         return there
 
 
-def seed_step(device: torch.device, *place: int) -> None:
-    """Randomness follows from the `place` (seed, step, rank, ...): a resumed run needs no stored state to draw the same."""
-    text = " ".join(map(str, place)).encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+def seed_step(device: torch.device, *place: int | str, generators: Sequence[torch.Generator] = ()) -> None:
+    """Randomness follows from the `place` (seed, step, rank, ...): a resumed run needs no stored state to draw the same.
+
+    `generators`: the model's own, to be seeded as well, each from the place and its position.
+    """
+    number = _seed_of(*place)
+    for index, generator in enumerate(generators):
+        generator.manual_seed(_seed_of(index, *place))
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
     random.seed(number)
     numpy.random.seed(number & 0xFFFFFFFF)
+
+
+def _seed_of(*place: int | str) -> int:
+    text = " ".join(map(str, place)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def own_generators(model: nn.Module) -> list[torch.Generator]:
+    """The torch generators that a model's modules hold, in the modules' order, each once."""
+    found = {
+        id(leaf): leaf
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Generator)
+    }
+    return list(found.values())

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from echelon.engine.groups import is_plain, settings
 from echelon.engine.ranks import Group
+from echelon.engine.schedule_state import require_steps
+from echelon.engine.whole_optimizer import WholeOptimizer
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
@@ -29,43 +31,109 @@ def make_optimizers(
     shapes: Mapping[str, Sequence[int]],
     fused: bool,
     served: Set[str] = frozenset(),
+    whole: Mapping[int, WholeOptimizer] | None = None,
 ) -> list[Optimizer]:
     """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on.
 
-    `shapes`: of the whole model's parameters. `served`: parameters that are tables of a parameter server.
+    `shapes`: of the whole model's parameters. `served`: parameters that are tables of a parameter server. `whole`: by place, what steps
+    on whole tensors.
     """
+    whole = whole or {}
+    named = _trained(model, whole)
+    if whole and any(ranks.gather(_fails(job, named))):
+        for each in whole.values():  # it looks at values, and needs them all
+            each.fill()
+        named = _trained(model, whole)
+    if any(ranks.gather(any(value.is_meta for value in model.parameters()))):
+        kinds = ranks.gather(_kinds(job, model, named, shapes))
+        if None in kinds or any(each != kinds[0] for each in kinds):
+            # Over the parameters of its own stage the job's function gives something else than on one device.
+            named = _trained(model, whole, absent=True)
     with ranks.together():
-        optimizers = _make(job, model, served)
-    kinds = ranks.gather([type(each).__name__ for each in optimizers])
-    other = next((rank for rank, each in enumerate(kinds) if each != kinds[0]), None)
-    if other is not None:
-        raise JobError(
-            f"optimizer= gives {', '.join(kinds[0])} on rank 0 and {', '.join(kinds[other])} on rank {other}, whose stage has other "
-            f"parameters; a checkpoint could not tell which is which: {_INSTEAD}"
-        )
-    with ranks.together():
-        _require_same_settings(job, model, shapes, optimizers)
-    for optimizer in optimizers:
+        optimizers = _make(job, named, served)
+        _require_same_settings(job, model, named, shapes, optimizers)
+        _require_places(optimizers, whole)
+        _leave_to_others(optimizers, whole)
+    for place, optimizer in enumerate(optimizers):
+        if whole and place in whole:
+            whole[place].adopt(optimizer)
         _choose_kernels(optimizer, fused=fused)
     return optimizers
 
 
-_INSTEAD = (
-    "use one optimizer with parameter groups, cut the stages elsewhere (`stages` in the plan's document) so that each has parameters "
-    "for every optimizer, or use pp=1"
-)
-
-
-def _make(job: Job, model: nn.Module, served: Set[str]) -> list[Optimizer]:
-    trainable = [(name, value) for name, value in model.named_parameters() if value.requires_grad and not value.is_meta]
-    if not trainable and any(value.requires_grad for value in model.parameters()):
+def _trained(
+    model: nn.Module, whole: Mapping[int, WholeOptimizer], *, absent: bool = False
+) -> list[tuple[str, nn.Parameter]]:
+    """What the optimizers are made over: this rank's live parameters, or whole ones in their place. `absent`: and those of other stages,
+    which have no memory."""
+    instead = {name: value for each in whole.values() for name, value in each.parameters.items()}
+    trained = [(name, instead.get(name, value)) for name, value in model.named_parameters() if value.requires_grad]
+    found = [(name, value) for name, value in trained if absent or name in instead or not value.is_meta]
+    if trained and not found:
         # All that is trained is on other stages: an optimizer of nothing keeps schedules and settings in step with theirs.
-        trainable = [("nothing", nn.Parameter(torch.zeros(0)))]
+        return [("nothing", nn.Parameter(torch.zeros(0)))]
+    return found
+
+
+def _kinds(
+    job: Job, model: nn.Module, named: list[tuple[str, nn.Parameter]], shapes: Mapping[str, Sequence[int]]
+) -> list[str] | None:
+    """The optimizers that the job's function gives for these; None where it gives none, or others than for the whole model."""
+    try:
+        made = _as_list(_called(job, named))
+        _require_same_settings(job, model, named, shapes, made)
+    except Exception:  # whatever it is, the whole model shows it again
+        return None
+    return [type(each).__name__ for each in made]
+
+
+def _leave_to_others(optimizers: Sequence[Optimizer], whole: Mapping[int, WholeOptimizer]) -> None:
+    """Take parameters of other stages out of the groups, which stay as they are on one device."""
+    for place, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups if place not in whole else ():
+            here = [at for at, value in enumerate(group["params"]) if not value.is_meta]
+            if len(here) == len(group["params"]):
+                continue
+            for value in group["params"]:
+                if value.is_meta:
+                    optimizer.state.pop(value, None)
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = [group[key][at] for at in here]
+
+
+def _as_list(made: Any) -> list[Any]:
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def _fails(job: Job, named: list[tuple[str, nn.Parameter]]) -> bool:
+    """Whether the job's function cannot be called with parameters that have no values."""
+    try:
+        _called(job, named)
+    except Exception:
+        return any(value.is_meta for _, value in named)
+    return False
+
+
+def _require_places(optimizers: Sequence[Optimizer], whole: Mapping[int, WholeOptimizer]) -> None:
+    """The trials saw the optimizers that are made here."""
+    for place, optimizer in enumerate(optimizers):
+        held = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        for other, each in whole.items():
+            strays = [name for name, value in each.parameters.items() if id(value) in held]
+            if strays and other != place:
+                raise JobError(
+                    f"optimizer=: {strays[0]} is trained by optimizer {place + 1} here and by optimizer {other + 1} of a trial call with "
+                    "the same shapes; choose the optimizer by name or by shape alone"
+                )
+
+
+def _make(job: Job, trainable: list[tuple[str, nn.Parameter]], served: Set[str]) -> list[Optimizer]:
     if not trainable:
         raise JobError("no parameter requires a gradient: nothing would be trained")
-    made = _called(job, trainable, staged=any(value.is_meta for value in model.parameters()))
+    made = _called(job, trainable)
     optimizers: list[Optimizer] = []
-    for optimizer in made if isinstance(made, list | tuple) else [made]:
+    for optimizer in _as_list(made):
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
         tables = {id(value) for name, value in trainable if name in served}
@@ -76,7 +144,7 @@ def _make(job: Job, model: nn.Module, served: Set[str]) -> list[Optimizer]:
                 "optimizer= is SparseAdam, which takes sparse gradients alone; here gradients are dense, so that they can be added up over "
                 "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use; or a plan with exchange=server, which trains tables as SparseAdam does"
             )
-        if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        if _needs_closure(optimizer):
             raise JobError(
                 f"optimizer= is {type(optimizer).__name__}, whose step computes the loss again by itself, which no rank could do alone: use one "
                 "that steps on gradients (AdamW, SGD)"
@@ -86,7 +154,16 @@ def _make(job: Job, model: nn.Module, served: Set[str]) -> list[Optimizer]:
     return optimizers
 
 
-def _called(job: Job, trainable: list[tuple[str, nn.Parameter]], *, staged: bool) -> Any:
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step()` does not do."""
+    return any(
+        each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        for each in inspect.signature(optimizer.step).parameters.values()
+    )
+
+
+def _called(job: Job, trainable: list[tuple[str, nn.Parameter]]) -> Any:
     """What the job's function gives for (name, parameter) pairs, or for parameters if it does not take pairs."""
     try:
         return job.optimizer(iter(trainable))
@@ -98,10 +175,6 @@ def _called(job: Job, trainable: list[tuple[str, nn.Parameter]], *, staged: bool
             if not any(_EMPTY in str(error) for error in (first, second)):
                 raise
             held = ", ".join(name for name, _ in trainable[:3]) + (", ..." if len(trainable) > 3 else "")
-            if staged:
-                raise JobError(
-                    f"optimizer=: this stage has no parameter for one of the optimizers (it trains {held}): {_INSTEAD}"
-                ) from second
             raise JobError(
                 f"optimizer=: one of the optimizers is given no parameter of the model's ({held}); leave it out"
             ) from second
@@ -119,7 +192,11 @@ def _require_live(optimizer: Optimizer, trainable: list[tuple[str, nn.Parameter]
 
 
 def _require_same_settings(
-    job: Job, model: nn.Module, shapes: Mapping[str, Sequence[int]], made: Sequence[Optimizer]
+    job: Job,
+    model: nn.Module,
+    named: Sequence[tuple[str, nn.Parameter]],
+    shapes: Mapping[str, Sequence[int]],
+    made: Sequence[Optimizer],
 ) -> None:
     """A stage has some of the parameters, tp parts of them: a function that chooses groups by order, number or size may choose others
     than on one device. It is asked once more with stand-ins for the whole model."""
@@ -132,12 +209,12 @@ def _require_same_settings(
         for name, value in trained.items()
     }
     try:
-        alone = _called(job, list(standins.items()), staged=False)
+        alone = _called(job, list(standins.items()))
     except Exception:  # it looks at numbers, which stand-ins have not
         return
-    here = _settings({name: value for name, value in trained.items() if not value.is_meta}, made)
-    there = _settings(standins, alone if isinstance(alone, list | tuple) else [alone])
-    for name, mine in here.items():
+    here = _settings(dict(named), made)
+    there = _settings(standins, _as_list(alone))
+    for name, mine in ((name, each) for name, each in here.items() if name in there):
         key = next((key for key in (*mine, *there[name]) if mine.get(key) != there[name].get(key)), None)
         if key is not None:
             raise JobError(
@@ -200,8 +277,5 @@ def make_schedules(job: Job, optimizers: list[Optimizer], steps: int) -> list[An
     ]  # fmt: skip
     made = [job.schedule(optimizer, steps) if len(places) > 1 else job.schedule(optimizer) for optimizer in optimizers]
     for schedule in made:
-        if not hasattr(schedule, "step"):
-            raise JobError(
-                f"schedule= gives {type(schedule).__name__}, which has no step(); return a torch LRScheduler"
-            )
+        require_steps(schedule)
     return made

@@ -126,7 +126,13 @@ class Pipeline:
         numbers = torch.arange(count)
         given = (torch.zeros(count, device=self._post),) if 0 in self._numbers else ()
         target = {"target": numbers, "losses": []} if self.final else {}
-        schedule.step(*given, index=numbers, **target, return_outputs=False)
+        try:
+            schedule.step(*given, index=numbers, **target, return_outputs=False)
+        except RuntimeError as error:
+            cause = _first_cause(error)
+            if cause is error or "failed to run" not in str(error):
+                raise
+            raise cause from None  # torch's stages put theirs around what the model's code said
 
     def forward(self, batch: Any, forward: Forward, seed: Seed) -> tuple[Tensor, ...]:
         """What `forward(model, batch)` gives, on the rank of the last stage; nothing on the others. Without gradients."""
@@ -184,6 +190,12 @@ class Pipeline:
     def _loss_of(self, output: Any, index: Tensor) -> Tensor:
         assert self._loss is not None
         return self._loss(output, int(index))
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 class _Fed(nn.Module):

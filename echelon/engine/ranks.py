@@ -68,6 +68,14 @@ class Group:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """Every rank's `value`, in rank order, on the first rank; None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values
+
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over the ranks, in place."""
         if self.size > 1:
@@ -106,6 +114,8 @@ class Ranks(Group):
             _device(world) if device is None or device == torch.device("cuda") else device,
         )
         self._owner = False
+        #: Whether Python hashes strings differently on some ranks: sets then have different orders.
+        self.mixed_hashes = False
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if world.size > 1 and not dist.is_initialized():
@@ -121,7 +131,10 @@ class Ranks(Group):
             # A second training in one script meets at the same place, where addresses of the first one's sockets may still lie.
             store = dist.PrefixStore(f"echelon-{_JOINS[self.world.address]}", found)
             _JOINS[self.world.address] += 1
-            backend = choose_backend(_exchange(store, rank, size, _name(self.device)))
+            mine = f"{hash('echelon')} {_name(self.device)}"
+            hashes, devices = zip(*(each.split(" ", 1) for each in _exchange(store, rank, size, mine)), strict=True)
+            self.mixed_hashes = len(set(hashes)) > 1
+            backend = choose_backend(devices)
             group = dist.PrefixStore("group", store)
             dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:

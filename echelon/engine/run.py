@@ -9,7 +9,6 @@ Every rank executes the same calls in the same order; what `step` returns is the
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,20 +23,28 @@ from echelon.data.loader import Micro, StepBatch
 from echelon.engine import checkpoint, norm, state
 from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly
+from echelon.engine.averages import Averages, nothing, weighed
+from echelon.engine.buffer_rules import CallState, find_rules
 from echelon.engine.evaluate import evaluate, measured
-from echelon.engine.intake import Mover, open_intake, seed_step
+from echelon.engine.intake import Mover, open_intake, own_generators, seed_step
 from echelon.engine.keeper import Elsewhere
+from echelon.engine.metrics import Kind
 from echelon.engine.optimizers import begin_late, make_optimizers, make_schedules
-from echelon.engine.outcome import Step
+from echelon.engine.outcome import Later, Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.renorm import agree
+from echelon.engine.rollback import Rollback
+from echelon.engine.schedule_state import takes_metric
 from echelon.engine.served import Hub
 from echelon.engine.shard import forget_meshes
 from echelon.engine.state import State
+from echelon.engine.state_check import require_storable, require_storable_state
 from echelon.engine.statistics import StepStatistics
-from echelon.errors import PlanError, TrainingError
+from echelon.engine.watch import Watch
+from echelon.engine.whole_optimizer import whole_optimizers
+from echelon.errors import DivergenceError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.plan import Plan
 from echelon.world import World, usable_cores
@@ -65,20 +72,20 @@ class Run:
         workers: int = 0,
         warn: Callable[[str], None] = lambda message: None,
         elsewhere: Elsewhere | None = None,
+        watch: bool = True,
     ) -> None:
-        """`dtype` recasts the model and its floating inputs, for proofs in float64; the user's own module is then copied. `elsewhere`:
-        parameter servers that run already."""
+        """`dtype` recasts the model and its floating inputs, for proofs in float64, in place: `Isolated` copies the user's own module. `elsewhere`:
+        parameter servers that run already. `watch`: compare ranks while they train (a proof compares them itself)."""
         if elsewhere is not None and not plan.served:
             raise PlanError(
                 f'servers={elsewhere.address}: the plan "{plan}" uses no servers; add exchange=server to it, or leave servers out'
             )
         self.elsewhere = elsewhere
-        if dtype is not None and isinstance(job.model, nn.Module):
-            job = dataclasses.replace(job, model=copy.deepcopy(job.model))
         self.job, self.plan, self.world = job, plan, world
         self.ranks = Ranks(world, device)
         try:
             self._begin(job, plan, world, dtype, workers, warn)
+            self.watch = Watch(self, warn, off=not watch)
         except BaseException:
             self.ranks.close()  # a group that still runs when Python ends may abort the process
             raise
@@ -107,6 +114,10 @@ class Run:
                 "ranks share a GPU, which NCCL refuses: gradients go through the hosts' memory (gloo), which is far slower; start "
                 "one rank per GPU"
             )
+        if self.ranks.mixed_hashes:
+            warn(
+                "Python hashes strings differently on some ranks, so that sets have other orders there; export PYTHONHASHSEED=0 for every rank"
+            )
         self.precision = "fp32" if dtype is not None else plan.precision or job.precision
         self.workers = workers
         intake = open_intake(job, self.ranks, self.data, micro=plan.micro, workers=workers, shares=plan.shares)
@@ -121,8 +132,14 @@ class Run:
             job, plan, self.ranks, self.axes, dtype=dtype, loss=self._loss_of, measure=self._measure, warn=warn
         )
         self.model, self.pieces = self.assembly.model, self.assembly.pieces
+        #: The model's own generators, where ranks or stages would else draw the same, or out of step. One device keeps them as they are.
+        self._generators = own_generators(self.model) if self.data.size > 1 or self.axes["pp"].size > 1 else []
         #: Of the whole model, whatever this rank keeps of it.
         self.fingerprint, self.shapes = self.assembly.fingerprint, self.assembly.shapes
+        #: By place, the optimizers that step on whole tensors: they compute with more than the part that this rank holds.
+        self.whole = whole_optimizers(
+            job, plan, self.ranks, self.axes, model=self.model, pieces=self.pieces, shapes=self.shapes
+        )
         self.optimizers = make_optimizers(
             job,
             self.model,
@@ -130,6 +147,7 @@ class Run:
             shapes=self.shapes,
             fused=plan.fused,
             served={table.name for table in plan.tables},
+            whole=self.whole,
         )
         self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         #: What this rank has to do with a parameter server, under plans that have one.
@@ -142,10 +160,23 @@ class Run:
         #: The ranks that a step adds numbers up over.
         self._together = Group(0, 1, self.device) if plan.free else self.data
         self._statistics = StepStatistics(self.model, self._together, warn=warn)
+        self._averages, self._rollback = Averages(self.device), Rollback(self.model)
+        #: Of an accelerator: what ranks saw of the step before, which the host looks at when it comes to the next one.
+        self._seen: Later | None = None
+        #: A zero that depends on the last output, for a loss that counts nothing of it.
+        self._zero: Tensor | None = None
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
+        #: Whether parts of a batch are weighed by what their losses average over, instead of by their samples.
+        self._weighing = False
+        self._watched = self._probed = False
         self.step_number = 0
+        self.warn = warn
+        #: How each metric is added up (metrics.py), once the first evaluation has told.
+        self.metric_kinds: dict[str, Kind] = {}
+        #: Of the batch that was evaluated last.
+        self._output: Any = None
         #: Batches that a pipeline has evaluated.
         self._measured = 0
         self._previous: Step | None = None
@@ -153,6 +184,8 @@ class Run:
         self.stop_asked = False
         self._one = torch.ones((), device=self.device)
         self._asked = self._one
+        #: Whether optimizer state is yet to be looked at, which is made by the first step.
+        self._unchecked_state = require_storable(self)
         self._restore = self._set_up()
 
     # What it is made of
@@ -174,7 +207,9 @@ class Run:
     def _loss_of(self, model: nn.Module, batch: Any) -> Any:
         """The loss of a batch: a mean, or (sum, count)."""
         with autocast(self.precision, self.device):
-            value = call_loss(self.job, call_model(self.job, model, batch), batch, model)
+            output = call_model(self.job, model, batch)
+            value = call_loss(self.job, output, batch, model)
+            self._zero = nothing(output, value)
         return (value[0], torch.as_tensor(value[1], device=self.device)) if isinstance(value, tuple) else value
 
     # The step
@@ -186,7 +221,10 @@ class Run:
 
     def step(self, batch: StepBatch) -> Step:
         """One optimizer step: every micro-batch, one averaged gradient, one update."""
-        loss = self.backward(batch)
+        return self.finish(self.backward(batch), batch)
+
+    def finish(self, loss: Tensor, batch: StepBatch) -> Step:
+        """The rest of a step after `backward`: the loss is a number, then the update."""
         if self.device.type == "cpu":
             self._require_number(float(loss), self.step_number)
         else:
@@ -196,8 +234,64 @@ class Run:
 
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
-        seed_step(self.device, self.job.seed, batch.step, self.data.rank)
+        self._watched = self.data.size > 1 or len(batch.micros) > 1
+        again = self._watched and self.nominal is None and self.hub is None and self.device.type == "cpu"
+        self.prepare(batch)
+        if again:
+            self._rollback.keep()
+        loss = self._accumulate(batch)
+        if loss is None:
+            assert again
+            self._undo(batch.step)
+            loss = self._accumulate(batch)
+        assert loss is not None
+        return loss
+
+    def prepare(self, batch: StepBatch) -> None:
+        """Before the first step that is computed in parts: learn how calls change the model's state, by calling it. Every rank must call it;
+        `backward` does so itself."""
+        several = self.data.size > 1 or len(batch.micros) > 1
+        if not several or (self._probed and not self._statistics.surprised):
+            return
+        again, self._probed = self._probed, True
+        averaged = self._statistics.surprised
+        if self.hub is not None or self.assembly.pipeline is not None or self.plan.free:
+            return
+        rules = find_rules(self, batch.micros[0])
+        self._statistics.looked()
+        wrong = next((name for name in sorted(averaged) if rules.get(name, "mean") not in ("mean", "same")), None)
+        if again and wrong is not None:
+            raise DivergenceError(
+                f"buffer {wrong} changed for the first time after step 1, when ranks took its mean, and its rule is the {rules[wrong]}; declare it in "
+                f"its module: buffer_reductions = {{{wrong.rpartition('.')[2]!r}: {rules[wrong]!r}}}",
+                tensor=wrong,
+                cause="a buffer without a known reduction",
+            )
+        if rules:
+            self._statistics.adopt(CallState(self, rules))
+
+    def _undo(self, step: int) -> None:
+        """Forget the step, to compute it again."""
+        if self._statistics.calls is not None:
+            self._statistics.calls.begin_part()
+        changed = self._rollback.undo()
+        if changed is not None:
+            raise DivergenceError(
+                f"step {step + 1}: the loss averages over unequal counts for the first time and {changed} changes for the first time, so that "
+                "the step cannot be computed again with the right weights; return (sum, count) from the loss",
+                tensor=changed,
+                cause="averages over unequal counts",
+            )
+        for parameter in self.assembly.parameters:
+            parameter.grad = None
+
+    def _accumulate(self, batch: StepBatch) -> Tensor | None:
+        """Forward and backward of every part; None where the parts were not weighed as the loss counts, which it now does."""
+        self._seed(batch.step, self.data.rank)
         self._statistics.begin()
+        self._statistics.weigh(sum(micro.samples for micro in batch.micros) / batch.samples)
+        self._averages.begin()
+        self.watch.begin(batch)
         sums = _Sums()
         if self.hub is not None:
             self.hub.begin(batch)
@@ -213,7 +307,38 @@ class Run:
         if self.hub is not None:
             self.hub.collect()
         self._agree_on_shortened()
-        return self._finish(*self._received(sums), self._fraction(batch))
+        loss, count, counted, seen = self._received(sums)
+        if self._misweighed(seen, counted, batch.step):
+            self._weighing = True
+            return None
+        return self._finish(loss, count, counted, self._fraction(batch))
+
+    def _misweighed(self, seen: Tensor, counted: bool, step: int) -> bool:
+        """Whether the step must be computed again, given what all ranks saw of it."""
+        if not self._watched and self.core.size == 1:
+            return False
+        if self.device.type == "cpu":
+            return self._judge(seen.tolist(), step) and not counted
+        self._seen = Later([*seen])
+        return False
+
+    def _judge(self, seen: Sequence[float], step: int) -> bool:
+        """Whether parts of the batch must be weighed by what their losses count; raises where ranks did not compute together."""
+        size = self._averages.size
+        if self.data.size > 1:
+            self.watch.judge_data(seen[size : size + 2], step)
+        if self.core.size > 1:
+            self.watch.judge_core(seen[size + 2 :], step)
+        return self._watched and self._averages.unequal(seen[:size], step)
+
+    @property
+    def seeds_generators(self) -> bool:
+        """Whether the model's own generators are seeded at every step, by data rank."""
+        return bool(self._generators)
+
+    def _seed(self, *place: int | str) -> None:
+        """Make random numbers of every kind follow from the job's seed and this place."""
+        seed_step(self.device, self.job.seed, *place, generators=self._generators)
 
     def _fraction(self, batch: StepBatch) -> float:
         """Of the batch what the numbers of a step were added up over: all of it, but where ranks do not wait for each other."""
@@ -234,7 +359,12 @@ class Run:
             moved = self.move(micro.batch)
             if self.hub is not None:
                 self.hub.look(moved)
+            calls = self._statistics.calls
+            if calls is not None:
+                calls.begin_part()
             start = self._weighed(self._loss_of(self.model, moved), micro, batch, sums)
+            if calls is not None:
+                calls.end_part(micro.samples / batch.samples)
             if index == last:
                 self._send(sums)
                 if self.assembly.exchange is not None:
@@ -252,7 +382,7 @@ class Run:
         pipeline.run(
             [self.move(micro.batch) for micro in micros],
             lambda output, index: self._weighed(output, micros[index], batch, sums),
-            partial(seed_step, self.device, self.job.seed, batch.step, self.data.rank),
+            partial(self._seed, batch.step, self.data.rank),
             self.data if self.data.size > 1 and (self.plan.zero > 1 or self.plan.batchnorm == "sync") else None,
         )
         if self.assembly.sharding is not None:
@@ -265,8 +395,16 @@ class Run:
 
     def _weighed(self, value: Any, micro: Micro, batch: StepBatch, sums: _Sums) -> Tensor:
         """What backward starts from: the micro-batch's share of the step's loss, scaled for the precision."""
+        if self._watched and not isinstance(value, tuple):
+            terms = self._averages.add(value, micro.samples)
+            # What an accelerator counts is not known to the host before backward: then every step is weighed by it.
+            by_count = self._weighing or self.nominal is not None or self.hub is not None
+            if terms and (by_count or isinstance(terms[0].count, Tensor)):
+                value = weighed(value, terms[0])
         if isinstance(value, tuple):
             part, count = value
+            if self._zero is not None and self.device.type == "cpu" and not count:
+                part = self._zero
             sums.items = count if sums.items is None else sums.items + count
             factor = self._scale() / self._nominal(count * len(batch.micros))
         else:
@@ -281,20 +419,27 @@ class Run:
 
     def _send(self, sums: _Sums) -> None:
         total = self._one * 0 if sums.total is None else sums.total  # of a stage without a loss
-        self._statistics.send(total, self._one if sums.items is None else sums.items, self._one * self.stop_asked)
+        items = self._one if sums.items is None else sums.items
+        self._statistics.send(
+            total, items, self._one * self.stop_asked, rest=self._averages.share(self.watch.data_share())
+        )
 
-    def _received(self, sums: _Sums) -> tuple[Tensor, Tensor, bool]:
-        """The step's loss, what it counts and whether it is such a sum: the same on every rank."""
-        loss, count, self._asked = self._statistics.receive()
+    def _received(self, sums: _Sums) -> tuple[Tensor, Tensor, bool, Tensor]:
+        """The step's loss, what it counts, whether it is such a sum, and what is watched: the same on every rank."""
+        (loss, count, self._asked), seen = self._statistics.receive()
         if self.core.size == 1:
-            return loss, count, sums.items is not None
+            return loss, count, sums.items is not None, seen
         nominal = torch.full_like(loss, (self.nominal or 0.0) if sums.items is not None else 0.0)
-        told = torch.stack([loss, count, nominal])
-        told = torch.cat([told if self.tells else torch.zeros_like(told), self._asked.view(1)])
-        loss, count, nominal, self._asked = self.core.sum(told)
+        told = torch.cat([torch.stack([loss, count, nominal]), seen])
+        mine = torch.tensor(self.watch.core_share(), dtype=torch.float64).to(self.device, non_blocking=True)
+        told = torch.cat([self._asked.view(1), told if self.tells else torch.zeros_like(told), mine])
+        self._asked, loss, count, nominal = self.core.sum(told)[:4]
+        size = self._averages.size
+        told[4 + size : 4 + len(seen)] = seen[size:]  # between this rank and its data ranks
         if self.assembly.pipeline is not None and nominal > 0:
             self.nominal = float(nominal)
-        return loss, count, bool(nominal > 0) if self.assembly.pipeline is not None else sums.items is not None
+        counted = bool(nominal > 0) if self.assembly.pipeline is not None else sums.items is not None
+        return loss, count, counted, told[4:]
 
     def _finish(self, loss: Tensor, count: Tensor, counted: bool, fraction: float) -> Tensor:
         """Turn sums over items into the mean, and take the loss scale out again. `fraction`: of the batch's samples that were added up."""
@@ -334,19 +479,32 @@ class Run:
             self.hub.push(skipped=skipped)
             for value in self.hub.dense.values():
                 value.grad = None  # the servers have stepped on it
+        self.watch.before_update(self.step_number)
+        # Not from the data rank's stream: replicas must draw the same, and hold the same state after a skipped step too.
+        seed_step(self.device, self.job.seed, self.step_number, "update")
         if not skipped:
-            for optimizer in self.optimizers:
+            for place, optimizer in enumerate(self.optimizers):
                 begin_late(optimizer)
                 with self.assembly.words_for(optimizer):
-                    optimizer.step()
+                    if place in self.whole:
+                        self.whole[place].step(optimizer)
+                    else:
+                        optimizer.step()
             for schedule in self.schedules:
-                schedule.step()
+                if not takes_metric(schedule):
+                    schedule.step()
+                elif self.job.evaluation is None:
+                    schedule.step(float(loss))
+            if self._unchecked_state:
+                self._unchecked_state = False
+                require_storable_state(self)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
             self._require_hope(self.loss_scale)
         for parameter in self.assembly.parameters:
             parameter.grad = None
         self.step_number += 1
+        self.watch.after_update(self.step_number)
         if self._agreement is not None:
             self._asked = self._one * self._agreement.tell(self.step_number, self.stop_asked)
         return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
@@ -388,6 +546,14 @@ class Run:
         if self._previous is None:
             return
         self._require_number(self._previous.read()[0], self.step_number - 1)
+        if self._seen is not None:
+            (seen, self._seen), step = (self._seen.read(), None), self.step_number - 1
+            if self._judge(seen, step) and self.nominal is None:
+                raise DivergenceError(
+                    f"step {step + 1}: the loss averages over unequal counts on different ranks or micro-batches, which an accelerator cannot weigh "
+                    "afterwards; return (sum, count) from the loss",
+                    cause="averages over unequal counts",
+                )
         if self._previous.news():
             self._statistics.settle()
 
@@ -399,6 +565,8 @@ class Run:
             self.ranks.barrier()
         if self.plan.free and self.hub is not None:
             self.hub.take_over()
+        for place, whole in self.whole.items():
+            whole.agree(self.optimizers[place])
 
     def _require_number(self, loss: float, step: int) -> None:
         if self.loss_scale is None and not math.isfinite(loss):
@@ -449,27 +617,41 @@ class Run:
         """Of the ranks that computed the same samples, whether this one has the outcome and speaks for them."""
         return self.axes["tp"].rank == 0 and (self.assembly.pipeline is None or self.assembly.pipeline.final)
 
-    def values(self, batch: Any) -> Tensor | None:
-        """The loss and the metrics of a batch, as evaluate.py has them; None on stages without a loss."""
+    def values(self, batch: Any) -> tuple[Tensor, Any] | None:
+        """The loss of a batch, as evaluate.py has it, and the model's output; None on stages without a loss."""
         if self.assembly.pipeline is None:
-            return self._measure(self.model, batch)[0]
-        self._measured += 1
-        seed = partial(seed_step, self.device, self.job.seed, self.step_number, self.data.rank, -self._measured)
-        return next(iter(self.assembly.pipeline.forward(batch, self._measure, seed)), None)
+            (loss,) = self._measure(self.model, batch)
+        else:
+            self._measured += 1
+            seed = partial(self._seed, self.step_number, self.data.rank, -self._measured)
+            found = self.assembly.pipeline.forward(batch, self._measure, seed)
+            if not found:
+                return None
+            (loss,) = found
+        output, self._output = self._output, None
+        return loss, output
 
     def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
+        """The loss; the output is kept aside. Metrics are not computed here: stages also call it without values, to learn shapes."""
         with autocast(self.precision, self.device):
-            return (measured(self.job, model, batch),)
+            loss, self._output = measured(self.job, model, batch)
+        return (loss,)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """Loss and metrics over the job's evaluation set, or `data`."""
+        """Loss and metrics over the job's evaluation set, or `data`. The former's loss steps ReduceLROnPlateau."""
         self.meet()
+        self._seed(self.step_number, "evaluate", self.data.rank)
         found = evaluate(self, data)
+        for schedule in self.schedules if data is None else ():
+            if takes_metric(schedule):
+                schedule.step(found["loss"])
         self._agree_on_shortened()
         return found
 
     def save(self, folder: str | Path) -> int:
-        """Write a checkpoint; returns its bytes."""
+        """Write a checkpoint; returns its bytes. What ranks must hold alike is compared before."""
+        self.settle()
+        self.watch.compare(self.step_number)
         return checkpoint.save(self, Path(folder))
 
     def load(self, folder: str | Path) -> None:
@@ -486,8 +668,9 @@ class Run:
         """Give back what the run holds: hooks on the parameters, the process group if it was joined here."""
         if self.hub is not None:
             self.hub.close()
+        self.watch.close()
         if self.assembly.close():
-            del self.model, self.optimizers, self.schedules
+            del self.model, self.optimizers, self.schedules, self.whole
             self._statistics = StepStatistics(nn.Module(), self.data)
             forget_meshes()
         self._restore()

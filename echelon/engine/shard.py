@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, debug
 
 from echelon.engine.build import realise
+from echelon.engine.dtensor_reads import read_whole
 from echelon.engine.layout import Piece
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
@@ -36,7 +37,8 @@ from echelon.profiler.tree import module_tree
 
 def unit_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that are gathered as one, inner ones first; the model itself, which takes the rest, is not among them."""
-    return [model.get_submodule(path) for path in units(module_tree(model))]
+    modules = dict(model.named_modules(remove_duplicate=False))  # TorchScript has no get_submodule
+    return [modules[path] for path in units(module_tree(model))]
 
 
 def _fill_unused(modules: Sequence[FSDPModule], used: set[int]) -> None:
@@ -68,7 +70,7 @@ def _filling(group: Any, post_backward: Callable[..., None], used: set[int]) -> 
 
 
 def _unshardable(part: nn.Module) -> set[nn.Parameter]:
-    """What fully_shard takes none of: single numbers (a temperature), complex ones, dtypes other than most of `part` is; and what forward
+    """What fully_shard takes none of: single numbers (a temperature), none at all, complex ones, dtypes other than most of `part` is; and what forward
     itself changes."""
     own = [value for value in part.parameters() if not isinstance(value, DTensor)]
     sizes: Counter[torch.dtype] = Counter()
@@ -76,7 +78,9 @@ def _unshardable(part: nn.Module) -> set[nn.Parameter]:
         sizes[value.dtype] += value.numel() * value.is_floating_point()
     main = sizes.most_common(1)[0][0] if sizes else torch.float32
     return {
-        value for value in own if not value.dim() or value.is_complex() or (value.requires_grad and value.dtype != main)
+        value
+        for value in own
+        if not value.dim() or not value.numel() or value.is_complex() or (value.requires_grad and value.dtype != main)
     } | set(shortened(part))
 
 
@@ -94,6 +98,7 @@ class Sharding:
     ) -> None:
         mesh = data.mesh()
         self._plan, self._data = plan, data
+        self._forget_reads = read_whole()
         #: The model's own parameters, which sharded ones take the place of: nobody should hold them after that.
         self._replaced = [(name, weakref.ref(value)) for name, value in model.named_parameters()]
         for module in model.modules():
@@ -141,6 +146,10 @@ class Sharding:
             loose = _unshardable(part) | shared
             if any(value not in loose for value in part.parameters()):
                 fully_shard(part, mesh=self._data.mesh(), reshard_after_forward=plan.zero == 3, ignored_params=loose)
+
+    def units(self) -> list[nn.Module]:
+        """The modules whose parameters are gathered as one, each when it is called."""
+        return [module for module in self._modules if isinstance(module, nn.Module)]
 
     def prepare(self, *, last: bool) -> None:
         """Before the forward of a micro-batch; `last` of the step."""
@@ -203,7 +212,8 @@ class Sharding:
         self._replaced.clear()
 
     def close(self) -> None:
-        """Let that warning be heard again."""
+        """Undo what is the whole process's."""
+        self._forget_reads()
         with contextlib.suppress(ValueError):  # whoever holds warnings apart, as tests do, has dropped it already
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
@@ -211,6 +221,13 @@ class Sharding:
         """Back to sharded parameters, after a forward without a backward."""
         for module in self._modules:
             module.reshard()
+
+
+def is_sharded(unit: Any) -> bool:
+    """Whether a unit's parameters are in shards now, so that its next call gathers them. Private names, as there is no public way."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group.is_sharded for group in filter(None, groups))
 
 
 def forget_meshes() -> None:

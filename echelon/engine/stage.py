@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from echelon.errors import TrainingError
+from echelon.errors import DivergenceError, TrainingError
 from echelon.profiler.ghost import Forward, Ghost, Returned
 from echelon.profiler.still import DRAWING
 from echelon.profiler.visits import Value, Visit, crossing, intercepted
+from echelon.tree import tree_flatten, tree_unflatten
 
 #: Makes random numbers begin anew, for a place in forward.
 Seed = Callable[..., None]
@@ -160,9 +160,9 @@ class _Walk:
         self._next += 1
         planned = stage._visits[number].path if number < len(stage._visits) else ""
         if planned != path:
-            raise TrainingError(
-                f"pp: the model called {path} where {planned or 'the loss'} was planned: its calls depend on the data, so it cannot be cut "
-                "into stages; use pp=1 (dp with zero=3 also shares the memory)"
+            raise DivergenceError(
+                f"pp: the model called {path} where {planned or 'the loss'} was planned: its calls change while it trains (layer drop, layers "
+                "that join later, samples that decide), so that it cannot be cut into stages; use pp=1 (dp with zero=3 also shares the memory)"
             )
         if not stage.first <= number < stage.last:
             self.glue.visited()

@@ -16,6 +16,7 @@ from echelon.engine.layout import Piece, local, regions, whole_shape
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
+    from echelon.engine.whole_optimizer import WholeOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,13 @@ def gather(run: Run) -> State | None:
 
 
 def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The full tensors on rank 0's CPU (elsewhere nothing). Every rank must call it.
+    """The full tensors on rank 0, on its CPU or, where it is alone and its GPU has the room, there (elsewhere nothing). Every rank must
+    call it.
 
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
+    if run.world.size == 1 and _has_room(run.device, values):
+        return {name: value.detach().clone() for name, value in values.items() if not value.is_meta}
     mine = {name: _held(run, name, value) for name, value in values.items() if _speaks(run, name, value)}
     full: dict[str, Tensor] = {}
     if run.world.main:
@@ -68,6 +72,16 @@ def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for name, shape, heads in theirs:
                 _place(full, {name: (shape, [(place, _receive(rank, way, *head)) for place, *head in heads])})
     return full
+
+
+#: A GPU keeps copies of tensors only if several times their size is free.
+_SPARE = 4
+
+
+def _has_room(device: torch.device, values: Mapping[str, Tensor]) -> bool:
+    if device.type != "cuda":
+        return False
+    return torch.cuda.mem_get_info(device)[0] > _SPARE * sum(value.nbytes for value in values.values())
 
 
 def _heads(stretches: Sequence[tuple[tuple[slice, ...], Tensor]]) -> list[Any]:
@@ -93,9 +107,17 @@ def _place(full: dict[str, Tensor], parts: Mapping[str, _Held]) -> None:
             full[name][place] = numbers
 
 
+def whole_of(run: Run, name: str) -> WholeOptimizer | None:
+    """What steps the optimizer that keeps a value (`0/blocks.1.up.weight/exp_avg`) on whole tensors: the tensor's owner has it whole."""
+    number, _, rest = name.partition("/")  # Keras has strokes in parameter names
+    return run.whole.get(int(number)) if rest and number.isdigit() else None
+
+
 def piece_of(run: Run, name: str, value: Tensor) -> Piece | None:
     """How the tensor axis cuts a value: `blocks.1.up.weight`, its gradient, or what an optimizer keeps for it
     (`0/blocks.1.up.weight/exp_avg`); a step count is not cut."""
+    if whole_of(run, name) is not None:
+        return None
     piece = run.pieces.get(name.split("/")[1] if "/" in name else name)
     return piece if piece is not None and value.shape == piece.shape else None
 
@@ -104,6 +126,9 @@ def _speaks(run: Run, name: str, value: Tensor) -> bool:
     """Whether this rank tells of a value: of ranks that hold the same the first does."""
     if value.is_meta:
         return False  # another stage's
+    whole = whole_of(run, name)
+    if whole is not None:
+        return whole.first
     cut = {"dp"} if isinstance(value, DTensor) else set()
     cut |= {"pp"} | ({"tp"} if piece_of(run, name, value) is not None else set())
     return not any(group.rank for axis, group in run.axes.items() if axis not in cut)
@@ -120,7 +145,7 @@ def optimizer_tensors(run: Run) -> dict[str, Tensor]:
     return {
         f"{index}/{name}/{key}": value
         for index, optimizer in enumerate(run.optimizers)
-        for name, entry in entries(run.model, optimizer)
+        for name, entry in entries(run, optimizer)
         for key, value in entry.items()
         if isinstance(value, Tensor) and (run.hub is None or name not in run.hub.trained)
     }
@@ -132,7 +157,7 @@ def held(run: Run) -> dict[str, int]:
     return {
         "parameters": sum(map(_bytes, parameters)),
         "gradients": sum(_bytes(value.grad) for value in parameters if value.grad is not None),
-        "optimizer": sum(map(_bytes, optimizer_tensors(run).values())),
+        "optimizer": sum(map(_bytes, optimizer_tensors(run).values())) + sum(each.bytes for each in run.whole.values()),
     }
 
 

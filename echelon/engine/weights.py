@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
 from echelon.engine.keeper import FOLDER
 from echelon.engine.layout import Piece, regions, whole_shape
-from echelon.engine.stored import MANIFEST, Reader, quietly, read_manifest, require_whole
+from echelon.engine.stored import MANIFEST, open_stored
 from echelon.errors import CheckpointError, EchelonError, JobError
-from echelon.world import World
+from echelon.plan.seal import LIMIT, parse_object
 
 Read = Callable[[slice | None], Tensor]
 #: Under which a checkpoint holds the model's tensors; the optimizer's are beside them.
@@ -112,7 +108,8 @@ def export_weights(path: str | Path, out: str | Path) -> Exported:
         raise EchelonError(
             f"{out}: the file that is written is a safetensors file; give a name that ends in .safetensors"
         )
-    manifest, found = read_manifest(folder), _open_checkpoint(folder)
+    found = _open_checkpoint(folder)
+    manifest = found.manifest
     tensors = {name: torch.empty(shape, dtype=found.dtypes[name]) for name, shape in found.shapes.items()}
     found.fill(tensors)
     partial = out.with_name(out.name + ".partial")
@@ -128,15 +125,9 @@ def export_weights(path: str | Path, out: str | Path) -> Exported:
 
 
 def _open_checkpoint(folder: Path) -> _Checkpoint:
-    manifest = read_manifest(folder)
-    # Every rank looks at all of it: nobody waits here for the others.
-    require_whole(folder, manifest, World())
-    reader = Reader(folder)
-    entries = {
-        name.removeprefix(_MODEL): entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
-    }
+    stored = open_stored(folder)  # every rank checks all of it: nobody waits here for the others
+    manifest = stored.manifest
+    entries = {name.removeprefix(_MODEL): entry for name, entry in stored.entries.items() if name.startswith(_MODEL)}
 
     tables = {
         name: tuple(manifest["parameters"][name])
@@ -147,17 +138,16 @@ def _open_checkpoint(folder: Path) -> _Checkpoint:
     def fill(targets: Mapping[str, Tensor]) -> None:
         for name in tables.keys() & targets.keys():
             _fill_table(targets[name], folder / FOLDER, name)
-        wanted = {f"{_MODEL}{name}": target.detach() for name, target in targets.items() if name not in tables}
-        try:
-            with quietly():
-                load_tensors(cast(dict[str, Any], wanted), storage_reader=reader, no_dist=True)
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
-            raise CheckpointError(f"{folder}: could not be read ({error})") from error
+        wanted: dict[str, Any] = {
+            f"{_MODEL}{name}": target.detach() for name, target in targets.items() if name not in tables
+        }
+        stored.fill(wanted, alone=True)
 
     return _Checkpoint(
-        shapes={name: tuple(entry.size) for name, entry in entries.items()} | tables,
+        shapes={name: tuple(entry.shape) for name, entry in entries.items()} | tables,
         fill=fill,
-        dtypes={name: entry.properties.dtype for name, entry in entries.items()} | dict.fromkeys(tables, torch.float32),
+        dtypes={name: entry.dtype for name, entry in entries.items()} | dict.fromkeys(tables, torch.float32),
+        manifest=manifest,
     )
 
 
@@ -177,6 +167,7 @@ def _fill_table(target: Tensor, folder: Path, name: str) -> None:
 @dataclass(frozen=True, slots=True)
 class _Checkpoint(_Found):
     dtypes: Mapping[str, torch.dtype]
+    manifest: Mapping[str, Any]
 
 
 # Files
@@ -207,11 +198,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
     """name -> (shape, reader of some rows), without reading any data yet."""
     try:
         if path.name.endswith(".index.json"):
-            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-            for name in names:
-                if Path(name).name != name:
-                    raise JobError(f"{path}: shard name {name!r} leaves the folder")
-            return {key: value for name in names for key, value in _open(path.parent / name, files).items()}
+            return {key: value for part in shards(path) for key, value in _open(part, files).items()}
         if path.suffix == ".safetensors":
             from safetensors import safe_open
 
@@ -228,6 +215,20 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise JobError(f"{path}: not a state dict of tensors; save model.state_dict()")
     return {name: (tuple(value.shape), _rows(value)) for name, value in state.items()}
+
+
+def shards(index: Path) -> list[Path]:
+    """The files that an index of safetensors or torch files lists: names in its own folder, each a file of weights."""
+    # Links are followed here: Hugging Face's cache is made of them.
+    if index.stat().st_size > LIMIT:
+        raise JobError(f"{index}: too large for an index of weights")
+    names = parse_object(index.read_bytes(), str(index)).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise JobError(f"{index}: no weight_map of tensor names to files; give the index that came with the weights")
+    for name in sorted(set(names.values())):
+        if Path(name).name != name or not name.endswith((".safetensors", ".bin", ".pt", ".pth")):
+            raise JobError(f"{index}: shard name {name!r} leaves the folder, or is no file of weights")
+    return [index.parent / name for name in sorted(set(names.values()))]
 
 
 def _lazy(part: Any) -> tuple[tuple[int, ...], Read]:

@@ -9,17 +9,21 @@ runs/digits/
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from echelon.errors import DocumentError, EchelonError
+from echelon.flow.run_settings import JobRecord
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster
 from echelon.plan.codec import Document
 from echelon.plan.forecast import Forecast
+from echelon.plan.inputs import differences
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 
@@ -54,16 +58,16 @@ class RunFolder:
             return Certificate.load(self.path / f"{Certificate.KIND}.json")
         return None
 
-    def noted_job(self) -> str | None:
-        """Hash of the job file that trained here last."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads((self.path / "job.json").read_text())["sha256"])
-        return None
+    def record(self) -> JobRecord:
+        """What is known of the job that trained here last."""
+        return read_record(self.path)
 
-    def note_job(self, file: str, digest: str) -> None:
-        """Remember which text of which job file trains here."""
+    def write_record(self, record: JobRecord) -> None:
+        """Remember which job trains here."""
+        partial = self.path / "job.json.partial"
         try:
-            (self.path / "job.json").write_text(json.dumps({"file": file, "sha256": digest}) + "\n")
+            partial.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+            partial.replace(self.path / "job.json")
         except OSError as error:
             raise unwritable(self.path, error) from error
 
@@ -149,15 +153,50 @@ def _manifest(checkpoint: Path) -> Path:
     return checkpoint / MANIFEST
 
 
-def choose(folder: str | Path | None, name: str, *, fresh: bool) -> Path:
-    """The run's folder: the given one or runs/NAME; a fresh run never mixes with an old one, it takes the next free name."""
-    path = (
-        Path(folder)
-        if folder is not None
-        else Path("runs") / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
-    )
-    if not fresh or not path.exists():
-        return path
+def read_record(path: Path) -> JobRecord:
+    """What is known of the job that trained in the run folder `path` last."""
+    with contextlib.suppress(OSError, ValueError):
+        return JobRecord.read(json.loads((path / "job.json").read_text()))
+    return JobRecord()
+
+
+def choose(
+    folder: str | Path | None, name: str, *, fresh: bool, inputs: Mapping[str, str] | None = None
+) -> tuple[Path, str]:
+    """The run's folder, and why it is not runs/NAME where that one has another job's run.
+
+    The given folder, or among runs/NAME, runs/NAME-2, ... the first that was made from the same inputs. A fresh run never mixes with an
+    old one: it takes the next free name.
+    """
+    if folder is not None:
+        path = Path(folder)
+        return (_free(path) if fresh and path.exists() else path), ""
+    path = Path("runs") / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+    if not path.exists() or fresh:
+        return (_free(path) if path.exists() else path), ""
+    if inputs is None:
+        return path, ""
+    why = ""
+    for each in _numbered(path):
+        before = read_record(each).inputs
+        changed = differences(before, inputs) if before is not None and each.exists() else []
+        if not changed:
+            return each, f"{each} is the run's folder, because {path} has a run with {why}" if why else ""
+        why = why or "; ".join(changed)
+    raise AssertionError("there is always a free name")
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """runs/NAME, runs/NAME-2, ... up to the first that does not exist; gaps, where a run was deleted, are passed over."""
+    yield path
+    pattern = re.compile(re.escape(path.name) + r"-(\d+)")
+    there = [int(found[1]) for each in path.parent.iterdir() if (found := pattern.fullmatch(each.name))]
+    for number in sorted(each for each in there if each > 1):
+        yield path.with_name(f"{path.name}-{number}")
+    yield _free(path)
+
+
+def _free(path: Path) -> Path:
     number = 2
     while path.with_name(f"{path.name}-{number}").exists():
         number += 1

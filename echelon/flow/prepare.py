@@ -8,19 +8,24 @@ file.py`): what a script passes may follow from its arguments or from a loop in 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from echelon.errors import EchelonError, JobError, NothingToCut, PlanError
+from echelon.flow.identity import JobIdentity, identify
+from echelon.flow.job_inputs import Reads, recording
 from echelon.flow.jobfile import load_job, make_job
 from echelon.job import Job
 from echelon.plan.check import Problem, require
 from echelon.plan.cluster import Cluster
-from echelon.plan.fallback import fall_back
+from echelon.plan.fallback import adapt, fall_back
 from echelon.plan.figures import seconds, size
+from echelon.plan.inputs import argument_parts
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.store import Store, hash_files, installed_versions, user_files
@@ -78,21 +83,27 @@ class Subject:
             file, function = _split(job)
             self.key = f"{Path(file).resolve()}:{function}"
         self._default = _default_name(job, self.spec)
+        self._function = _split(job)[1] if isinstance(job, str) else str(getattr(job, "__name__", "job"))
         #: What went wrong and does not matter enough to stop.
         self.warnings: list[str] = []
         self._unprofiled = False
         self._model: str | None = None
+        #: What was read while the job was made, and while its model was built and looked at.
+        self.reads, self._later = Reads(), Reads()
+        self._identity: JobIdentity | None = None
 
     @property
     def job(self) -> Job:
         """The job itself."""
         if isinstance(self._job, str):
             try:
-                self._job = load_job(self._job)
+                with recording(self.reads):
+                    self._job = load_job(self._job)
             except SyntaxError as error:
                 raise JobError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
         elif not isinstance(self._job, Job) and callable(self._job):
-            self._job = make_job(self._job)
+            with recording(self.reads):
+                self._job = make_job(self._job)
         if not isinstance(self._job, Job):
             raise JobError(
                 f"expected an echelon.Job, a function that returns one or file.py:name, found {type(self._job).__name__}"
@@ -107,6 +118,33 @@ class Subject:
         return self._job
 
     @property
+    def identity(self) -> JobIdentity:
+        """What the job is made from, equal on all ranks; loads the job."""
+        if self._identity is None:
+            job = self.job
+            file = Path(_split(self.spec)[0]).resolve() if self.spec is not None else None
+            read = {**self.reads.parts(), **argument_parts(self.arguments())}
+            self._identity = identify(job, function=self._function, read=read, folder=file.parent if file else None)
+        return self._identity
+
+    def recording(self) -> AbstractContextManager[Reads]:
+        """Record what is read meanwhile, while the model is built: it decides whether what is made can be used again."""
+        return recording(self._later)
+
+    def read_inputs(self) -> dict[str, str]:
+        """Everything that was read so far, with absolute paths, for the store. Scratch files do not count."""
+        own = [Path.cwd(), *([Path(self.spec).resolve().parent] if self.spec is not None else [])]
+        later = self._later.parts(own=own)
+        return {**later, **self.reads.parts(), **argument_parts(self.arguments())}
+
+    def arguments(self) -> tuple[str, ...]:
+        """What the user's script was called with; the command line's own options are settings, not inputs."""
+        script, ours = main_script(), Path(__file__).resolve().parent.parent
+        if script is None or script.stem == "echelon" or script.resolve().is_relative_to(ours):
+            return ()
+        return tuple(sys.argv[1:])
+
+    @property
     def name(self) -> str:
         """The job's own name, or that of its file."""
         return self.job.name or self._default
@@ -118,13 +156,16 @@ class Subject:
             return known
         from echelon.profiler import profile
 
-        return self._kept(self.key, profile(self.job))
+        job = self.job
+        with self.recording():
+            made = profile(job)
+        return self._kept(self.key, made)
 
     def known_profile(self) -> Profile | None:
         """The job's profile, where the store has it; not one of another model, where `look` was called."""
         if self.key is None:
             return None
-        known = Store(cache_folder()).get(Profile, self.key, versions=installed_versions())
+        known = self._stored(Profile, self.key)
         return None if known is not None and self._model not in (None, known.model) else known
 
     def look(self) -> None:
@@ -146,12 +187,15 @@ class Subject:
         if not plan.open:
             return plan
         key = f"{self.key} {plan.digest} {self._model or ''}".rstrip() if self.key is not None else None
-        known = Store(cache_folder()).get(Plan, key, versions=installed_versions()) if key is not None else None
+        known = self._stored(Plan, key) if key is not None else None
         if known is not None:
             return known
         from echelon.profiler.complete import complete
 
-        return self._kept(key, complete(plan, self.job, self.known_profile()))
+        job, profile = self.job, self.known_profile()
+        with self.recording():
+            made = complete(plan, job, profile)
+        return self._kept(key, made)
 
     def complete_here(self, plan: Plan, profile: Profile) -> Plan:
         """`plan`, completed where that is a matter of a minute on this machine, which need not be the one that trains: cuts over tp are found
@@ -166,14 +210,27 @@ class Subject:
         return plan
 
     def settle(self, plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, str]:
-        """`plan`, completed; or where nothing can be cut as it asks the plan that takes its place, and why."""
+        """`plan`, completed; or the plan that takes its place where this model cannot follow it, and why."""
+        if self._unprofiled and plan.sharded and not plan.whole:
+            other = dataclasses.replace(plan, whole=True)
+            settled, more = self.settle(other, profile, cluster)
+            why = f'"{plan}" runs as "{other}": whether samples decide which blocks run is not known'
+            return settled, f"{why}; then {more}" if more else why
         try:
             require(plan, profile, cluster)  # before its cuts are looked for, which takes longer
-            return self.complete(plan), ""
+            completed = self.complete(plan)
+            require(completed, profile, cluster)
+            return completed, ""
         except NothingToCut as error:
             if not plan.open:  # a document, made for some model
                 raise
             return self._instead(plan, error, profile, cluster)
+        except PlanError as error:
+            adapted = adapt(plan, error.problems)
+            if adapted is None or adapted[0] == plan:
+                raise
+            settled, more = self.settle(adapted[0], profile, cluster)
+            return settled, f'"{plan}" runs as "{adapted[0]}": {adapted[1]}' + (f"; then {more}" if more else "")
 
     def _instead(
         self, plan: Plan, error: NothingToCut, profile: Profile | None, cluster: Cluster | None
@@ -209,12 +266,17 @@ class Subject:
             )
             return None
 
+    def _stored(self, kind: type[Made], key: str) -> Made | None:
+        """What the store has, where all that it was made from is unchanged."""
+        store = Store(cache_folder())
+        return store.get(kind, key, versions=installed_versions(), environment=os.environ, arguments=self.arguments())
+
     def _kept(self, key: str | None, made: Made) -> Made:
         if key is None or self.key is None:
             return made
         store, files = Store(cache_folder()), {*user_files(sys.modules), Path(self.key.rpartition(":")[0])}
         try:
-            store.put(key, made, versions=installed_versions(), sources=hash_files(files))
+            store.put(key, made, versions=installed_versions(), sources=hash_files(files), inputs=self.read_inputs())
         except OSError as error:
             self.warnings.append(
                 f"{store.folder}: the {made.KIND} could not be kept there ({error.strerror or error}) and is made again each time; "

@@ -21,6 +21,8 @@ KINDS: dict[str, type] = {
     "keep": int,
     "every": int,
     "resume": bool,
+    "override": list,
+    "verify": bool,
     "require_certificate": str,
     "quiet": bool,
     "workers": int,
@@ -68,6 +70,10 @@ class Settings:
     #: Steps between checkpoints; None: at the end of each epoch (a stream: a tenth of the steps, at most STREAM_EVERY).
     every: int | None = None
     resume: bool = True
+    #: Settings of a run that are changed on resume ("optimizer.lr"); every other one must be as it was.
+    override: tuple[str, ...] = ()
+    #: Prove a new job and plan before the first step.
+    verify: bool = True
     certificate: str | Path | None = None
     quiet: bool = False
     #: Processes that read data ahead, per rank.
@@ -81,6 +87,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise JobError(f"{name}={value!r}: a whole number of at least {least}")
+        if isinstance(self.override, str) or not all(isinstance(name, str) and name for name in self.override):
+            raise JobError(f'override={self.override!r}: a list of names of settings, as ["optimizer.lr"]')
+        object.__setattr__(self, "override", tuple(self.override))  # a list from JSON or a file
+        if type(self.verify) is not bool:
+            raise JobError(f"verify={self.verify!r}: True or False")
         if (self.servers is None) != (self.secret_file is None):
             given, missing = ("servers", "secret_file") if self.secret_file is None else ("secret_file", "servers")
             raise JobError(
@@ -131,6 +142,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, kind: type, where: str) -> Any:
+    if kind is list:
+        return [name.strip() for name in text.split(",") if name.strip()]
     if kind is int and text.strip().lstrip("-").isdigit():
         return int(text)
     if kind is bool and text.strip().lower() in _WORDS:
@@ -139,7 +152,8 @@ def _parse(text: str, kind: type, where: str) -> Any:
 
 
 def _typed(value: Any, kind: type, where: str) -> Any:
-    if type(value) is not kind:
-        wanted = {int: "a whole number", bool: "true or false", str: "text"}[kind]
+    fits = type(value) is kind and (not isinstance(value, list) or all(isinstance(each, str) for each in value))
+    if not fits:
+        wanted = {int: "a whole number", bool: "true or false", str: "text", list: "a list of names"}[kind]
         raise EchelonError(f"{where}={value!r}: give {wanted}")
     return value

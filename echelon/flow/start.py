@@ -13,14 +13,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from echelon.errors import EchelonError, JobError, WorldError
+from echelon.errors import (
+    DivergenceError,
+    EchelonError,
+    JobError,
+    NothingToCut,
+    PlanError,
+    UnprovedPlan,
+    WorldError,
+)
 from echelon.flow.jobfile import reading
 from echelon.flow.prepare import Prepared, main_script
 from echelon.launchers import handover
 from echelon.launchers.command import tell_command
+from echelon.launchers.environment import fix_hash_seed
 from echelon.launchers.local import INTERRUPTED, launch
 from echelon.plan.plan import Plan
 from echelon.world import World, read_world
+
+#: What ranks report to the process that started them when the plan turned out to compute something else, or cannot be executed.
+DISPROVED = tuple(kind.__name__ for kind in (UnprovedPlan, DivergenceError, PlanError, NothingToCut))
 
 
 def require_world(plan: Plan, world: World) -> None:
@@ -42,10 +54,6 @@ def run_script_again(prepared: Prepared) -> NoReturn:
         )
     try:
         code = _launch([sys.executable, *sys.orig_argv[1:]], prepared)
-    except EchelonError as error:
-        # A script has no command line of ours around it to turn the error into words.
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        code = error.exit_code
     except KeyboardInterrupt as interrupt:
         print(interrupt, file=sys.stderr)  # noqa: T201
         code = INTERRUPTED
@@ -75,9 +83,17 @@ def begin(call: str) -> World:
             "if __name__ == '__main__':"
         )
     world = read_world()
+    if world.size > 1 and main_script() is not None and not _joined():
+        fix_hash_seed()  # torchrun, Slurm and MPI leave each rank a random one
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook, world.rank, in_script=_in_script())
     return world
+
+
+def _joined() -> bool:
+    """Whether the script made a process group of its own."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _in_script() -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from echelon.errors import EchelonError, UnprovedPlan
 from echelon.events import Listener
-from echelon.flow.agree import agree_plan
+from echelon.flow.agree import agree_plan, train_launched
 from echelon.flow.folder import require_writable
-from echelon.flow.prepare import JobLike, PlanLike, Subject
+from echelon.flow.gate import attempts, disproved, first_proved, require_proof
+from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject
 from echelon.flow.settings import Settings, settle
 from echelon.flow.start import begin, run_script_again
 from echelon.flow.training import Trained, Training
+from echelon.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -24,21 +28,58 @@ __all__ = ["Settings", "Trained", "parallelize", "train"]
 
 
 def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] = (), **settings: Any) -> Trained:
-    """Train `job` under `plan` (default: the best for this machine) and keep everything in a run folder.
+    """Train `job` under `plan` (default: the best proved one for this machine) and keep everything in a run folder.
 
-    Started alone with a plan for several ranks, it runs the script again in each of them and then ends the process. `settings`:
-    folder, keep (last N checkpoints and the best), every (steps), resume, certificate (required), quiet, workers; what is not
-    given here is taken from ECHELON_* variables, else from echelon.toml, as the command line does.
+    A plan that no certificate covers yet is verified first, in a bounded time. Started alone with a plan for several ranks, it runs
+    the script again in each of them and then ends the process. `settings`: folder, keep (last N checkpoints and the best), every
+    (steps), resume, override, verify, certificate (required), quiet, workers; what is not given here is taken from ECHELON_*
+    variables, else from echelon.toml, as the command line does.
     """
     world = begin("train")
     wanted, chosen = settle(plan, settings)
     if world.main:
         require_writable(Path("runs" if chosen.folder is None else chosen.folder))
     subject = Subject(job)
-    prepared = agree_plan(subject, wanted, world)
-    if not world.launched and prepared.plan.ranks > 1:
-        run_script_again(prepared)
-    return Training(subject, prepared, world, chosen, listeners).run()
+    attempt = Attempt(subject, world, chosen, listeners)
+    if world.launched:
+        return train_launched(subject, wanted, world, attempt)
+    return first_proved(attempts(subject, wanted), attempt)
+
+
+class Attempt:
+    """One plan executed from the gate to the end, here or by ranks that this process starts. After a plan that the run itself
+    disproved, the next one goes on in the same folder from its last good checkpoint."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        world: World,
+        settings: Settings,
+        listeners: Sequence[Listener] = (),
+        start: Callable[[Prepared, Settings], Any] = lambda prepared, settings: run_script_again(prepared),
+    ) -> None:
+        """`start` runs a plan on several ranks where this process is none of them."""
+        self._subject, self._world, self._settings = subject, world, settings
+        self._listeners, self._start = listeners, start
+
+    def __call__(self, prepared: Prepared, world: World | None = None) -> Any:
+        """What the training came to; where ranks were started, what `start` returned."""
+        world = world or self._world
+        try:
+            if not world.launched and prepared.plan.ranks > 1:
+                return self._start(prepared, self._settings)
+            return self._train(prepared, world)
+        except EchelonError as error:
+            if disproved(error) and not isinstance(error, UnprovedPlan):
+                self._settings = dataclasses.replace(self._settings, resume=True)
+            raise
+
+    def _train(self, prepared: Prepared, world: World) -> Trained:
+        settings = self._settings
+        verdict = require_proof(self._subject, prepared, world, verify=settings.verify, quiet=settings.quiet)
+        training = Training(self._subject, prepared, world, settings, self._listeners, verdict)
+        self._settings = dataclasses.replace(settings, folder=training.folder)
+        return training.run()
 
 
 def parallelize(
@@ -48,15 +89,26 @@ def parallelize(
     device: torch.device | None = None,
     workers: int = 0,
     warn: Callable[[str], None] = lambda message: None,
+    verify: bool | None = None,
 ) -> Run:
-    """The job under a plan on this rank, for people who keep their own loop: `for batch in run.batches(): run.step(batch)`."""
+    """The job under a plan on this rank, for people who keep their own loop: `for batch in run.batches(): run.step(batch)`.
+
+    A plan that no certificate covers yet is verified first, as `train` does; `verify=False` (or ECHELON_VERIFY=0) leaves that out.
+    """
     world = begin("parallelize")
     subject = Subject(job)
-    prepared = agree_plan(subject, plan, world)
-    if not world.launched and prepared.plan.ranks > 1:
-        run_script_again(prepared)
-    if prepared.fallback and world.main:
-        warnings.warn(prepared.fallback, stacklevel=2)
-    from echelon.engine.run import Run
+    proving = settle(plan, {} if verify is None else {"verify": verify})[1].verify
 
-    return Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)
+    def execute(prepared: Prepared, world: World = world) -> Run:
+        if not world.launched and prepared.plan.ranks > 1:
+            run_script_again(prepared)
+        require_proof(subject, prepared, world, verify=proving)
+        if prepared.fallback and world.main:
+            warnings.warn(prepared.fallback, stacklevel=4)
+        from echelon.engine.run import Run
+
+        return Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)
+
+    if world.launched:
+        return execute(agree_plan(subject, plan, world))
+    return first_proved(attempts(subject, plan), execute)

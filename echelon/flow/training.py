@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -10,25 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import CheckpointError, EchelonError, ForeignCheckpoint, JobError, TrainingError
+from echelon.errors import CheckpointError, DivergenceError, EchelonError, ForeignCheckpoint, JobError, TrainingError
 from echelon.events import Event, Listener
 from echelon.flow.advice import how_to_go_on
 from echelon.flow.checks import require_evaluation
 from echelon.flow.folder import RunFolder, choose
+from echelon.flow.gate import Verdict, revoke
 from echelon.flow.lock import held
 from echelon.flow.prepare import Prepared, Subject
+from echelon.flow.resume import Resumption
+from echelon.flow.run_settings import run_inputs
 from echelon.flow.settings import Settings
 from echelon.flow.signals import asking
 from echelon.launchers.command import given_command
+from echelon.launchers.handover import note_start
 from echelon.launchers.local import AGAIN, INTERRUPTED
 from echelon.plan.store import installed_versions
 from echelon.world import World
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from echelon.data.loader import StepBatch
     from echelon.engine.keeper import Elsewhere
     from echelon.engine.outcome import Step
     from echelon.plan.certificate import Certificate
+    from echelon.verifier.spot_check import SpotChecks
 
 #: A stream has no epoch after which to save: a tenth of the steps, but never more than this many, may be lost to a kill.
 STREAM_EVERY = 1000
@@ -49,18 +57,28 @@ class Training:
     """One training on this rank. All ranks go through it in step."""
 
     def __init__(
-        self, subject: Subject, prepared: Prepared, world: World, settings: Settings, listeners: Sequence[Listener]
+        self,
+        subject: Subject,
+        prepared: Prepared,
+        world: World,
+        settings: Settings,
+        listeners: Sequence[Listener],
+        verdict: Verdict | None = None,
     ) -> None:
         from echelon.observer import observers
 
         self._subject, self._prepared, self._world, self._settings = subject, prepared, world, settings
+        self._verdict = verdict or Verdict()
+        self._pristine: nn.Module | None = None
+        self._checks: SpotChecks | None = None
         fresh = not settings.resume and world.main
-        self._folder = RunFolder(choose(settings.folder, subject.name, fresh=fresh), keep=settings.keep)
+        path, why = choose(settings.folder, subject.name, fresh=fresh, inputs=run_inputs(subject))
+        self._folder = RunFolder(path, keep=settings.keep)
         self._observers = lambda: observers(
             self._folder.path, world=world, quiet=settings.quiet, forecast=prepared.forecast
         )
         self._listeners = list(listeners)
-        self._started, self._early = False, list[str]()
+        self._started, self._early = False, [why] if why and world.main else list[str]()
         self._metrics: dict[str, float] = {}
         self._loss: float | None = None
         self._evaluated_at = self._saved_at = self._resumed_at = -1
@@ -68,6 +86,11 @@ class Training:
         self._written: tuple[Path, int, float] | None = None
         self._best: float | None = None
         self._begin = time.perf_counter()
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept."""
+        return self._folder.path
 
     def _elsewhere(self) -> Elsewhere | None:
         address, secret = self._settings.servers, self._settings.secret_file
@@ -79,9 +102,13 @@ class Training:
 
     def run(self) -> Trained:
         """From the last checkpoint, or the beginning, to the end."""
+        from torch import nn
+
         from echelon.engine.run import Run
 
         job, world = self._subject.job, self._world
+        if self._verdict.certificate is not None and world.main and isinstance(job.model, nn.Module):
+            self._pristine = copy.deepcopy(job.model)  # the run takes the module itself
         run = Run(
             job,
             self._prepared.plan,
@@ -103,6 +130,9 @@ class Training:
                 self._emit("end", reason="interrupted", seconds=self._seconds(), message=AGAIN)
                 raise KeyboardInterrupt(AGAIN) from None
             except Exception as error:
+                if isinstance(error, DivergenceError) and world.main and self._verdict.certificate is not None:
+                    revoke(self._subject, self._verdict.certificate, str(error))
+                error.started = self._started  # type: ignore[attr-defined]
                 if self._started and isinstance(error, EchelonError):
                     error.exit_code = 1  # whatever it is called: a training that failed, not a wrong use
                 self._emit("end", reason="failed", seconds=self._seconds(), message=str(error))
@@ -122,7 +152,7 @@ class Training:
         run, main = self._run, self._world.main
         with run.ranks.together():
             require_evaluation(self._subject.job)
-        certificate = self._require_certificate()
+        certificate = self._require_certificate() or self._verdict.certificate
         with run.ranks.together():
             if main:
                 holding.enter_context(held(self._folder.path))
@@ -130,10 +160,14 @@ class Training:
         with run.ranks.together():
             if main:
                 self._write_documents(certificate)
-                self._note_job()
+                self._folder.write_record(self._resumption.record())
         self._listeners += self._observers()
         self._emit("start", **self._start_facts())
         self._started = True
+        note_start()
+        if main and self._verdict.line:
+            kind = "warning" if self._verdict.skipped else "verified"
+            self._emit(kind, message=self._verdict.line, seconds=self._verdict.seconds)
         for warning in (*(self._prepared.warnings if main else ()), *self._early):
             self._warn(warning)
         with asking(self._ask):
@@ -152,8 +186,9 @@ class Training:
         # An accelerator is still computing when `step` returns: its result is read one step later, so that it never waits.
         waiting: list[tuple[StepBatch, Step, float]] = []
         lag = 0 if run.device.type == "cpu" else 1
+        checks = self._checks = self._spot_checks()
         for batch in run.batches():
-            step = run.step(batch)
+            step = checks.step(batch) if checks is not None and checks.due(batch.step) else run.step(batch)
             now = time.perf_counter()
             waiting.append((batch, step, now - clock))
             clock = now
@@ -168,6 +203,14 @@ class Training:
                     self._tell(*told)
                 return True
         return False
+
+    def _spot_checks(self) -> SpotChecks | None:
+        """Steps that are computed again on one device; None where that is off or would compare the run with itself."""
+        if self._verdict.certificate is None:
+            return None
+        from echelon.verifier.spot_check import SpotChecks
+
+        return SpotChecks(self._subject.job, self._run, self._pristine, self._prepared.profile)
 
     def _tell(self, batch: StepBatch, step: Step, seconds: float) -> bool:
         """Report a step; True when any rank was asked to stop by then."""
@@ -207,9 +250,13 @@ class Training:
         What is due is saved before it is evaluated, and so is the first that is evaluated at all: an evaluation that fails, as the
         first one does if any, must not cost what was trained.
         """
+        from echelon.engine.schedule_state import takes_metric
+
         evaluating = self._run.job.evaluation is not None and (self._epoch_ended or self._ended)
         due = self._ended or self._save_due or (evaluating and self._evaluated_at < 0)
-        if due:
+        # An evaluation that steps a schedule belongs to the step: a checkpoint before it would go on without it.
+        last = evaluating and any(takes_metric(schedule) for schedule in self._run.schedules)
+        if due and not last:
             self._save(final=self._ended)
         if evaluating:
             try:
@@ -219,6 +266,8 @@ class Training:
                     self._save(final=False)
                 self._tell_saved()
                 raise
+        if due and last:
+            self._save(final=self._ended)
         if not due and self._better():
             self._save(final=False)
         self._tell_saved()
@@ -278,6 +327,8 @@ class Training:
         mine, best = self._folder.saved() if self._settings.resume else [], self._folder.best()
         # What rank 0 sees counts: a network disk may show the others something older.
         saved, self._best = self._run.ranks.gather(([str(path) for path in mine], best and best[1]))[0]
+        self._resumption = Resumption(self._run, self._subject)
+        self._resumption.check(self._folder, saved, self._settings.override)
         reasons = []
         for place in saved:
             try:
@@ -290,6 +341,7 @@ class Training:
                 continue
             self._saved_at = self._resumed_at = self._run.step_number
             self._require_room(place)
+            self._resumption.apply(self._warn)
             return
         if saved:
             raise CheckpointError(
@@ -316,6 +368,9 @@ class Training:
             self._save(final=True)
             self._tell_saved()
             self._emit("memory", **self._memory())
+            if self._checks is not None and self._world.main:
+                checks = self._checks
+                self._emit("checked", count=checks.count, seconds=checks.seconds, left_out=checks.left_out)
         if interrupted:
             again = how_to_go_on(given_command(), self._folder.path, fresh=not self._settings.resume)
             reason, message = "interrupted", f"stopped at step {step} of {total} and saved; go on with: {again}"
@@ -382,28 +437,14 @@ class Training:
             certificate = kept  # nobody required it, but somebody put it there, and it covers this run
         self._folder.write_documents([made.plan, made.forecast, made.profile, made.cluster, certificate])
 
-    def _note_job(self) -> None:
-        """Remember the job file's text; say so where the checkpoint that was loaded is of another."""
-        from echelon.verifier.identity import job_hash
-
-        if self._subject.spec is None:
-            return
-        digest, before = job_hash(self._subject.spec), self._folder.noted_job()
-        if self._saved_at >= 0 and before not in (None, digest):
-            self._warn(
-                f"{self._folder.path} was trained by another text of the job file (then {str(before)[:12]}, {self._subject.spec} now "
-                f"{digest[:12]}); it goes on as the file is now; --fresh starts anew in another folder"
-            )
-        self._folder.note_job(self._subject.spec, digest)
-
     def _identity(self) -> dict[str, Any]:
         """What a certificate has to cover."""
-        from echelon.verifier.identity import job_hash, versions
+        from echelon.verifier.identity import job_hash
 
-        spec = self._subject.spec
+        spec, identity, profile = self._subject.spec, self._subject.identity, self._prepared.profile
         return {
             "plan": self._prepared.plan, "job": job_hash(spec) if spec else "", "model": self._run.fingerprint,
-            "versions": versions(),
+            "versions": identity.versions, "inputs": identity.proof_inputs, "graph": profile.graph if profile is not None else "",
         }  # fmt: skip
 
     def _require_certificate(self) -> Certificate | None:

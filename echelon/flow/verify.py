@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.flow.agree import agree_plan
+from echelon.flow.identity import cover
 from echelon.flow.prepare import JobLike, PlanLike, Subject
 from echelon.flow.start import begin, run_script_again
 
@@ -47,6 +48,7 @@ def verify(
         reference=reference,
         memory=memory,
     )
+    certificate = cover(certificate, subject.identity, prepared.profile)
     if prepared.fallback:
         certificate = dataclasses.replace(certificate, notes=(prepared.fallback, *certificate.notes))
     if out is not None and world.main:

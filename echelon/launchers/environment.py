@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 
@@ -9,6 +10,9 @@ import sys
 #: takes it out again, page by page: a tenth of a GPT step's time on 2 cores here. -1: keep it, for 9 % more memory at the peak there.
 #: Read when torch is loaded.
 _KEEP_MEMORY = ("MIMALLOC_PURGE_DELAY", "-1")
+#: The order in which Python iterates over a set of strings follows from this seed. Ranks with different seeds would call modules in
+#: different orders, and two launches of one job would compute different numbers.
+_HASH_SEED = ("PYTHONHASHSEED", "0")
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -17,10 +21,27 @@ def keep_memory() -> None:
     os.environ.setdefault(*_KEEP_MEMORY)
 
 
+def fix_hash_seed() -> None:
+    """Start this process over with a fixed hash seed, once, where it has a random one and can be started over.
+
+    Call it as early as possible: whatever the process did before is done again.
+    """
+    name, value = _HASH_SEED
+    if not sys.flags.hash_randomization or os.environ.get(name, "random") != "random":
+        return
+    if multiprocessing.parent_process() is not None or hasattr(sys, "ps1") or "mpi4py" in sys.modules:
+        return  # what such a process was given by its parent cannot be given to it again
+    os.environ[name] = value
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def child_environment(threads: int) -> dict[str, str]:
-    """This process's environment, with `threads` threads and, unless the user says otherwise, talk on this machine only."""
+    """This process's environment, with `threads` threads and, unless the user set them, one hash seed and traffic on this machine only."""
     values = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values.setdefault(*_KEEP_MEMORY)
+    values.setdefault(*_HASH_SEED)
     loopback = _LOOPBACK.get(sys.platform)
     if loopback is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -17,12 +17,31 @@ from echelon.errors import EchelonError
 PLAN = "ECHELON_HANDED_PLAN"
 #: Folder where a rank leaves word of its own failure: the launcher then shows one message instead of N tracebacks.
 FAILURES = "ECHELON_FAILURES"
+_STARTED = "started"
 
 
 def take_plan() -> Path | None:
     """The plan file that the launcher handed to this rank. It is for one training: a script may hold several."""
     path = os.environ.pop(PLAN, None)
     return Path(path) if path is not None else None
+
+
+def has_plan() -> bool:
+    """Whether the launcher handed a plan to this rank that was not taken yet."""
+    return PLAN in os.environ
+
+
+def note_start() -> None:
+    """Let the launcher know that steps are trained from now on."""
+    folder = os.environ.get(FAILURES)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (Path(folder) / _STARTED).touch()
+
+
+def has_started(folder: Path) -> bool:
+    """Whether a rank that was given this folder trains, or has trained."""
+    return (folder / _STARTED).exists()
 
 
 def heard() -> bool:
@@ -37,6 +56,7 @@ def leave_word(error: BaseException, rank: int, *, trace: bool = False) -> bool:
         return False
     word = {
         "rank": rank,
+        "kind": type(error).__name__,
         "time": time.time(),
         "ours": isinstance(error, EchelonError),
         "follows": _follows(error),

@@ -20,7 +20,7 @@ from types import FrameType
 
 from echelon.errors import LaunchError
 from echelon.launchers.environment import child_environment
-from echelon.launchers.handover import FAILURES, read_words
+from echelon.launchers.handover import FAILURES, has_started, read_words
 from echelon.world import STORE, World, usable_cores
 
 #: Seconds that the others get, once a rank has failed, to end by themselves; they may be writing.
@@ -135,7 +135,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path) -> int:
     if failed is None:
         failed = next((rank for rank, code in enumerate(codes) if code not in (0, INTERRUPTED)), None)
     if failed is not None:
-        raise _blame(failed, processes, folder)
+        error = _blame(failed, processes, folder)
+        error.started = has_started(folder)
+        raise error
     return INTERRUPTED if INTERRUPTED in codes else 0
 
 
@@ -153,7 +155,7 @@ def _blame(failed: int, processes: list[subprocess.Popen[bytes]], folder: Path) 
     elif told and not (code is not None and code < 0):
         first = (causes or told)[0]
         error = LaunchError(first["message"] if first["ours"] else f"rank {first['rank']} failed: {first['message']}")
-        error.exit_code = int(first["code"])
+        error.exit_code, error.kind = int(first["code"]), str(first["kind"])
         return error
     how = (
         f"was killed by signal {signal.Signals(-code).name}"

@@ -80,6 +80,9 @@ class Progress:
     def _on_checkpoint(self, event: Event) -> None:
         self._say(checkpoint_line(event), style="dim")
 
+    def _on_verified(self, event: Event) -> None:
+        self._say(str(event.data.get("message", "")), style="green")
+
     def _on_warning(self, event: Event) -> None:
         self._say(warning_line(event), style="yellow")
 

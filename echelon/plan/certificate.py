@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
+from echelon.plan.inputs import differences
 from echelon.plan.plan import Plan
 
 #: What a plan was compared with: one device, one process on the host's CPU, or another plan.
@@ -16,7 +18,7 @@ ReferenceKind = Literal["device", "host", "plan"]
 class Finding:
     """The largest relative difference among tensors of one kind, and where it was."""
 
-    kind: str  # start, gradient, loss, norm, buffer, parameter, optimizer, copy, draw, output, drift
+    kind: str  # start, gradient, loss, norm, buffer, parameter, optimizer, copy, draw, output, drift, self
     tensors: int
     worst: float
     where: str
@@ -33,7 +35,7 @@ class Certificate(Document):
     """A plan computed the same as its reference: for this job, this code and these versions."""
 
     KIND: ClassVar[str] = "certificate"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     SEALED: ClassVar[bool] = True
 
     plan: Plan
@@ -50,6 +52,12 @@ class Certificate(Document):
     drift: tuple[Finding, ...] = ()
     #: What a reader must know: batch statistics local or synchronised, dropout set to zero, parts in fp32.
     notes: tuple[str, ...] = ()
+    #: What the job was made from, by name: files, variables and arguments that it read, its sources, code and data.
+    inputs: dict[str, str] = field(default_factory=dict)
+    #: Hash of the traced operators; empty: they were not traced.
+    graph: str = ""
+    #: Whether two runs of one device agreed. False: nothing can be said of the plan, and `divergent` says where they differ.
+    deterministic: bool = True
     #: What it was compared with. "plan" is weaker: a mistake that both plans share is not seen.
     reference: ReferenceKind = "device"
     #: That plan.
@@ -60,6 +68,8 @@ class Certificate(Document):
             raise ValueError(
                 f"reference={self.reference!r}: the peer is the plan that was compared with, and only that"
             )
+        if self.verified and not self.deterministic:
+            raise ValueError("verified=True and deterministic=False: a job that differs from itself proves no plan")
         if not self.findings:
             raise ValueError("findings: a proof compares at least one kind of tensor")
         good = all(finding.good for finding in self.findings)
@@ -80,9 +90,23 @@ class Certificate(Document):
             return ""
         return f'it was compared with the plan "{self.peer}", not with one device: an error that both share is not seen'
 
-    def stale(self, *, plan: Plan, job: str, model: str, versions: dict[str, str]) -> list[str]:
-        """Why this certificate does not cover a run; empty when it does. Both sides are named."""
-        reasons = []
+    def stale(
+        self,
+        *,
+        plan: Plan,
+        job: str,
+        model: str,
+        versions: dict[str, str],
+        inputs: Mapping[str, str] | None = None,
+        graph: str = "",
+    ) -> list[str]:
+        """Why this certificate does not cover a run; empty when it does. Both sides are named.
+
+        `inputs` None: they are not known, so that the job file alone decides. `graph` empty: the run was not traced.
+        """
+        reasons = [] if inputs is None else differences(self.inputs, inputs)
+        if self.graph and graph and self.graph != graph:
+            reasons.append(f"the traced operators changed: certified {self.graph[:12]}, now {graph[:12]}")
         if self.job != job:
             reasons.append(f"the job file changed: certified {self.job[:12]}, now {job[:12]}")
         if self.model != model:

@@ -18,11 +18,14 @@ from echelon.plan.problem import Problem as Problem  # whoever checks reads them
 from echelon.plan.profile import Profile, Rule
 from echelon.plan.split import largest_micro, largest_share, rounds
 from echelon.plan.stages import INTERLEAVING, UNCUT, bound, stage_count
+from echelon.plan.whole_tensors import gathered_axes, one_owner
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
 RANKS_PER_CORE = 8
 #: So many reasons are told where no module can be cut.
 _REASONS = 3
+#: Every rank has the whole model.
+UNSHARDED = (("zero", 0), ("whole", False), ("keep_gradients", False))
 #: A tensor axis that cuts less of the parameters than this is hardly one.
 _LITTLE = 0.1
 
@@ -116,17 +119,22 @@ def _tensor(plan: Plan) -> Iterator[Problem]:
 
 
 def check_optimizers(plan: Plan, optimizers: Iterable[Rule]) -> Iterator[Problem]:
-    """Whether they can work on the pieces of parameters that tp leaves to each rank."""
-    whole = next((each for each in optimizers if each.whole), None)
-    if plan.mesh.tp > 1 and whole is not None:
-        why = (
-            f"could not be tried on pieces of parameters ({whole.untried})"
-            if whole.untried
-            else "computes with norms or factors of whole parameters"
-        )
+    """What the plan cuts that an optimizer needs whole: it steps on gathered tensors, which costs an exchange."""
+    for each in optimizers:
+        axes = gathered_axes(plan, each.reads, each.draws)
+        if not axes:
+            continue
+        if each.untried:
+            why = f"could not be tried on small parameters ({each.untried}) and may read all of them"
+        elif each.draws:
+            why = "draws random numbers, whose order depends on all parameters"
+        else:
+            why = f"reads {'whole parameters (norms, factors)' if each.reads == 'tensor' else 'across parameters'}"
+        cut = {"dp": f"zero={plan.zero} shards", "tp": f"tp={plan.mesh.tp} cuts", "pp": f"pp={plan.mesh.pp} spreads"}
+        where = "one rank, which steps all" if one_owner(each.reads, each.draws) else "the ranks that own them"
         yield Problem(
-            path="tp", value=plan.mesh.tp, rule=f"{whole.name} {why}, and tp leaves pieces of them to each rank; or optimizer= chooses groups by the parameters' sizes",
-            remedy=f"use dp={plan.ranks} or pp, which leave parameters whole, or an optimizer that treats each number by itself (AdamW)",
+            path="optimizer", value=each.name, rule=f"{why}, and {' and '.join(cut[axis] for axis in axes)} them: every step gathers gradients and values at {where}",
+            remedy="it trains the same; an optimizer that treats each number by itself (AdamW) saves the exchange", severity="warning",
         )  # fmt: skip
 
 
@@ -139,6 +147,7 @@ def check_stored(plan: Plan, units: Sequence[str], visits: Sequence[str] = ()) -
             yield Problem(
                 path="zero", value=plan.zero, rule=f"{each.path} is used all over {each.within or 'the model'}, and zero={plan.zero} shards {unit} by itself",
                 remedy=f"{'use' if plan.mesh.pp > 1 else 'add `whole`, or use'} zero=0, or {instead}; or have its weight read by calling it",
+                instead=UNSHARDED if plan.mesh.pp > 1 else (("whole", True),),
             )  # fmt: skip
     if plan.recompute != "none":
         for each, unit in _torn(plan, units):
@@ -146,6 +155,7 @@ def check_stored(plan: Plan, units: Sequence[str], visits: Sequence[str] = ()) -
                 path="recompute", value=plan.recompute,
                 rule=f"{each.path} is used all over {each.within or 'the model'}, and {unit} would be computed again after that, with a piece of its weight",
                 remedy=f"leave `recompute` out, or use {instead}; or have its weight read by calling it",
+                instead=(("recompute", "none"),),
             )  # fmt: skip
 
 
@@ -253,11 +263,13 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
             remedy=f"use dp={tail} or less, or another batch",
         )  # fmt: skip
     if plan.sharded and profile.unsharded:
-        yield Problem(path="zero", value=plan.zero, rule=profile.unsharded, remedy="use zero=0")
+        yield Problem(
+            path="zero", value=plan.zero, rule=profile.unsharded, remedy="use zero=0", instead=UNSHARDED,
+        )  # fmt: skip
     elif plan.zero and dp > 1 and not plan.whole and profile.unsteady:
         yield Problem(
-            path="zero", value=plan.zero, rule=f"{profile.unsteady}, ranks would wait for each other for ever",
-            remedy="add `whole`, or use zero=0",
+            path="zero", value=plan.zero, rule=f"{profile.unsteady}, block by block sharding would fail or deadlock",
+            remedy="add `whole`, or use zero=0", instead=(("whole", True),),
         )  # fmt: skip
     if plan.recompute != "none" and not profile.units:
         yield Problem(

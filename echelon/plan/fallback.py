@@ -1,11 +1,17 @@
-"""What takes the place of a plan whose axes find nothing to cut: data parallelism over the same ranks, sharded where that is possible."""
+"""What takes the place of a plan that this model cannot follow, on the same ranks.
+
+Where an axis finds nothing to cut: data parallelism, sharded where that is possible. Where a setting alone is in the way: the plan without it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
+from echelon.plan.problem import Problem
 from echelon.plan.profile import Profile
 
 
@@ -39,3 +45,16 @@ def fall_back(plan: Plan, profile: Profile | None) -> tuple[Plan, str]:
     if norms and profile is not None and not kept:
         told += " but has batch norms look at other groups of samples"
     return other, told
+
+
+def adapt(plan: Plan, problems: Iterable[Any]) -> tuple[Plan, str] | None:
+    """`plan` with the changes that its problems name, and why; None where one of them names none."""
+    errors = [each for each in problems if isinstance(each, Problem) and each.severity == "error"]
+    if not errors or not all(each.instead for each in errors):
+        return None
+    # What shards nothing needs no other way to shard.
+    changes = dict(sorted((change for each in errors for change in each.instead), key=lambda each: each[0] == "zero"))
+    if changes.get("zero") == 0:
+        changes |= {"whole": False, "keep_gradients": False}
+    other = replace(plan, **changes)
+    return other, "; ".join(f"{each.path}={each.value}: {each.rule}" for each in errors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class Problem:
     uncut: bool = False
     #: Whether data sheets tell what it would take all the same: the engine does not execute it yet.
     ahead: bool = False
+    #: Fields of the plan, with values that make it executable on the same ranks: where every error has some, the plan falls back by itself.
+    instead: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.path}={self.value}: {self.rule}; {self.remedy}"

@@ -19,6 +19,8 @@ from echelon.plan.codec import Document
 from echelon.plan.plan import Precision
 
 Phase = Literal["forward", "backward"]
+#: What an optimizer's update of one number reads: see `Rule.reads`.
+Reads = Literal["element", "tensor", "model"]
 
 #: Bytes of one element; names as torch prints them without `torch.`.
 WIDTH = {
@@ -179,9 +181,10 @@ class Rule:
     elements: int  #: trainable elements
     fused: bool = False  #: whether torch has a fused kernel for it
     fused_sharded: bool = False  #: and one that takes sharded parameters
-    #: Whether it computes with a parameter as a whole (its norm, factors of it), and not with each number by itself.
-    whole: bool = False
-    #: Why it could not be tried; it is taken as `whole` then.
+    #: What the update of a number reads: that number's own gradient and state, its whole parameter (a norm, factors), or several parameters.
+    reads: Reads = "element"
+    draws: bool = False  #: whether its step draws random numbers
+    #: Why it could not be tried; it counts as `reads="model"` then.
     untried: str = ""
 
     def fuses(self, *, sharded: bool) -> bool:
@@ -194,7 +197,7 @@ class Profile(Document):
     """What a job computes, moves and keeps, and how it can be cut."""
 
     KIND: ClassVar[str] = "profile"
-    VERSION: ClassVar[int] = 8
+    VERSION: ClassVar[int] = 9
 
     model: str  #: fingerprint: see `fingerprint`
     name: str
@@ -228,6 +231,8 @@ class Profile(Document):
     #: fake: nothing was run; real: the model cannot be traced and one small step was run; see `notes`.
     traced: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = ()
+    #: Hash of the traced operators: name, module, phase, shapes of each, in order.
+    graph: str = ""
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -1,7 +1,8 @@
 """Documents kept on disk, so that a profile, cluster or plan that is known is not made again.
 
 An entry is found by its kind and key, and is good while what it was made from is unchanged: the versions it was made
-with and the text of every source file. Checking that needs no torch. A damaged entry counts as absent.
+with, the text of every source file, and the files, folders, environment variables and arguments that were read (plan/inputs.py).
+Checking that needs no torch. A damaged entry counts as absent.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.errors import DocumentError
 from echelon.plan.codec import Document
+from echelon.plan.inputs import current
 
 T = TypeVar("T", bound=Document)
 
@@ -43,10 +45,21 @@ class Store:
 
     folder: Path
 
-    def get(self, kind: type[T], key: str, *, versions: Mapping[str, str]) -> T | None:
-        """The document under `key`, or None where there is none that still holds."""
+    def get(
+        self,
+        kind: type[T],
+        key: str,
+        *,
+        versions: Mapping[str, str],
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> T | None:
+        """The document under `key`, or None where there is none that still holds.
+
+        `environment` and `arguments` are those of now, for entries that were made from them (None: variables are not compared).
+        """
         entry = _read(self._path(kind.KIND, key))
-        if entry is None or entry["key"] != key or not _holds(entry, versions):
+        if entry is None or entry["key"] != key or not _holds(entry, versions, environment, arguments):
             return None
         try:
             return kind.from_json(entry["document"], source=str(self._path(kind.KIND, key)))
@@ -54,9 +67,16 @@ class Store:
             return None
 
     def put(
-        self, key: str, document: Document, *, versions: Mapping[str, str], sources: Mapping[str, str] | None = None
+        self,
+        key: str,
+        document: Document,
+        *,
+        versions: Mapping[str, str],
+        sources: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str] | None = None,
     ) -> Path:
-        """Keep `document` under `key`. `sources`: file -> sha256 of what it was made from (see `hash_files`).
+        """Keep `document` under `key`. `sources`: file -> sha256 of what it was made from (see `hash_files`); `inputs`: name ->
+        digest of what was read meanwhile.
 
         An OSError means that it is not kept, and leaves nothing behind. Callers tell their users and go on: the document is made.
         """
@@ -66,6 +86,7 @@ class Store:
             "key": key,
             "versions": dict(versions),
             "sources": dict(sources or {}),
+            "inputs": dict(inputs or {}),
             "document": document.to_json(indent=None),
         }
         _write(path, json.dumps(entry))
@@ -126,16 +147,18 @@ def hash_files(paths: Iterable[str | Path]) -> dict[str, str]:
 
 def user_files(modules: Mapping[str, Any]) -> list[Path]:
     """Source files among loaded `modules` (as sys.modules) that are the user's own: outside Python, site-packages and echelon."""
-    ours = Path(__file__).resolve().parent.parent
+    ours = str(Path(__file__).resolve().parent.parent)
     paths = sysconfig.get_paths()
-    foreign = [Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")] + [ours]
+    given = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), ours]
+    foreign = tuple({form + os.sep for each in given for form in (each, os.path.realpath(each))})
     found = set()
     for module in list(modules.values()):
         file = getattr(module, "__file__", None)
-        if not file or not str(file).endswith(".py"):
+        # Thousands of modules are loaded: only those that remain are resolved.
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(foreign) or "site-packages" in file:
             continue
         path = Path(file).resolve()
-        if not any(path.is_relative_to(root) for root in foreign) and "site-packages" not in path.parts:
+        if not str(path).startswith(foreign) and "site-packages" not in path.parts:
             found.add(path)
     return sorted(found)
 
@@ -165,14 +188,23 @@ def _read(path: Path) -> dict[str, Any] | None:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    wanted = {"kind": str, "key": str, "versions": dict, "sources": dict, "document": str}
+    wanted = {"kind": str, "key": str, "versions": dict, "sources": dict, "inputs": dict, "document": str}
     if not isinstance(entry, dict) or any(not isinstance(entry.get(name), kind) for name, kind in wanted.items()):
         return None
     return entry
 
 
-def _holds(entry: Mapping[str, Any], versions: Mapping[str, str]) -> bool:
-    """Whether an entry was made with these versions from files that have not changed since."""
-    return entry["versions"] == dict(versions) and all(
-        _hash(Path(path)) == digest for path, digest in entry["sources"].items()
-    )
+def _holds(
+    entry: Mapping[str, Any],
+    versions: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+) -> bool:
+    """Whether an entry was made with these versions from what has not changed since."""
+    if entry["versions"] != dict(versions):
+        return False
+    if any(_hash(Path(path)) != digest for path, digest in entry["sources"].items()):
+        return False
+    kinds = ("file ", "folder ") if environment is None else ("file ", "folder ", "environment ", "argument ")
+    inputs = {name: digest for name, digest in entry["inputs"].items() if name.startswith(kinds)}
+    return current(inputs, environment or {}, arguments) == inputs

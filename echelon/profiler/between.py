@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from echelon.plan.placement import shares
 from echelon.profiler.columns import Pair, Seen, as_rank, plain
-from echelon.profiler.coupling import random_states
 from echelon.profiler.layers import by_name
+from echelon.profiler.random_state import random_states
 from echelon.profiler.rehearsal import calling, mode, on_copies
+from echelon.tree import tree_leaves
 
 
 class Sizes(TorchDispatchMode):

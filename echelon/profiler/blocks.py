@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
 
 from echelon.plan.placement import Placement
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
 from echelon.profiler.visits import Follower, intercepted, unit_paths
+from echelon.tree import tree_leaves
 
 JOINING = ("row", "attention")  #: cuts after which the ranks add up
 

@@ -19,7 +19,9 @@ from torch.nn.modules import transformer
 
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, make_dense, require_trainable
-from echelon.profiler.coupling import random_states
+from echelon.profiler.lazy import initialise_lazy, is_uninitialised
+from echelon.profiler.random_state import random_states
+from echelon.profiler.wide_ops import restart_names
 
 
 def made(job: Job) -> nn.Module:
@@ -28,9 +30,14 @@ def made(job: Job) -> nn.Module:
         with unset_fake_temporarily():
             model = copy.deepcopy(job.model)
     else:
+        restart_names()
         model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
+    if is_uninitialised(model):
+        with unset_fake_temporarily():
+            model = model if isinstance(job.model, nn.Module) else job.model()
+            initialise_lazy(model, job)
     require_trainable(model)
     make_dense(model)
     return model

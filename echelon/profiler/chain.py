@@ -14,9 +14,11 @@ from echelon.plan.profile import Amount
 from echelon.plan.profile import Visit as Planned
 from echelon.profiler.build import built
 from echelon.profiler.example import Example
+from echelon.profiler.extremes import ENDS, draws_at
 from echelon.profiler.ghost import Ghost, Returned
 from echelon.profiler.repeat import Run, shortened, stretch_visits
-from echelon.profiler.visits import Value, Visit, crossing
+from echelon.profiler.visits import Value, Visit, crossing, unit_paths
+from echelon.tree import tree_leaves
 
 #: Samples of the two batches that tell a fixed part from a part per sample.
 _SIZES = (2, 4)
@@ -48,6 +50,8 @@ def _visited(model: nn.Module, example: Example, loss: Callable[[nn.Module, Any]
     small, large = (ghost.returned(loss, example.batch(size), paths, training=True, visits=visits) for size in _SIZES)
     if not len(visits) == len(small) == len(large):
         return ()  # which units are called depends on the batch
+    if not _steady(ghost, example, loss, [visit.path for visit in visits if visit.path]):
+        return ()
     return tuple(
         Planned(
             path=visit.path,
@@ -57,6 +61,27 @@ def _visited(model: nn.Module, example: Example, loss: Callable[[nn.Module, Any]
         )
         for place, visit in enumerate(visits[:-1])
     )
+
+
+def _steady(ghost: Ghost, example: Example, loss: Callable[[nn.Module, Any], Any], expected: Sequence[str]) -> bool:
+    """Whether forward calls the same units whatever random numbers it draws, and for other samples where batches hold more than tensors."""
+    units = [path for path in unit_paths(ghost.model) if not any(_around(each, path) for each in expected)]
+    paths = list(dict.fromkeys([*expected, *units]))
+    others = [leaf for leaf in tree_leaves(example.batch(1)) if not isinstance(leaf, Tensor | None)]
+    batch = example.batch(_SIZES[0])
+    try:
+        for end in ENDS:
+            with draws_at(end):
+                if ghost.calls(loss, batch, paths) != expected:
+                    return False
+        starts = range(_SIZES[0], len(example.samples), _SIZES[0]) if others else ()
+        return all(ghost.calls(loss, example.batch(_SIZES[0], first=start), paths) == expected for start in starts)
+    except Exception:  # whatever a user's forward does with such numbers
+        return False
+
+
+def _around(inner: str, outer: str) -> bool:
+    return f"{inner}.".startswith(f"{outer}.") or f"{outer}.".startswith(f"{inner}.")
 
 
 def _work(model: nn.Module, visit: Visit) -> float:

@@ -1,26 +1,27 @@
 """Whether layers can be cut in pairs: the module that holds a pair is run on one rank's columns.
 
 Whether the code between them works on a part of the columns is not guessed from operators. What reaches the row must be exactly that
-rank's part of what reached it before, in training and in evaluation, and buffers must be left as they were before. Layouts (layouts.py)
+rank's part of what reached it before, in training and in evaluation, and buffers must be left as they were before, at several values of the
+parameters (values.py), and so must the gradients that come back. Layouts (layouts.py)
 are tried until one works; views by a width that the code took from elsewhere are fitted (nn/views.py), and the plan notes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.nn.views import Fitted
 from echelon.plan.placement import portion, shares
 from echelon.profiler.layers import by_name, is_linear, outputs, product, weight_of
 from echelon.profiler.layouts import Candidate, Layout, layouts
 from echelon.profiler.rehearsal import calling, copied, equal, mode, on_copies, same
+from echelon.tree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def watched(model: nn.Module, candidates: Iterable[Candidate], step: Callable[[]
         holder = next((path for path in paths if path in calls), None)
         if holder is not None and candidate.row in rows:
             module: Any = model.get_submodule(candidate.row)
-            dim = -1 if is_linear(module) else -1 - len(module.kernel_size)
+            dim = _channel_dim(module)
             found[candidate] = Seen(
                 model.training,
                 holder,
@@ -159,6 +160,73 @@ def _works(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout) -
         return all(_right(model, candidate, seen, layout, rank) for rank in {0, ways - 1})
     even = seen.width == sizes[0] and len(set(sizes)) == 1
     return even and all(_right(model, candidate, seen, layout, rank) for rank in range(ways))
+
+
+def holds(
+    model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int, *, slopes: bool = False
+) -> bool:
+    """Whether a layout that works at other parameter values (values.py) works at these, for gradients too where `slopes` says so."""
+    if not all(bool(torch.isfinite(each).all()) for each in (seen.reached, seen.gave)):
+        return True  # values that the model cannot compute with say nothing
+    if not _right(model, candidate, seen, layout, rank):
+        return False
+    return not slopes or _slopes_part(model, candidate, seen, layout, rank)
+
+
+def _slopes_part(model: nn.Module, candidate: Candidate, seen: Seen, layout: Layout, rank: int) -> bool:
+    """Whether the gradients that reach a rank's columns are its part of those that reach all columns. Code may give the same values and
+    other gradients: `x + y - y.detach()`."""
+    numbers = torch.Generator().manual_seed(2)
+    slope = torch.randn(seen.reached.shape, generator=numbers, dtype=seen.reached.dtype).to(seen.reached.device)
+    dealt = shares(seen.width, layout.ways, layout.unit)
+    mine = slope.narrow(seen.dim, sum(dealt[:rank]), dealt[rank])
+    whole = _slopes(model, candidate, seen, nullcontext(), slope)
+    parts = _slopes(model, candidate, seen, as_rank(model, candidate, seen, layout, rank), mine)
+    if whole is None or parts is None:
+        return whole is parts
+    for path, true, found in zip(candidate.columns, whole, parts, strict=True):
+        dim = _channel_dim(model.get_submodule(path))
+        wanted = _part(true.movedim(dim, 0), layout.parts, layout, rank).movedim(0, dim)
+        if not equal(found, wanted, float(true.abs().max())):
+            return False
+    return True
+
+
+def _slopes(
+    model: nn.Module, candidate: Candidate, seen: Seen, computing: AbstractContextManager[None], slope: Tensor
+) -> list[Tensor] | None:
+    """The gradients of the columns' outputs where the row's input has the gradient `slope`; None: no gradient gets there."""
+    given: list[Tensor] = []
+    reached: list[Tensor] = []
+
+    def leaf(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            given.append(inner(*args, **kwargs).detach().requires_grad_(True))
+            return given[-1].clone()
+
+        return forward
+
+    def answer(x: Tensor) -> Tensor:
+        reached.append(x)
+        return seen.gave.clone()
+
+    args, kwargs = plain((seen.args, seen.kwargs))
+    holder, row = model.get_submodule(seen.holder), model.get_submodule(candidate.row)
+    with mode(holder, training=True), on_copies(model, seen.before), computing, ExitStack() as stack:
+        for path in candidate.columns:
+            column = model.get_submodule(path)
+            stack.enter_context(calling(column, leaf(column.forward)))
+        stack.enter_context(calling(row, by_name(row, answer)))
+        with torch.enable_grad():
+            holder(*args, **kwargs)
+    if not reached[0].requires_grad:
+        return None
+    slopes = torch.autograd.grad(reached[0], given, slope, allow_unused=True)
+    return [torch.zeros_like(x) if found is None else found for x, found in zip(given, slopes, strict=True)]
+
+
+def _channel_dim(module: Any) -> int:
+    return -1 if is_linear(module) else -1 - len(module.kernel_size)
 
 
 def _adds_up(row: Any, seen: Seen, layout: Layout) -> bool:

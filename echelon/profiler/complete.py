@@ -9,25 +9,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from echelon.errors import EchelonError, NothingToCut, PlanError
 from echelon.job import Job, call_loss, call_model, lift
-from echelon.plan.check import Problem, check_optimizers, check_stored, refuse, require
+from echelon.plan.check import Problem, check_stored, refuse, require
 from echelon.plan.check_served import check_served
 from echelon.plan.placement import Placement, Uncut
 from echelon.plan.plan import Plan
-from echelon.plan.profile import Profile, Rule, fingerprint, units
+from echelon.plan.profile import Profile, fingerprint, units
 from echelon.plan.served import choose
 from echelon.plan.stages import UNCUT, find_stages, stage_count
 from echelon.profiler.build import built, made
 from echelon.profiler.chain import chain
-from echelon.profiler.coupling import first_line, random_states
+from echelon.profiler.coupling import first_line
 from echelon.profiler.example import Example
-from echelon.profiler.optimizer import on_pieces
+from echelon.profiler.isolation import Isolated
+from echelon.profiler.random_state import random_states
 from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Cuts, shard
 from echelon.profiler.tree import module_tree
+from echelon.tree import tree_map
 
 Found = TypeVar("Found")
 
@@ -37,12 +38,15 @@ def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
 
     A plan that cannot be completed is refused with what to use instead.
     """
+    isolated = Isolated(job)  # cuts are found by running the model, whose state and the loss's stay as they are
+    with isolated.active():
+        return _completed(plan, isolated.job, profile)
+
+
+def _completed(plan: Plan, job: Job, profile: Profile | None) -> Plan:
     if plan.served and not plan.tables:
         plan = _served(plan, job, profile)
     known = profile or (_outline(job) if plan.mesh.tp > 1 else None)
-    if known is not None:
-        # Before the cuts are looked for, which takes longer.
-        refuse(plan, tuple(check_optimizers(plan, known.optimizers)))
     if not plan.open:
         return plan
     if plan.mesh.tp > 1 and not plan.placements:
@@ -87,14 +91,12 @@ class _Outline:
     """What is known of a job without running it, in the names that its profile has for it."""
 
     model: str
-    optimizers: tuple[Rule, ...]
     units: tuple[str, ...]
 
 
 def _outline(job: Job) -> _Outline:
     model = _built(job)
-    optimizers = on_pieces(job, {name: value for name, value in model.named_parameters() if value.requires_grad})
-    return _Outline(model=_fingerprint(model), optimizers=optimizers, units=units(module_tree(model)))
+    return _Outline(model=_fingerprint(model), units=units(module_tree(model)))
 
 
 def _built(job: Job) -> nn.Module:
@@ -127,10 +129,12 @@ def _parted(plan: Plan, job: Job) -> Plan:
     """With where each rank has a part of the sequence."""
     found = _looked_at(job, lambda model, step: find_segments(model, step, plan.mesh.tp, plan.placements))
     if not found.segments:
-        raise PlanError(
-            f"sequence: no blocks of the model work on a part of the sequence ({found.why}); put what mixes positions into "
-            "a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well"
-        )
+        problem = Problem(
+            path="sequence", value=True, rule=f"no blocks of the model work on a part of the sequence ({found.why})",
+            remedy="put what mixes positions into a module of its own, leave `sequence` out, or use recompute=block, which saves activations as well",
+            instead=(("sequence", False),),
+        )  # fmt: skip
+        raise PlanError(f"sequence: {problem.rule}; {problem.remedy}", [problem])
     return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
 
 

@@ -1,4 +1,7 @@
-"""Whether samples see each other: a batch is held against its two halves, in a small real step on the CPU.
+"""Whether samples see each other: a batch is compared with its parts, equal and unequal ones, in a small real step on the CPU.
+
+A mean over counts that differ between parts (labels that are not ignored) couples nothing on a CPU: while it trains, the parts are weighed by
+the counts that the loss's graph tells (loss_counts.py), and so they are here. An accelerator is not waited for, and does not weigh them.
 
 Where they do (contrastive losses, losses over all pairs, experts that fill up) neither ranks nor micro-batches may part a
 batch. Batch norms are left out, held at fixed statistics: they are known by their class, and a plan says how they are taken.
@@ -9,19 +12,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.job import Job, call_loss, call_model, lift
+from echelon.loss_counts import read_counts
 from echelon.profiler.example import Example
+from echelon.profiler.lazy import initialise_lazy
+from echelon.profiler.random_state import random_states, seed_all
 from echelon.profiler.still import Stillness, silence
+from echelon.tree import tree_leaves, tree_map
 
 #: Parameters beyond which no model is built for this: with gradients and in float64 200 M are more than 3 GB.
 PARAMETERS = 200 * 10**6
@@ -33,14 +38,19 @@ _BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-6}
 _LOSS = 3e-5
 #: Samples on which the loss alone is tried, the seconds that reading them may take, and how large its outputs are.
 _MANY, _READING, _SCALES = 64, 1.0, (1.0, 4.0)
+#: Calls after which a model that computes something else with each of them has shown it.
+_CALLS = 8
 #: A gradient is measured against its own largest value, but never against less than this part of the model's largest.
 _FLOOR = 1e-2
 
 
-def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tuple[bool | None, str]:
+def coupling(
+    job: Job, example: Example, *, parameters: int, flops: float, weighs: bool = False
+) -> tuple[bool | None, str]:
     """(whether the samples of a batch depend on each other other than through batch norms; None and the reason where it is not known).
 
-    `parameters`: how many the model has; `flops`: of one step of one sample.
+    `parameters`: how many the model has; `flops`: of one step of one sample; `weighs`: whether parts are weighed by what their losses
+    average over.
     """
     if job.batch < 2:
         return False, ""
@@ -50,7 +60,7 @@ def coupling(job: Job, example: Example, *, parameters: int, flops: float) -> tu
         return None, "the model is too large to try it on a CPU"
     try:
         with random_states():
-            return _compared(job, example, samples)
+            return _compared(job, example, samples, weighs)
     except Exception as error:  # whatever a user's model needs that is not here
         return None, f"a small step on the CPU failed with {type(error).__name__}: {first_line(error)}"
 
@@ -60,22 +70,24 @@ def _cost(samples: int, flops: float) -> float:
     return 2 * samples * flops
 
 
-def _compared(job: Job, example: Example, samples: int) -> tuple[bool | None, str]:
-    both, half = _Comparison(job, example), samples // 2
-    whole, halves = _Part(0, samples), [_Part(0, half), _Part(half, half)]
-    apart = both.apart(whole, halves)
+def _compared(job: Job, example: Example, samples: int, weighs: bool) -> tuple[bool | None, str]:
+    both = _Comparison(job, example, weighs)
+    whole, splits = _Part(0, samples), _splits(samples)
+    apart = both.furthest(whole, splits)
     if math.isnan(apart):
         return None, "the gradients of a small step are not numbers"
     if apart <= both.bound:
         return both.loss_couples(samples), ""
     # In float32 rounding may flip a ReLU, and then the difference is no longer small; float64 is slow, so that only a suspect pays.
     with contextlib.suppress(Exception):  # a model that keeps float32 tensors to itself does not run in it
-        wide = _Comparison(job, example, torch.float64)
-        apart, both = wide.apart(whole, halves), wide
+        wide = _Comparison(job, example, weighs, torch.float64)
+        apart, both = wide.furthest(whole, splits), wide
     if apart <= both.bound:
-        return False, ""
+        return both.loss_couples(samples), ""
     if both.apart(whole, [_Part(0, samples, seed=1)]) > both.bound:
         return None, "the model, the loss or the collation draws random numbers that cannot be held still"
+    if _Comparison(job, example, weighs).drifts(whole):
+        return None, "the model computes something else with each call"
     return True, ""
 
 
@@ -87,26 +99,48 @@ class _Part(NamedTuple):
     seed: int = 0
 
 
+def _splits(samples: int) -> list[list[_Part]]:
+    """Ways to part a batch: halves, and unequal parts of two samples and more where there are enough."""
+    quarter, half = samples // 4, samples // 2
+    sizes: list[tuple[int, ...]] = [(half, samples - half)]
+    if quarter > 1:
+        rest = samples - quarter
+        sizes += [(quarter, rest), (rest, quarter), (quarter, quarter, rest - quarter)]
+    return [[_Part(sum(each[:place]), size) for place, size in enumerate(each)] for each in sizes]
+
+
 class _Comparison:
     """The model in one type, and how far two ways of computing the same samples are apart."""
 
-    def __init__(self, job: Job, example: Example, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, job: Job, example: Example, weighs: bool, dtype: torch.dtype = torch.float32) -> None:
         self._job, self._example, self._dtype = job, example, dtype
         self._model = lift(_still_model(job), dtype)
         self._still = Stillness(random=True, narrow=dtype == torch.float64)
         self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
-        self.bound = _BOUNDS[dtype]
+        self.bound, self._weighs = _BOUNDS[dtype], weighs
 
-    def apart(self, whole: _Part, parts: Sequence[_Part]) -> float:
+    def furthest(self, whole: _Part, splits: Sequence[Sequence[_Part]]) -> float:
+        """How far the gradient of `whole` is at most from that of its parts, weighed as they are while it trains."""
+        worst = 0.0
+        for parts in splits:
+            apart = self.apart(whole, parts)
+            if self._weighs and apart > self.bound:
+                apart = min(apart, self.apart(whole, parts, counted=True))
+            if math.isnan(apart):
+                return apart
+            worst = max(worst, apart)
+        return worst
+
+    def apart(self, whole: _Part, parts: Sequence[_Part], *, counted: bool = False) -> float:
         """How far the gradient of `whole` is from that of `parts` together: the worst tensor's largest difference over its
-        largest value, small tensors measured against the others."""
+        largest value, small tensors measured against the others. `counted`: parts weigh what their losses average over."""
         self._model.zero_grad(set_to_none=True)
-        total, count = self._loss(whole)
+        total, count = self._loss(whole, counted=counted)
         (total / count).backward()
         sizes = self._sizes()
         # The parts' gradients are taken off again: where they agree with the whole's nothing is left.
         for part in parts:
-            total, _ = self._loss(part)
+            total, _ = self._loss(part, counted=counted)
             (total / -count).backward()
         least = _FLOOR * max(sizes.values(), default=0.0)
         left = [(size, max(sizes.get(name, 0.0), least)) for name, size in self._sizes().items()]
@@ -114,49 +148,53 @@ class _Comparison:
             return math.nan
         return max((size / scale if scale else math.inf for size, scale in left if size), default=0.0)
 
+    def drifts(self, whole: _Part) -> bool:
+        """Whether calls change what the model computes, other than by its buffers."""
+        with torch.no_grad():
+            losses = {float(self._loss(whole)[0]) for _ in range(_CALLS)}
+        return len(losses) > 1
+
     def loss_couples(self, samples: int) -> bool:
         """Whether the loss alone parts badly, on many samples and on outputs that the model has not given yet: a mean over what is not
         padding, or over what it gets wrong, shows on few samples of a fresh model by chance only. False where outputs cannot be drawn."""
         try:
-            with torch.no_grad():
-                batch = tree_map(self._cast, self._example.batch(samples))
-                with self._still():
-                    output = call_model(self._job, self._model, batch)
-                leaves = tree_leaves(output)
-                if not leaves or not all(_is_rows(leaf, samples) for leaf in leaves):
-                    return False
-                more = self._example.more(_MANY, _READING)
-                halves = more[: len(more) // 2], more[len(more) // 2 :]
-                for scale in _SCALES:
-                    whole = self._drawn(output, more, slice(None), scale)
-                    if not math.isfinite(whole):
-                        continue
-                    cut = len(halves[0])
-                    parts = self._drawn(output, halves[0], slice(cut), scale, of=len(more))
-                    parts += self._drawn(output, halves[1], slice(cut, None), scale, of=len(more))
-                    again = self._drawn(output, more, slice(None), scale, seed=1)
-                    if abs(parts - whole) > _LOSS * abs(whole) and again == whole:
+            batch = tree_map(self._cast, self._example.batch(samples))
+            with self._still(), torch.no_grad():
+                output = call_model(self._job, self._model, batch)
+            leaves = tree_leaves(output)
+            if not leaves or not all(_is_rows(leaf, samples) for leaf in leaves):
+                return False
+            more = self._example.more(_MANY, _READING)
+            for scale in _SCALES:
+                whole = self._drawn(output, more, _Part(0, len(more)), scale)
+                if not math.isfinite(whole.mean):
+                    continue
+                again = self._drawn(output, more, _Part(0, len(more), seed=1), scale)
+                for parts in _splits(len(more)) if again == whole else ():
+                    if not whole.adds_up([self._drawn(output, more, part, scale) for part in parts]):
                         return True
         except Exception:  # a loss that does not take such outputs, samples that make no batch together
             return False
         return False
 
-    def _drawn(
-        self, output: Any, samples: list[Any], rows: slice, scale: float, *, of: int | None = None, seed: int = 0
-    ) -> float:
-        """The loss of `samples` on rows of drawn outputs, times their number."""
-        numbers, count = torch.Generator().manual_seed(0), of or len(samples)
+    def _drawn(self, output: Any, samples: list[Any], part: _Part, scale: float) -> _Mean:
+        """The loss of some of `samples` on rows of drawn outputs."""
+        numbers, rows = torch.Generator().manual_seed(0), slice(part.first, part.first + part.size)
 
         def drawn(leaf: Tensor) -> Tensor:
-            return (scale * torch.randn(count, *leaf.shape[1:], generator=numbers).to(leaf.dtype))[rows]
+            every = scale * torch.randn(len(samples), *leaf.shape[1:], generator=numbers).to(leaf.dtype)
+            return every[rows].requires_grad_()
 
-        seed_all(seed)
-        batch, outputs = tree_map(self._cast, self._example.collate(samples)), tree_map(drawn, output)
+        seed_all(part.seed)
+        batch, outputs = tree_map(self._cast, self._example.collate(samples[rows])), tree_map(drawn, output)
         with self._still():
             loss = call_loss(self._job, outputs, batch, self._model)
-        return float(loss) * len(samples) if isinstance(loss, Tensor) else math.nan  # a sum and its count part well
+        if not isinstance(loss, Tensor):
+            return _Mean(math.nan, part.size, math.nan)  # a sum and its count part well
+        count = _count(loss) if self._weighs else None
+        return _Mean(float(loss), part.size, math.nan if count is None else count)
 
-    def _loss(self, part: _Part) -> tuple[Tensor, float]:
+    def _loss(self, part: _Part, *, counted: bool = False) -> tuple[Tensor, float]:
         """(sum, count) of the loss of one part, from the state that the model started with."""
         with torch.no_grad():
             for name, value in self._model.named_buffers():
@@ -165,8 +203,11 @@ class _Comparison:
         batch = tree_map(self._cast, self._example.batch(part.size, first=part.first))
         with self._still():
             loss = call_loss(self._job, call_model(self._job, self._model, batch), batch, self._model)
-        # A mean is over the samples.
-        return (loss[0], float(loss[1])) if isinstance(loss, tuple) else (loss * part.size, float(part.size))
+        if isinstance(loss, tuple):
+            return loss[0], float(loss[1])
+        # A mean is over the samples, or over what its graph says.
+        count = (_count(loss) if counted else None) or float(part.size)
+        return loss * count, count
 
     def _cast(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -178,6 +219,29 @@ class _Comparison:
         named = self._model.named_parameters()
         grads = {name: _numbers(p.grad) for name, p in named if p.grad is not None}
         return {name: float(grad.abs().max()) for name, grad in grads.items() if grad.numel()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """A mean over `samples`, and what it is divided by (NaN: not known)."""
+
+    mean: float
+    samples: int
+    count: float
+
+    def adds_up(self, parts: Sequence[_Mean]) -> bool:
+        """Whether it is the mean of `parts`, weighed by their samples or by what they are divided by."""
+        for weights in ([part.samples for part in parts], [part.count for part in parts]):
+            total = sum(part.mean * weight for part, weight in zip(parts, weights, strict=True) if weight)
+            if abs(total / sum(weights) - self.mean) <= _LOSS * abs(self.mean):
+                return True
+        return False
+
+
+def _count(loss: Tensor) -> float | None:
+    """What the (first) average in a loss is divided by; None: it cannot be read."""
+    reading = read_counts(loss)
+    return float(reading.terms[0].count) if reading.terms and not reading.opaque else None
 
 
 def _numbers(grad: Tensor) -> Tensor:
@@ -193,6 +257,7 @@ def _still_model(job: Job) -> nn.Module:
     """A model of its own, with the values that training starts from, dropout off and batch norms that look at no batch."""
     seed_all(job.seed)
     model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+    initialise_lazy(model, job)
     model = model.to("cpu").train()
     silence(model)
     for module in model.modules():
@@ -204,31 +269,6 @@ def _still_model(job: Job) -> nn.Module:
                     torch.ones(module.num_features),
                 )
     return model
-
-
-def seed_all(seed: int) -> None:
-    """Every generator that a model may draw from."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-@contextlib.contextmanager
-def random_states() -> Iterator[None]:
-    """Leaves the generators as they were."""
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
-
-
-def outside_torch() -> Any:
-    """Where Python's and NumPy's generators are; another one after each draw."""
-    name, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), name, numpy.asarray(keys).tobytes(), rest
 
 
 def first_line(error: Exception) -> str:

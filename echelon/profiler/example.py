@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from echelon.errors import DataError
 from echelon.job import Job
+from echelon.tree import tree_leaves
 
 #: Samples that are read, spread over the data set: enough to see that lengths differ, few enough to be read at once.
 SPREAD = 8

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from echelon.errors import EchelonError
 from echelon.profiler.build import unquestioned
-from echelon.profiler.coupling import random_states
+from echelon.profiler.random_state import random_states
 from echelon.profiler.visits import Visit, follow, intercepted, unit_paths
+from echelon.tree import Structure, tree_flatten, tree_map
 
 #: Invented numbers are tried in these sizes: a model whose calls or shapes follow from them cannot be cut into stages.
 _SCALES = (1.0, -1.0, 30.0)
@@ -35,7 +35,7 @@ class Returned:
     """What a visit returns for batches of one shape: the structure, and its leaves (tensors without numbers)."""
 
     leaves: tuple[Any, ...]
-    spec: TreeSpec
+    spec: Structure
     tensors: tuple[int, ...]  #: places of tensors among the leaves
 
 
@@ -123,6 +123,23 @@ class Ghost:
                 self._invented(forward, batch, paths, visits) if self._invents else self._traced(forward, batch, paths)
             )
         return self._known[key]
+
+    def calls(self, forward: Forward, batch: Any, paths: Sequence[str]) -> list[str]:
+        """The units that forward calls for a batch, in order."""
+        found: list[str] = []
+
+        def around(path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            found.append(path)
+            return self._compute(path, call, args, kwargs) if self._invents else call(*args, **kwargs)
+
+        with intercepted(self.model, list(paths), around), random_states(), unquestioned():
+            if self._invents:
+                with torch.no_grad(), self._invented_around(paths):
+                    forward(self.model, batch)
+            else:
+                with self.mode:
+                    forward(self.model, self._faked(batch))
+        return found
 
     def _traced(self, forward: Forward, batch: Any, paths: Sequence[str]) -> list[Returned]:
         found: list[Returned] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,26 +14,30 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.profile import Parameter, Profile, Visit, fingerprint, units
 from echelon.profiler.build import built, made, unquestioned
 from echelon.profiler.chain import chain
-from echelon.profiler.coupling import coupling, first_line, outside_torch, random_states, seed_all
+from echelon.profiler.coupling import coupling, first_line
 from echelon.profiler.example import Example
 from echelon.profiler.fold import fold_modules, fold_operators, peaks
+from echelon.profiler.isolation import Isolated
 from echelon.profiler.optimizer import rules
+from echelon.profiler.random_state import outside_torch, random_states, seed_all
 from echelon.profiler.repeat import Run, alike_in_forward, find, shortened, stretched
 from echelon.profiler.tables import find_tables
-from echelon.profiler.trace import Trace, counting, recording
-from echelon.profiler.tree import module_tree
+from echelon.profiler.trace import Trace, counting, graph_hash, recording
+from echelon.profiler.tree import is_compiled, module_tree
 from echelon.profiler.visits import DIFFERENTIATE
+from echelon.tree import tree_leaves, tree_map
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes of example data that a trace may hold: a fake step costs nothing, but its inputs are collated for real.
 _INPUTS = 64 * 2**20
+#: What in a batch does not decide by itself what a model computes.
+_FIXED = (Tensor, type(None))
 #: Samples of a real run, where tracing fails: few, because the memory is real.
 _REAL = (2, 4)
 _TWICE = "the model differentiates its own derivative (autograd.grad with create_graph), which torch's fully_shard does not follow"
@@ -55,7 +59,13 @@ class _HeldBesideError(RuntimeError):
 
 def profile(job: Job, *, device: str | None = None) -> Profile:
     """What a step of `job` computes, moves and keeps. `device`: trace for "cpu" or "cuda" (default: what is here)."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    isolated = Isolated(job)  # a loss that counts its calls must not count these
+    with isolated.active():
+        return _profiled(isolated.job, job, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _profiled(job: Job, given: Job, device: str) -> Profile:
+    """The profile of a job that is nobody else's; `given`: the one that it was copied from."""
     example = Example(job)
     notes: list[str] = []
     with warnings.catch_warnings():
@@ -67,13 +77,14 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
             example,
             parameters=sum(p.numel() for p in model.parameters()),
             flops=sum(call.flops for call in second.calls) / second.samples,
+            weighs=device == "cpu",
         )
         visits: tuple[Visit, ...] = ()
         with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
             visits = chain(job, example, traced.run)
     return _assemble(
         job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
-        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(job, model, second),
+        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(given, model, second),
     )  # fmt: skip
 
 
@@ -147,15 +158,19 @@ def _assemble(
         input_bytes=example.bytes,
         samples=example.length,
         unsharded=unsharded,
-        unsteady=_unsteady(first, second, how),
+        unsteady=_unsteady(first, second, how, blocks, example),
         clip=job.clip is not None,
         traced=how,
         notes=(*notes, *guesses),
+        graph=graph_hash((first, second)),
     )
 
 
 def _lost(job: Job, model: nn.Module, trace: Trace) -> str:
     """What happens to parameters and would not happen to the shards of them."""
+    compiled = next((path or "the model" for path, module in model.named_modules() if is_compiled(module)), None)
+    if compiled is not None:
+        return f"{compiled} was compiled by torch.jit, and its parameters cannot be replaced"
     if trace.changed:
         return f"forward changes {trace.changed} itself, which shards would not keep"
     own = job.model if isinstance(job.model, nn.Module) else model  # a copy has no hooks
@@ -163,8 +178,19 @@ def _lost(job: Job, model: nn.Module, trace: Trace) -> str:
     return f"{hooked} has a gradient hook, which shards would not have" if hooked else ""
 
 
-def _unsteady(first: Trace, second: Trace, how: Literal["fake", "real"]) -> str:
-    """Why ranks may run different blocks. Ranks have batches and random numbers of their own."""
+def _unsteady(
+    first: Trace, second: Trace, how: Literal["fake", "real"], blocks: Sequence[str], example: Example
+) -> str:
+    """Why ranks may run different blocks, or read a block's parameters while it does not run. Ranks have batches and random numbers of
+    their own. Which samples call which block cannot be found by trying some of them: it is enough that the code may look."""
+    if first.outside or second.outside:
+        return f"{first.outside or second.outside} is read while its block does not run"
+    text = next((leaf for leaf in tree_leaves(example.batch(2)) if not isinstance(leaf, _FIXED)), None)
+    if text is not None:
+        return f"batches hold values of type {type(text).__name__}: if they decide which blocks run"
+    idle = next((path for path in blocks if path not in first.modules or path not in second.modules), None)
+    if idle is not None:
+        return f"{idle} does not run for every batch: if samples decide that it does"
     if how == "real":
         return "the model could not be traced: if its samples decide which blocks run"
     if first.draws or second.draws:
@@ -186,25 +212,28 @@ def _traced(job: Job, example: Example, device: str) -> _Traced:
             batches[samples] = tree_map(
                 lambda value: _faked(mode, value, device) if isinstance(value, Tensor) else value, batch
             )
+        blocks = units(module_tree(model))
         run = find(model)
         if run is not None and _alike(job, model, mode, run, batches[2], device):
             with shortened(model, run):
-                few = _steps(job, model, mode, batches, device)
+                few = _steps(job, model, mode, batches, device, blocks)
             traces = stretched(few, run)
             if traces is not None:
                 return _Traced(model, traces[0], traces[1], run)
-        first, second = _steps(job, model, mode, batches, device)
+        first, second = _steps(job, model, mode, batches, device, blocks)
     return _Traced(model, first, second)
 
 
-def _steps(job: Job, model: nn.Module, mode: FakeTensorMode, batches: dict[int, Any], device: str) -> list[Trace]:
+def _steps(
+    job: Job, model: nn.Module, mode: FakeTensorMode, batches: dict[int, Any], device: str, blocks: Sequence[str]
+) -> list[Trace]:
     """A fake step of each batch."""
     tensors = _tensors(model, mode, device)
     traces = []
     for samples, batch in batches.items():
         seed_all(0)  # whatever Python's and NumPy's numbers decide, both steps are of one kind
         with _untouched(model):
-            traces.append(_step(job, model, tensors, batch, samples, device))
+            traces.append(_step(job, model, tensors, batch, samples, device, blocks))
     return traces
 
 
@@ -263,13 +292,30 @@ def _ran(job: Job, example: Example) -> _Traced:
             "the model is on the meta device and cannot be traced on fake tensors; build it on the CPU to profile it"
         )
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-    traces = [_step(job, model, tensors, example.batch(samples), samples, "cpu") for samples in _REAL]
+    blocks = units(module_tree(model))
+    traces = [_step(job, model, tensors, example.batch(samples), samples, "cpu", blocks, own=True) for samples in _REAL]
     torch.random.set_rng_state(torch_state)
     return _Traced(model, traces[0], traces[1])
 
 
-def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, samples: int, device: str) -> Trace:
-    """Forward, loss and backward of one batch, recorded."""
+def _memory(value: Tensor) -> int:
+    """Another one after `parameter.data = ...`."""
+    return value.untyped_storage()._cdata
+
+
+def _step(
+    job: Job,
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    batch: Any,
+    samples: int,
+    device: str,
+    blocks: Sequence[str] = (),
+    *,
+    own: bool = False,
+) -> Trace:
+    """Forward, loss and backward of one batch, recorded. `blocks`: the modules that ZeRO gathers one at a time; `own`: the tensors are
+    those that the model holds."""
     model.train()
     # One thread for backward too, so that the recorder sees it on every device.
     with recording(model, samples) as recorder, torch.autograd.set_multithreading_enabled(False):
@@ -281,16 +327,17 @@ def _step(job: Job, model: nn.Module, tensors: dict[str, Tensor], batch: Any, sa
             if tensor.requires_grad
         ]
         tree_map(lambda value: recorder.hold(value) if isinstance(value, Tensor) else None, batch)
-        before, versions = outside_torch(), {name: value._version for name, value in tensors.items()}
+        before, places = outside_torch(), {name: _memory(value) for name, value in tensors.items()}
+        shortened = {f"{path}.weight" for path, each in model.named_modules() if getattr(each, "max_norm", None)}
+        trained = dict(model.named_parameters(remove_duplicate=False)).keys() - shortened
+        recorder.watch({name: tensors[name] for name in trained if name in tensors}, blocks)
         with _autocast(job, device), _Derivatives() as derivatives:
-            output = call_model(job, _Bound(model, tensors), batch)
+            output = call_model(job, model if own else _Bound(model, tensors), batch)
             loss = call_loss(job, output, batch, model)
         recorder.trace.twice = derivatives.twice
         recorder.trace.draws = outside_torch() != before
-        shortened = {f"{path}.weight" for path, each in model.named_modules() if getattr(each, "max_norm", None)}
-        changed = (name for name, value in tensors.items() if value._version != versions[name])
-        trained = dict(model.named_parameters(remove_duplicate=False)).keys() - shortened
-        recorder.trace.changed = next((name for name in changed if name in trained), "")
+        moved = (name for name, value in tensors.items() if name in trained and _memory(value) != places[name])
+        recorder.trace.changed = recorder.trace.changed or next(moved, "")
         del output
         total = loss[0] if isinstance(loss, tuple) else loss
         recorder.phase = "backward"

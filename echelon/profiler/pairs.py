@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.profiler.between import draws_by_column
-from echelon.profiler.columns import Pair, Seen, find_layout, watched
+from echelon.profiler.columns import Pair, Seen, find_layout, holds, watched
 from echelon.profiler.layers import channelwise, is_product
 from echelon.profiler.layouts import Candidate
 from echelon.profiler.rehearsal import alike, deciding, drawing, mode, rehearsing
+from echelon.profiler.values import at_each
 from echelon.profiler.visits import Follower, Visit, intercepted
+from echelon.tree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +76,7 @@ def _found(
         if not any(id(value) in bound for path in each.paths for value in model.get_submodule(path).parameters())
         and not any(run.escapes(each) or run.lent & {*each.between} for run in followed)
     ]
-    again = alike(model, step)
-    seen = [watched(model, candidates, again)]
-    if len(followed) > 1:
-        with mode(model, training=False):
-            seen.append(watched(model, candidates, again))
-    pairs: dict[str, Pair] = {}
-    for each in candidates:
-        if each.row not in pairs and each in seen[0]:
-            cut = find_layout(model, again, each, [run[each] for run in seen if each in run], ways)
-            if cut is not None:
-                pairs[each.row] = Pair(each, *cut, seen[0][each].holder in draws)
+    pairs, seen = _tried(model, alike(model, step), ways, candidates, draws, evaluates=len(followed) > 1)
     read = {source for visit in trains.visits for source, _ in visit.reads}
     found = Found(
         pairs=tuple(pairs.values()),
@@ -94,7 +85,47 @@ def _found(
         sized=sized,
         scored=frozenset(trains.visits[each].path for each in trains.scored - read - trains.written),
     )
-    return found, seen[0]
+    return found, seen
+
+
+def _tried(
+    model: nn.Module,
+    step: Callable[[], Any],
+    ways: int,
+    candidates: Sequence[Candidate],
+    draws: Container[str],
+    *,
+    evaluates: bool,
+) -> tuple[dict[str, Pair], Mapping[Candidate, Seen]]:
+    """The candidates that work at all parameter values, by their rows, and what they did at the first."""
+    first: dict[Candidate, Seen] = {}
+    pairs: dict[str, Pair] = {}
+    for number, name in enumerate(at_each(model, step)):
+        if first and (name == "initial" or not pairs):
+            continue  # initial values say nothing that others have not
+        try:
+            seen = [watched(model, [each.candidate for each in pairs.values()] if first else candidates, step)]
+            if evaluates and not first:
+                with mode(model, training=False):
+                    seen.append(watched(model, candidates, step))
+        except Exception:  # a model that does not take such parameters; the next are others
+            continue
+        if first:
+            rank = (ways - 1) * (number % 2)
+            pairs = {
+                row: pair
+                for row, pair in pairs.items()
+                if pair.candidate in seen[0]
+                and holds(model, pair.candidate, seen[0][pair.candidate], pair.layout, rank, slopes=name == "trained")
+            }
+            continue
+        first = seen[0]
+        for each in candidates:
+            if each.row not in pairs and each in first:
+                cut = find_layout(model, step, each, [run[each] for run in seen if each in run], ways)
+                if cut is not None:
+                    pairs[each.row] = Pair(each, *cut, first[each].holder in draws)
+    return pairs, first
 
 
 def _followed(model: nn.Module, step: Callable[[], Any]) -> _Reads:

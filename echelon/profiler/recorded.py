@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from echelon.profiler.between import Sizes
 from echelon.profiler.blocks import Chain, tensors_of
-from echelon.profiler.coupling import random_states
+from echelon.profiler.random_state import random_states
 from echelon.profiler.rehearsal import alike, calling, equal, mode
+from echelon.tree import tree_leaves
 
 
 class WrongError(Exception):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from echelon.profiler.coupling import random_states, seed_all
+from echelon.profiler.random_state import random_states, seed_all
 from echelon.profiler.still import Hold, Stillness, silenced
+from echelon.tree import tree_leaves, tree_map
 
 
 @contextmanager

@@ -11,8 +11,8 @@ Gradients of parameters tell where they are used: they are the whole on each ran
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.plan.placement import Placement, shares
+from echelon.plan.placement import Placement
 from echelon.plan.profile import units
 from echelon.plan.segment import Gather, Segment
-from echelon.profiler.blocks import JOINING, Chain, chains, tensors_of
+from echelon.profiler.blocks import JOINING, Chain, chains
 from echelon.profiler.coupling import first_line
-from echelon.profiler.recorded import Record, WrongError, changed, draws, first, first_of, total_of
+from echelon.profiler.recorded import Record, WrongError, draws, total_of
 from echelon.profiler.rehearsal import alike, calling, deciding, equal, mode, rehearsing, same
+from echelon.profiler.sequence_rank import RankTrial, kind_of
 from echelon.profiler.tree import module_tree
+from echelon.profiler.values import at_each
 
 _OPENING = ("column", "attention")  #: cuts that need the whole of their input
 
@@ -63,18 +65,48 @@ def _found(
         try:
             if any(unit in decides for unit in chain.units):
                 raise WrongError("it looks at numbers, and for others it may compute what no part of a sequence can")
-            segment, parted = _Rehearsal(model, step, ways, placements, chain, drawn).segment()
-            with mode(model, training=False):
-                again = _Rehearsal(model, step, ways, placements, chain, drawn) if _evaluates(step) else None
-                if again is not None and again.segment() != (segment, parted):
-                    raise WrongError(
-                        "it works on a part of the sequence in training, and otherwise when it is evaluated"
-                    )
+            segment, parted = _tried(model, step, ways, placements, chain, drawn)
             found.append(segment)
             placements = parted
         except WrongError as error:
             why = f"{chain.units[0]}: {error}"
     return Segments(tuple(found), tuple(placements), "" if found else why)
+
+
+def _tried(
+    model: nn.Module,
+    step: Callable[[], Any],
+    ways: int,
+    placements: Sequence[Placement],
+    chain: Chain,
+    drawn: Mapping[str, list[int]],
+) -> tuple[Segment, Sequence[Placement]]:
+    """The segment that a chain is, at all parameter values and in evaluation."""
+    found: tuple[_Rehearsal, Segment, Sequence[Placement]] | None = None
+    for number, name in enumerate(at_each(model, step)):
+        if found is not None and name == "initial":
+            continue
+        try:
+            trial = _Rehearsal(model, step, ways, placements, chain, drawn)
+        except WrongError:
+            raise
+        except Exception:  # a model that does not take such parameters; the next are others
+            if name == "initial":
+                raise
+            continue
+        if not math.isfinite(trial.record.total) and name != "initial":
+            continue
+        if found is not None:
+            trial.repeat(found[0], found[1], rank=(ways - 1) * (number % 2))
+            continue
+        found = trial, *trial.segment()
+        with mode(model, training=False):
+            again = _Rehearsal(model, step, ways, placements, chain, drawn) if _evaluates(step) else None
+            if again is not None and again.segment() != found[1:]:
+                raise WrongError("it works on a part of the sequence in training, and otherwise when it is evaluated")
+    if found is None:
+        raise WrongError("its loss is not a number")
+    return found[1:]
 
 
 def _evaluates(step: Callable[[], Any]) -> bool:
@@ -119,7 +151,7 @@ class _Rehearsal:
         self.draws = bool(sizes)
         #: Row -> the modules that may be given the whole sequence for it: its columns, or one that holds them.
         self.choices = self._choices()
-        self.level = dict.fromkeys(map(_kind, self.rows), 0)
+        self.level = dict.fromkeys(map(kind_of, self.rows), 0)
         #: Kinds of modules that work on the whole sequence only.
         self.again: set[str] = set()
 
@@ -140,7 +172,7 @@ class _Rehearsal:
                 if holder is not None:
                     placements[holder.path] = _at_rest(holder, self.record.unit(name))
         tidy = tuple(
-            Gather(path=path, arguments=tuple(sorted(names)), again=_kind(path) in self.again)
+            Gather(path=path, arguments=tuple(sorted(names)), again=kind_of(path) in self.again)
             for path, names in gathers.items()
         )
         segment = Segment(
@@ -152,6 +184,16 @@ class _Rehearsal:
             partial=tuple(partial),
         )
         return segment, tuple(placements.values())
+
+    def repeat(self, other: _Rehearsal, segment: Segment, rank: int) -> None:
+        """Try what was found at `other` parameter values on one rank."""
+        if self.dim != other.dim:
+            raise WrongError("which dimension holds the positions depends on its weights")
+        self.level, self.again = other.level, other.again
+        trial = self._run(rank, slopes=True)
+        known = {each.path: set(each.arguments) for each in segment.gathers}
+        if any(names - known.get(path, set()) for path, names in trial.gathers.items()):
+            raise WrongError("which modules need the whole sequence depends on its weights")
 
     def _partial(self, name: str, parts: Sequence[Tensor | None]) -> bool:
         true = self.record.grads.get(name)
@@ -193,17 +235,17 @@ class _Rehearsal:
                         gathers.setdefault(path, set()).update(names)
                 return gathers
             except WrongError as error:
-                if error.module and _kind(error.module) not in self.again:
-                    self.again.add(_kind(error.module))
+                if error.module and kind_of(error.module) not in self.again:
+                    self.again.add(kind_of(error.module))
                     continue
-                kind = _kind(error.row)
-                more = max((len(ways) for row, ways in self.choices.items() if _kind(row) == kind), default=0)
+                kind = kind_of(error.row)
+                more = max((len(ways) for row, ways in self.choices.items() if kind_of(row) == kind), default=0)
                 if not error.row or self.level[kind] + 1 >= more:
                     raise
                 self.level[kind] += 1
 
-    def _run(self, rank: int, *, slopes: bool = False) -> _Rank:
-        trial = _Rank(self, rank)
+    def _run(self, rank: int, *, slopes: bool = False) -> RankTrial:
+        trial = RankTrial(self, rank)
         with ExitStack() as stack, torch.set_grad_enabled(True):
             for module, forward in trial.forwards():
                 stack.enter_context(calling(module, forward))
@@ -231,165 +273,6 @@ class _Rehearsal:
                         f"the gradient of what goes into {trial.off[0] or self.chain.units[0]} is another one"
                     )
         return trial
-
-
-class _Rank:
-    """The model as one rank would run it."""
-
-    def __init__(self, rehearsal: _Rehearsal, rank: int) -> None:
-        self.rehearsal, self.rank = rehearsal, rank
-        sizes = shares(rehearsal.length, rehearsal.ways)
-        self.start, self.size = sum(sizes[:rank]), sizes[rank]
-        self.open = ""  #: the row that is on its way
-        self.gathers: dict[str, set[str]] = {}
-        self.grads: dict[str, Tensor] = {}
-        self.off: list[str] = []  #: rows whose gradients were other ones
-
-    def forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-        """Modules and what they compute meanwhile, each once."""
-        rehearsal, model = self.rehearsal, self.rehearsal.model
-        needs = {
-            path: row
-            for row, ways in rehearsal.choices.items()
-            for path in ways[min(rehearsal.level[_kind(row)], len(ways) - 1)]
-        }
-        others = [path for path in rehearsal.others if path in rehearsal.record.outs]
-        for path in dict.fromkeys((*needs, *rehearsal.rows, *others, *rehearsal.chain.units)):
-            module = model.get_submodule(path)
-            forward: Callable[..., Any] = module.forward
-            if path in others and path not in needs:
-                forward = self._other(path, forward)
-            if path in rehearsal.rows:
-                forward = self._row(path, forward)
-            if path in needs:
-                forward = self._whole(path, needs[path], forward)
-            if path in rehearsal.chain.units:
-                forward = self._block(path, forward)
-            yield module, forward
-
-    def part(self, x: Tensor) -> Tensor:
-        """This rank's part of `x`; empty where it is no sequence."""
-        long = x.dim() == 3 and x.shape[self.rehearsal.dim] == self.rehearsal.length
-        return x.narrow(self.rehearsal.dim, self.start, self.size) if long else x.new_empty(0)
-
-    def _parted(self, x: Tensor, path: str) -> Tensor:
-        return _Parted.apply(x, self, path)
-
-    def _whole(self, path: str, row: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        recorded = self.rehearsal.record.args[path]
-
-        def change(name: str, x: Any) -> Any:
-            true = recorded.get(name)
-            if not isinstance(x, Tensor) or true is None or equal(x, true):
-                return x
-            if equal(x, self.part(true)):
-                self.gathers.setdefault(path, set()).add(name)
-                return _Traded.apply(x, true, self)
-            raise WrongError(f"what reaches {path} is no part of what reached it on the whole sequence", row=self.open)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.open = row
-            args = tuple(change(str(place), each) for place, each in enumerate(args))
-            return inner(*args, **{name: change(name, each) for name, each in kwargs.items()})
-
-        return forward
-
-    def _other(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """A module that works position by position gives its part of what it gave; one that does not needs the whole."""
-        given, gave = self.rehearsal.record.args[path], self.rehearsal.record.outs[path]
-        again = _kind(path) in self.rehearsal.again
-        whole = self._whole(path, "", inner)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            mine = dict(tensors_of(args, kwargs))
-            parts = [name for name, x in mine.items() if name in given and equal(x, self.part(given[name]))]
-            rest = [name for name in mine.keys() - set(parts) if name in given]
-            if not parts or mine.keys() != given.keys() or not all(equal(mine[name], given[name]) for name in rest):
-                return inner(*args, **kwargs)
-            if again:
-                return first(whole(*args, **kwargs), lambda x: self._parted(x, path))
-            try:
-                out = inner(*args, **kwargs)
-            except WrongError:
-                raise
-            except Exception as error:
-                raise WrongError(f"{path}: {type(error).__name__}: {first_line(error)}", module=path) from error
-            if not isinstance(first_of(out), Tensor) or not equal(first_of(out), self.part(gave)):
-                raise WrongError(f"what {path} gives is no part of what it gave on the whole sequence", module=path)
-            return out
-
-        return forward
-
-    def _row(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        true = self.rehearsal.record.args[path]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = dict(tensors_of(args, kwargs))
-            if given.keys() != true.keys() or not all(equal(given[name], true[name]) for name in true):
-                raise WrongError(
-                    f"what reaches {path} is another value where a part of the sequence comes in", row=path
-                )
-            out = inner(*args, **kwargs)
-            self.open = ""
-            if not self.part(first_of(out)).numel():
-                raise WrongError(f"what {path} gives is no hidden states")
-            return first(out, lambda x: self._parted(x, path))
-
-        return forward
-
-    def _block(self, path: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        chain, true = self.rehearsal.chain, self.rehearsal.record.outs[path]
-
-        def leave(x: Tensor) -> Tensor:
-            if not equal(x, self.part(true)):
-                raise WrongError(f"what {path} gives is no part of what it gave on the whole sequence")
-            return _Traded.apply(x, true, self) if path == chain.units[-1] else x
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if path == chain.units[0]:
-                args, kwargs = changed(args, kwargs, chain.argument, lambda x: self._parted(x, ""))
-            return first(inner(*args, **kwargs), leave)
-
-        return forward
-
-
-class _Parted(torch.autograd.Function):
-    """One rank's part; backward the gradient that the whole had, of which the part's must be a part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: _Rank, path: str) -> Tensor:
-        ctx.rank, ctx.path, ctx.shape = rank, path, x.shape
-        return rank.part(x).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        slope = ctx.rank.rehearsal.record.slopes.get(ctx.path)
-        if slope is None:
-            return grads[0].new_zeros(ctx.shape), None, None
-        if not equal(grads[0], ctx.rank.part(slope), float(slope.abs().max())):
-            ctx.rank.off.append(ctx.path)
-        return slope, None, None
-
-
-class _Traded(torch.autograd.Function):
-    """The whole in place of a part; backward the part of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, rank: _Rank) -> Tensor:
-        ctx.rank = rank
-        return whole.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.rank.part(grads[0]).clone(), None, None
-
-
-# Small things
-
-
-def _kind(path: str) -> str:
-    """Modules in the same place of their blocks are of one kind."""
-    return re.sub(r"\d+", "*", path)
 
 
 def _at_rest(placement: Placement, unit: str) -> Placement:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
 from echelon.nn.recurrent import relist
 from echelon.plan.placement import Cut, Placement, Slice, cut_parameters, shares
@@ -21,6 +21,7 @@ from echelon.profiler.hints import hinted
 from echelon.profiler.layers import CONVOLUTIONS, TRANSPOSED, is_flipped, is_plain, outputs
 from echelon.profiler.pairs import Found, find_pairs
 from echelon.profiler.rehearsal import alike, calling, mode, rehearsing, same
+from echelon.tree import tree_leaves
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -334,7 +335,7 @@ def _hidden(
                 for value in own.values():
                     value.fill_(math.nan)
             for training, left in expected.items():
-                with torch.enable_grad(), mode(model, training=training):
+                with torch.enable_grad(), mode(model, training=training), _Sizes():
                     if not same(_left(step), left):
                         return False
             return called == set(places)
@@ -344,6 +345,17 @@ def _hidden(
             for path, own in values.items():
                 for name, value in own.items():
                     value.copy_(true[path][name])
+
+
+class _Sizes(TorchFunctionMode):
+    """Refuses sizes that torch's kernels take without looking: `_weight_norm` then writes beyond its output and the process aborts."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._weight_norm and len(args) > 1:
+            v, g, dim = args[0], args[1], args[2] if len(args) > 2 else 0
+            if g.numel() != (1 if dim == -1 else v.shape[dim]):
+                raise ValueError(f"weight norm: {tuple(g.shape)} norms for {tuple(v.shape)} along {dim}")
+        return func(*args, **(kwargs or {}))
 
 
 def _cut_away(module: nn.Module, ways: int) -> dict[str, nn.Parameter]:

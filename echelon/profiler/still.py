@@ -6,18 +6,21 @@ middle of their distribution, without drawing:
     uniform, normal, Cauchy     the mean, or the median where there is none
     whole numbers               the middle of the range
     exponential                 the median; with it Gumbel noise is the same everywhere
+    gamma, Dirichlet, RReLU     the mean
     Poisson                     the rate: whole numbers would jump where two runs round it differently
     Bernoulli                   one: a mask that keeps everything
     a permutation               the identity, the only one that is the same in a batch and in its parts
     picks by weight             the heaviest first; with replacement the heaviest each time
 
-What has no such middle (gamma, RReLU) is drawn, and the survey says so. Casts that the model writes out (`x.float()`, `softmax(...,
+Python's and NumPy's numbers are held in the same way (`host_random.py`). What escapes (fractional pooling, functions
+of NumPy in C extensions) is drawn, and the survey says so. Casts that the model writes out (`x.float()`, `softmax(...,
 dtype=torch.float32)`) are lifted to float64. The search for coupled samples and the proof of a plan both need it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +32,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
+
+from echelon.profiler import host_random
+from echelon.profiler.random_state import seed_all
+from echelon.profiler.wide_ops import plain_script_functions, restart_names, swapped
 
 #: What a proof computes in, in place of what a model asks for.
 WIDE = {
@@ -103,6 +110,12 @@ def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: flo
     return torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0) - soft.detach() + soft
 
 
+def _rrelu(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    return F.leaky_relu(input, (lower + upper) / 2, inplace)
+
+
 #: What draws -> what gives the middle of its distribution instead, called with the same arguments but the generator.
 _MIDDLES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.rand: partial(_full, 0.5),
@@ -124,6 +137,10 @@ _MIDDLES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.cauchy_: lambda self, median=0.0, sigma=1.0: self.fill_(median),
     Tensor.exponential_: lambda self, lambd=1.0: self.fill_(math.log(2.0) / lambd),
     F.gumbel_softmax: _gumbel_softmax,
+    F.rrelu: _rrelu,
+    torch.rrelu: _rrelu,
+    torch._standard_gamma: Tensor.clone,
+    torch._sample_dirichlet: lambda alpha: alpha / alpha.sum(-1, keepdim=True),
 }  # fmt: skip
 
 
@@ -135,22 +152,33 @@ DRAWING = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stillness:
-    """What has to be held still for a model. `random`: functions that draw; `narrow`: casts below float64."""
+    """What has to be held still for a model. `random`: functions that draw; `narrow`: casts below float64; `seeded`: something draws
+    all the same, so that both runs are seeded alike before each micro-batch."""
 
     random: bool = False
     narrow: bool = False
+    seeded: bool = False
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> Iterator[Hold]:
         """Hold it still."""
-        before = torch.get_default_dtype()
-        with Hold(self) if self.random or self.narrow else contextlib.nullcontext():
+        before, hold = torch.get_default_dtype(), Hold(self)
+        with contextlib.ExitStack() as stack:
+            if self.random or self.narrow:
+                stack.enter_context(plain_script_functions())
+                stack.enter_context(hold)
+            if self.random:
+                stack.enter_context(host_random.held())
             if self.narrow:
                 torch.set_default_dtype(torch.float64)
             try:
-                yield
+                yield hold
             finally:
                 torch.set_default_dtype(before)
+
+
+#: An optimizer's step in a proof: noise that it adds is held, half precision inside it (Muon's) is lifted.
+UPDATE = Stillness(random=True, narrow=True)
 
 
 class Hold(TorchFunctionMode):
@@ -159,6 +187,8 @@ class Hold(TorchFunctionMode):
     def __init__(self, what: Stillness) -> None:
         super().__init__()
         self._what = what
+        #: The casts that were lifted and the draws that were held.
+        self.changed: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -172,12 +202,23 @@ class Hold(TorchFunctionMode):
                     kwargs["dropout_p"] = 0.0
         if self._what.narrow:
             if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+                self.changed.add(func.__name__)
                 func = Tensor.double
-            args = tuple(_widened(value) for value in args)
-            kwargs = {key: _widened(value) for key, value in kwargs.items()}
+            named = (*args, *kwargs.values())
+            if any(isinstance(value, torch.dtype) and value in WIDE for value in named) and not _is_counter(func, args):
+                self.changed.add(func.__name__)
+                args = tuple(_widened(value) for value in args)
+                kwargs = {key: _widened(value) for key, value in kwargs.items()}
+            func = swapped(func, args)
         if self._what.random and func in _MIDDLES:
+            self.changed.add(func.__name__)
             return _held(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def _is_counter(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a single number is made: an optimizer's step count, which CUDA's fused kernels read as float32 whatever it is."""
+    return func is torch.zeros and args in (((),), ([],))
 
 
 def _held(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,13 +234,18 @@ def _widened(value: Any) -> Any:
 
 
 def silence(model: nn.Module) -> list[str]:
-    """Turn off the dropout of torch's own modules, in place; gives their paths."""
+    """Turn off the dropout of torch's own modules and hold NumPy's generators that modules keep, in place; gives their paths."""
     silenced = []
     for path, module in model.named_modules():
         name = _rate(module)
         if name is not None and getattr(module, name) > 0:
             setattr(module, name, 0.0)
             silenced.append(path)
+        for key, value in list(vars(module).items()):
+            held = host_random.held_generator(value)
+            if held is not None:
+                setattr(module, key, held)
+                silenced.append(f"{path}.{key}" if path else key)
     return silenced
 
 
@@ -207,7 +253,13 @@ def silence(model: nn.Module) -> list[str]:
 def silenced(model: nn.Module) -> Iterator[None]:
     """The same for a while."""
     named = [(module, _rate(module)) for module in model.modules()]
-    rates = [(module, name, getattr(module, name)) for module, name in named if name is not None]
+    rates: list[tuple[nn.Module, str, Any]] = [(module, name, getattr(module, name)) for module, name in named if name]
+    rates += [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if host_random.held_generator(value) is not None
+    ]
     silence(model)
     try:
         yield
@@ -221,3 +273,15 @@ def _rate(module: nn.Module) -> str | None:
     if isinstance(module, _DropoutNd):
         return "p"
     return "dropout" if isinstance(module, nn.RNNBase | nn.MultiheadAttention) else None
+
+
+def seed_samples(*place: int) -> None:
+    """Seed all default generators by a place: a job's seed, a step, the first sample of a micro-batch."""
+    number = int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=8).digest(), "big") >> 1
+    seed_all(number)
+
+
+def seed_build(seed: int) -> None:
+    """Seed everything that a model's constructor may draw from, and have frameworks that number their layers start again."""
+    seed_all(seed)
+    restart_names()

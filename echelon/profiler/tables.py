@@ -15,7 +15,7 @@ from echelon.job import Job
 from echelon.plan.profile import Amount, Table
 from echelon.profiler.coupling import first_line
 from echelon.profiler.fold import Line
-from echelon.profiler.optimizer import made_for
+from echelon.profiler.optimizer_class import made_for
 from echelon.profiler.trace import Figures, Trace
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)

@@ -6,9 +6,10 @@ computed; on real ones (the fallback) it sees the same.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from echelon.plan.profile import Phase
+from echelon.profiler.tree import is_compiled
 
 
 @dataclass(slots=True)
@@ -63,8 +65,20 @@ class Trace:
     twice: bool = False
     #: A parameter that forward itself changes, but for rows that `max_norm` shortens; "" where there is none.
     changed: str = ""
+    #: A parameter of a block that is read while that block does not run; "" where there is none.
+    outside: str = ""
     #: Whether Python's or NumPy's random numbers are drawn.
     draws: bool = False
+
+
+def graph_hash(traces: Iterable[Trace]) -> str:
+    """Hash of the operators of these steps, in order: it changes when the model or the loss computes something else."""
+    found = hashlib.sha256()
+    for trace in traces:
+        for call in trace.calls:
+            line = f"{call.name} {call.phase} {call.path} {call.dtype} {call.dims} {call.flops} {call.moved}\n"
+            found.update(line.encode())
+    return found.hexdigest()
 
 
 #: From this size on allocators give a tensor a block of its own.
@@ -87,11 +101,21 @@ class Recorder(TorchDispatchMode):
         self._ignored: set[int] = set()
         self._alive = self._kept_bytes = 0.0
         self._blocks = 0
+        self._parameters: dict[int, tuple[str, str]] = {}
+
+    def watch(self, parameters: Mapping[str, Tensor], blocks: Sequence[str]) -> None:
+        """Note who changes `parameters`, by name, and who reads those of a block while it does not run."""
+        for name, value in parameters.items():
+            block = next((path for path in blocks if name.startswith(f"{path}.")), "")
+            if value.numel():
+                self._parameters[_identity(value)] = name, block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         inputs = _tensors((args, kwargs))
+        if self.phase == "forward" and self._parameters:
+            self._look(func, args, kwargs, inputs)
         outputs = _tensors(out)
         known = {_identity(tensor) for tensor in inputs}
         made = sum((self.hold(tensor) for tensor in outputs if _identity(tensor) not in known), 0.0)
@@ -99,6 +123,21 @@ class Recorder(TorchDispatchMode):
             return out
         self._note(func, args, kwargs, out, inputs, outputs, made)
         return out
+
+    def _look(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+        """Note what happens to parameters, by their memory: writes through `.data` or `_foreach` change no version."""
+        for tensor in inputs:
+            name, block = self._parameters.get(_identity(tensor), ("", ""))
+            if block and block not in self.stack:
+                self.trace.outside = self.trace.outside or name
+        if self.trace.changed or not func._schema.is_mutable:
+            return
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+        for each in func._schema.arguments:
+            if each.alias_info is not None and each.alias_info.is_write:
+                for tensor in _tensors(given.get(each.name)):
+                    name, _ = self._parameters.get(_identity(tensor), ("", ""))
+                    self.trace.changed = self.trace.changed or name
 
     def ignore(self, tensor: Tensor) -> None:
         """Leave a tensor (a parameter, a buffer) out of what is alive."""
@@ -199,7 +238,7 @@ def recording(model: nn.Module, samples: int) -> Iterator[Recorder]:
         return hook
 
     for path, module in model.named_modules():
-        if path:
+        if path and not is_compiled(module):
             hooks.append(module.register_forward_pre_hook(enter(path)))
             hooks.append(module.register_forward_hook(leave(path)))
     try:

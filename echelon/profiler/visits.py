@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
+from echelon.tree import tree_leaves
 
 #: What takes derivatives.
 DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)

@@ -1,6 +1,6 @@
 """Checkpoints of servers: one safetensors file per shard, each as it was at one log number, and a manifest that makes them a whole.
 
-    FOLDER/manifest.json          format, shards, specs, settings, per shard: file, sha256, bytes, lsn
+    FOLDER/manifest.json          format, shards, specs, settings, per shard: file, sha256, bytes, lsn; last its own sha256
     FOLDER/shard-00042-LIFE-LSN.safetensors
 
 Written to FOLDER.partial while workers go on; the manifest comes last and the folder gets its name then. Windows, clocks and optimizer
@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, DocumentError
+from echelon.plan.seal import format_without_seal, open_regular, read_regular, seal, unseal
 from echelon.server import durable
 from echelon.server.loop import Loop
 from echelon.server.state import Part
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 #: Part of the names of files that this process writes.
 _LIFE = secrets.token_hex(4)
@@ -135,7 +136,7 @@ def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
     former, replaces = _former(folder), folder.exists()
     shutil.rmtree(former, ignore_errors=True)
     # From here on whoever looks for it may give it its name (`_name`), so that what is there need not be the one before.
-    durable.write(place / MANIFEST, {"format": FORMAT, **manifest})
+    durable.write_bytes(place / MANIFEST, seal({"format": FORMAT, **manifest}))
     if replaces:
         os.rename(folder, former)
     _name(folder)
@@ -151,14 +152,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         _name(folder)
-        manifest = json.loads(path.read_text())
+        data = read_regular(path)
+        if format_without_seal(data) == 1:
+            raise CheckpointError(
+                f"{path}: format 1, whose manifest has no hash; export its tables with the echelon that wrote it (`echelon server export`)"
+            )
+        manifest = unseal(data, str(path))
     except OSError as error:
         raise CheckpointError(
             f"{folder}: no checkpoint of servers ({MANIFEST}: {error.strerror}); give the folder of a whole one"
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}; it is damaged, take an older checkpoint") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    except DocumentError as error:
+        raise CheckpointError(f"{error}; take an older checkpoint") from None
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of format {FORMAT}; it was written by another version of echelon")
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
     if wrong:
@@ -194,9 +200,12 @@ def _bytes(folder: Path, manifest: Mapping[str, Any], shard: int) -> tuple[Path,
     """The file of a shard, which is what the manifest says."""
     path, expected = file_of(folder, manifest, shard), manifest["files"][str(shard)]["sha256"]
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = bytes(file.read())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; take an older checkpoint") from None
+    except DocumentError as error:
+        raise CheckpointError(f"{error}; take an older checkpoint") from None
     if hashlib.sha256(data).hexdigest() != expected:
         raise CheckpointError(
             f"{path}: its SHA-256 is not {str(expected)[:12]}..., it is damaged; take an older checkpoint"
@@ -218,7 +227,7 @@ def load(folder: Path, shard: int) -> list[Part]:
             (meta, [arrays[f"{place:06d}.{number:03d}"] for number in range(count)])
             for place, (meta, count) in enumerate(metas)
         ]
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}; it was written by another version of echelon") from None
 
 

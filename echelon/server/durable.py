@@ -21,10 +21,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Replace a JSON document: written to a temporary, synced, renamed, the folder synced."""
+    """Replace a JSON document."""
+    write_bytes(path, json.dumps(document, separators=(",", ":")).encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file: written to a temporary, synced, renamed, the folder synced."""
     temporary = path.with_name(path.name + ".new")
-    with open(temporary, "w") as file:
-        json.dump(document, file, separators=(",", ":"))
+    with open(temporary, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

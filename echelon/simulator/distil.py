@@ -18,6 +18,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import WIDTH, Operator, Parameter, Profile, fold_path
 from echelon.simulator.again import output_bytes, own_kept
 from echelon.simulator.shares import Shares, inside
+from echelon.simulator.whole_tensors import trained_share
 from echelon.simulator.work import Kept, Op, Place, Work
 
 #: Products of weights; other products (written-out attention) are of activations alone.
@@ -99,6 +100,11 @@ def distil(profile: Profile, plan: Plan | None = None) -> Work:
         state=profile.state_bytes / max(trained, 1),
         trained=min(trained / max(profile.elements, 1), 1.0),
         clip=profile.clip,
+        across=tuple(
+            (trained_share(profile, rule), rule.reads, rule.draws)
+            for rule in profile.optimizers
+            if rule.reads != "element" or rule.draws
+        ),
         kept=Kept(
             cut=cut / layers,
             whole=(sum(inner.values()) - cut) / layers,

@@ -9,6 +9,7 @@ from echelon.plan.forecast import Memory
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Moment, Profile
 from echelon.simulator.load import Load
+from echelon.simulator.whole_tensors import owner_bytes
 
 #: How far a peak may lie from the forecast: replicated plans, and sharded ones whose gathered copies come and go.
 _SPREAD = {False: 0.08, True: 0.12}
@@ -28,18 +29,24 @@ class Held:
     passing: float
 
 
-def memory(profile: Profile, plan: Plan, load: Load, waiting: float = 0.0, freed: float = 0.0) -> tuple[Memory, str]:
-    """(memory, where it peaks). `waiting`: bytes that are kept beside the micro-batch at work; `freed`: that were given back before."""
+def memory(
+    profile: Profile, plan: Plan, load: Load, waiting: float = 0.0, freed: float = 0.0, *, whole: Profile | None = None
+) -> tuple[Memory, str]:
+    """(memory, where it peaks). `waiting`: bytes that are kept beside the micro-batch at work; `freed`: that were given back before;
+    `whole`: the model of which `profile` is a rank's part."""
     device = load.device
     held = _held(profile, plan, load)
+    owning, gathering = owner_bytes(whole or profile, profile, plan)
+    held = replace(held, optimizer=held.optimizer + owning)
     moment, samples = _peak(profile, load, held), load.largest
     alive = moment.alive.at(samples) + waiting + _workspace(moment, load)
     kept = min(moment.kept.at(samples) + waiting, alive)
     gradients = held.gradients + held.growing * moment.gradients
     where = f"{moment.where} ({moment.phase})"
     end = held.gradients + held.growing * profile.gradient_bytes
-    if end + _optimizer_extra(profile, plan) > gradients + alive:
-        alive, kept, where, gradients = _optimizer_extra(profile, plan), 0.0, "optimizer step", end
+    extra = _optimizer_extra(profile, plan) + gathering
+    if end + extra > gradients + alive:
+        alive, kept, where, gradients = extra, 0.0, "optimizer step", end
     large = sum(parameter.bytes >= 2**20 for parameter in profile.parameters)
 
     def taken(size: float, blocks: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from echelon.plan.forecast import Memory
 from echelon.simulator.fitted import Fitted
 from echelon.simulator.layout import Layout
+from echelon.simulator.whole_tensors import owned
 
 #: Blocks whose parameters are gathered at once under zero=3: the one at work and the one fetched ahead.
 _GATHERED = 2
@@ -78,6 +79,7 @@ def smaller(a: float, b: float) -> float:
 def _rank(layout: Layout, rank: int) -> Parts:
     plan, stack, work, mesh = layout.plan, layout.stack, layout.work, layout.plan.mesh
     parameters, gradients, state, buckets = _at_rest(layout, rank)
+    state += _owned(layout, rank)
     blocks = sum(layout.stages[rank :: mesh.pp])
     flying, samples = layout.in_flight(rank), layout.samples
     full = work.kept.cut / mesh.tp + work.kept.whole / layout.along
@@ -136,6 +138,19 @@ def _at_rest(layout: Layout, rank: int) -> tuple[float, float, float, float]:
     # Where shards are no master copies they lie beside what was gathered from them.
     parameters += shard * width if plan.zero and stack.beside and several else 0.0
     return parameters, gradients, state, 0.0
+
+
+def _owned(layout: Layout, rank: int) -> float:
+    """Bytes that an owner of whole tensors keeps beyond the state of its shards: a copy, gathered gradients, and their state."""
+    plan, work = layout.plan, layout.work
+    total = (work.elements[0] + work.layers * work.elements[1] + work.elements[2]) * work.trained
+    mine = (layout.shard(rank) if plan.zero else layout.elements(rank)) * work.trained
+    found = 0.0
+    for part, reads, draws in work.across:
+        each = owned(plan, reads, draws)
+        if each is not None:
+            found += part * (each.share * total * (work.width + layout.gradient + layout.state) - mine * layout.state)
+    return found
 
 
 def _gathered(layout: Layout, rank: int) -> float:

@@ -15,6 +15,7 @@ from echelon.simulator.layout import Layout
 from echelon.simulator.order import least, length
 from echelon.simulator.sheet import NARROW, attention_seconds, lines_of, precision_of, product_seconds, stream_seconds
 from echelon.simulator.stack import Stack
+from echelon.simulator.whole_tensors import MESSAGES, owned
 from echelon.simulator.wires import Wires, wires_of
 from echelon.simulator.work import Op
 
@@ -403,7 +404,19 @@ def _exchange(layout: Layout, wires: Wires, fitted: Fitted, last: float) -> tupl
     # One unit has all its gradients when backward is done.
     beside = stack.overlap and (mesh.pp == 1 or stack.overlap_stages) and not (plan.zero and plan.whole)
     hidden = times * min(given, last * fitted.overlap) if beside else 0.0
-    return times * given - hidden + fetched + _tied(layout, wires), hidden
+    return times * given - hidden + fetched + _tied(layout, wires) + _gathered_tensors(layout, wires), hidden
+
+
+def _gathered_tensors(layout: Layout, wires: Wires) -> float:
+    """Optimizers that need whole tensors: gradients and values go to the owners, values come back."""
+    work, found = layout.work, 0.0
+    total = (work.elements[0] + work.layers * work.elements[1] + work.elements[2]) * work.trained
+    for part, reads, draws in work.across:
+        each = owned(layout.plan, reads, draws)
+        if each is not None:
+            size = part * each.share * total * work.width
+            found += MESSAGES * wires.gather(size, wires.group(each.ranks, 1))
+    return found
 
 
 def _tied(layout: Layout, wires: Wires) -> float:
@@ -420,6 +433,10 @@ def _optimizer(layout: Layout, fitted: Fitted) -> float:
     gradients besides."""
     plan, work = layout.plan, layout.work
     mine = max((layout.shard if plan.zero else layout.elements)(rank) for rank in layout.here) * work.trained
+    total = (work.elements[0] + work.layers * work.elements[1] + work.elements[2]) * work.trained
+    for part, reads, draws in work.across:
+        found = owned(plan, reads, draws)
+        mine += part * (found.share * total - mine) if found is not None else 0.0
     moved = layout.gradient + 2 * layout.state + work.width * (1 if layout.master else 2)
     if work.clip:
         moved += 3 * layout.gradient

@@ -27,6 +27,7 @@ from echelon.simulator.shares import Shares
 from echelon.simulator.sheet_memory import fullest
 from echelon.simulator.sheet_step import Placed, step_time
 from echelon.simulator.stack import Stack
+from echelon.simulator.whole_tensors import MESSAGES, owned, trained_share
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25
@@ -205,7 +206,8 @@ def price(profile: Profile, cluster: Cluster, plan: Plan) -> Forecast:
     load = load_of(profile, cluster, plan)
     ranks = parts(profile, plan, load.micros)
     held, where = max(
-        (memory(part.profile, plan, load, part.waiting, part.freed) for part in ranks), key=lambda each: each[0].peak
+        (memory(part.profile, plan, load, part.waiting, part.freed, whole=profile) for part in ranks),
+        key=lambda each: each[0].peak,
     )
     time = max(_rank_times(profile, plan, load, ranks), key=lambda each: each.step)
     return Forecast(
@@ -285,10 +287,16 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
     words = talk(profile, plan, load)
     hidden = min(words.hideable * _overlap(load), backward / len(load.micros))
     share = 1 / plan.mesh.dp if plan.zero else 1.0
-    optimizer = sum(
-        optimizer_seconds(rule, load, fused=plan.fused and rule.fuses(sharded=plan.sharded), share=share)
-        for rule in profile.optimizers
-    )
+    optimizer = gathering = 0.0
+    for rule, full in zip(profile.optimizers, whole.optimizers, strict=True):
+        mine = owned(plan, rule.reads, rule.draws)
+        if mine is None:
+            fused = plan.fused and rule.fuses(sharded=plan.sharded)
+            optimizer += optimizer_seconds(rule, load, fused=fused, share=share)
+            continue
+        optimizer += optimizer_seconds(full, load, fused=False, share=mine.share)
+        size = mine.share * trained_share(whole, full) * whole.gradient_bytes
+        gathering += MESSAGES * message_seconds(load, "all_gather", size, mine.ranks)
     if load.device.kind == "cuda":
         # The host runs ahead of the device: its work shows only where the device waits for it.
         host, reading = held_up(_stretches(whole, profile, plan, load, passes, adding, optimizer)), 0.0
@@ -298,7 +306,7 @@ def _time(whole: Profile, profile: Profile, rank: int, plan: Plan, load: Load) -
         "forward": forward,
         "backward": backward,
         "bubble": 0.0,
-        "exchange": words.total - hidden + within,
+        "exchange": words.total - hidden + within + gathering,
         "optimizer": optimizer,
         "input": reading,
         "overhead": host,

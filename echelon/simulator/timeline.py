@@ -78,7 +78,8 @@ def timeline(profile: Profile, cluster: Cluster, plan: Plan, *, stack: Stack | N
         backward = [times[stage % pp].backward / count / each for stage in range(stages)]
         schedule = runs_as(plan, count) if pp > 1 else "1f1b"
         held = tuple(
-            memory(part.profile, plan, load, part.waiting, part.freed)[0] for part in parts(profile, plan, load.micros)
+            memory(part.profile, plan, load, part.waiting, part.freed, whole=profile)[0]
+            for part in parts(profile, plan, load.micros)
         )
         capacity, per_node = load.capacity, max(plan.ranks, 1)
         tail = (max(each.exchange for each in times), max(each.optimizer for each in times))

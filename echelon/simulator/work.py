@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from echelon.plan.plan import Precision
-from echelon.plan.profile import WIDTH, Phase
+from echelon.plan.profile import WIDTH, Phase, Reads
 
 #: Precisions in which what passes from operator to operator has 2 bytes.
 _HALF = ("bf16", "fp16", "fp8")
@@ -80,6 +80,8 @@ class Work:
     tensors: tuple[float, float, float] = (0.0, 0.0, 0.0)  #: how many parameters there are, as `elements`
     routed: float = 0.0  #: bytes per sample that go to one block's experts, and come back
     places: tuple[Place, ...] = ()  #: empty: not known
+    #: Optimizers that read more than each number by itself: share of the trained parameters, what they read, whether they draw.
+    across: tuple[tuple[float, Reads, bool], ...] = ()
 
     def held(self, part: int, tp: int) -> float:
         """Parameters that a rank of tp holds: 0 before the blocks, 1 of one block, 2 after them."""

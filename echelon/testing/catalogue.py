@@ -102,14 +102,13 @@ def _mean_of_means() -> Sequence[AbstractContextManager[object]]:
     needs="a loss that is a mean, a batch that micro-batches do not divide",
 )
 def _alike() -> Sequence[AbstractContextManager[object]]:
-    backward = Run.backward
+    weighed = Run._weighed
 
-    def even(self: Run, batch: Any) -> Tensor:
+    def even(self: Run, value: Any, micro: Any, batch: Any, sums: Any) -> Tensor:
         share = batch.samples / len(batch.micros) / self.data.size
-        micros = tuple(dataclasses.replace(micro, samples=share) for micro in batch.micros)
-        return backward(self, dataclasses.replace(batch, micros=micros))
+        return weighed(self, value, micro, batch, sums) * (share / micro.samples)
 
-    return [patch.object(Run, "backward", even)]
+    return [patch.object(Run, "_weighed", even)]
 
 
 @_fault(
@@ -196,12 +195,13 @@ def _own_loss() -> Sequence[AbstractContextManager[object]]:
     send, receive = statistics.StepStatistics.send, statistics.StepStatistics.receive
     own: list[Tensor] = []
 
-    def keep(self: statistics.StepStatistics, *shares: Tensor) -> None:
+    def keep(self: statistics.StepStatistics, *shares: Tensor, rest: Tensor) -> None:
         own[:] = [shares[0].detach().double()]
-        send(self, *shares)
+        send(self, *shares, rest=rest)
 
-    def told(self: statistics.StepStatistics) -> tuple[Tensor, ...]:
-        return (own[0], *receive(self)[1:])
+    def told(self: statistics.StepStatistics) -> tuple[tuple[Tensor, ...], Tensor]:
+        numbers, rest = receive(self)
+        return (own[0], *numbers[1:]), rest
 
     return [
         patch.object(statistics.StepStatistics, "send", keep),
@@ -274,8 +274,8 @@ def _own_weights() -> Sequence[AbstractContextManager[object]]:
 def _own_masks() -> Sequence[AbstractContextManager[object]]:
     seed = engine.seed_step
 
-    def seeded(device: torch.device, *place: int) -> None:
-        seed(device, *place, dist.get_rank() if dist.is_initialized() else 0)
+    def seeded(device: torch.device, *place: int | str, **options: Any) -> None:
+        seed(device, *place, dist.get_rank() if dist.is_initialized() else 0, **options)
 
     return [patch.object(engine, "seed_step", seeded)]
 

@@ -7,6 +7,7 @@ noise.py       what rounding alone may do: the parameters under Adam, parts that
 drift.py       the plan's own precision: what rounding may do there, and what it does not
 mark.py        what ranks hold, in two numbers a tensor: did they start from the same, do copies stay copies
 diagnose.py    the first divergent tensor in forward order
+self_check.py  before a no: whether the reference agrees with itself
 footing.py     where the truth can be computed: one device, the host, or another plan where the model fits neither
 basis.py       one proof as rank 0 sees it; case.py: on one device; peer.py: against another plan
 trial.py       the plan's run as every rank sees it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -48,13 +49,17 @@ class Case(Basis):
             self.still = Stillness(random=bool(seen.random), narrow=bool(seen.narrow or needed))
             del truth  # before the next one is made
             left, truth = self._survey()
+        if left.random and plan.mesh.pp == 1:
+            self.still = dataclasses.replace(self.still, seeded=True)
+            del truth
+            left, truth = self._survey()
         self._truth: Truth | None = truth
         self.model = truth.reference.fingerprint
         self.draws = bool(truth.silenced or seen.random)
         self._shake = noise.SHAKE_NARROW if left.narrow else noise.SHAKE
         if left.narrow:
             self.bounds = self._widened(noise.NARROW)
-        self.notes = [*_scope(truth.reference, feed, steps), *_held(truth.silenced, seen, left)]
+        self.notes = [*_scope(truth.reference, feed, steps), *_held(truth.silenced, seen, left, self.still)]
         if needed:
             self.notes.append(
                 f"casts below float64 are lifted to float64 in both runs: the model does not run without that ({needed})"
@@ -87,6 +92,7 @@ class Case(Basis):
         """A fresh one; a `twin` differs from it by rounding alone."""
         shake = self._shake if twin else 0.0
         reference = Reference(self.job, self.plan, self.feed, device=self.device, shake=shake, still=self.still)
+        reference.seeded = self.still.seeded
         silence(reference.model)
         return reference
 
@@ -100,6 +106,7 @@ class Case(Basis):
     def _survey(self) -> tuple[Survey, Truth]:
         """What the first step does, and the reference that made it."""
         reference = Reference(self.job, self.plan, self.feed, device=self.device)
+        reference.seeded = self.still.seeded
         silenced = silence(reference.model)
         survey = Survey(reference.model)
 
@@ -108,21 +115,22 @@ class Case(Basis):
             with self.still(), survey:
                 yield
 
-        buffers = {name: value.clone() for name, value in reference.model.named_buffers()}
-        reference.still = watched
+        # Forward may change parameters as well: a teacher's, rows of an embedding with max_norm.
+        start = noise.copied(dict(reference.model.named_parameters()) | dict(reference.model.named_buffers()))
+        reference.hold = watched
         loss = reference.backward(self.steps[0])
-        reference.still = self.still
-        return survey, Truth(reference, loss, buffers, silenced)
+        reference.hold = self.still
+        return survey, Truth(reference, loss, start, silenced)
 
 
 class Truth:
-    """A reference whose first step's gradients are made already; its parameters are still those of the start."""
+    """A reference whose first step's gradients are made already."""
 
-    def __init__(self, reference: Reference, loss: Tensor, buffers: dict[str, Tensor], silenced: list[str]) -> None:
+    def __init__(self, reference: Reference, loss: Tensor, start: dict[str, Tensor], silenced: list[str]) -> None:
         self.reference, self.silenced = reference, silenced
         self._loss: Tensor | None = loss
-        #: What the run starts from. Forward has changed the buffers since; the parameters change with `step`.
-        self.start: dict[str, Tensor] = dict(reference.model.named_parameters()) | buffers
+        #: What the run started from, `noise.copied`.
+        self.start = start
 
     def step(self, number: int) -> Record:
         """As the reference's."""
@@ -132,7 +140,9 @@ class Truth:
 
 def _scope(reference: Reference, feed: Feed, steps: Sequence[int]) -> list[str]:
     batch = feed.batch
-    if not reference.coupled:
+    if reference.seeded and not reference.coupled:
+        notes = ["the reference runs the plan's micro-batches one after another"]
+    elif not reference.coupled:
         notes = [f"the reference runs each global batch of {batch} samples as one"]
     elif reference.plan.batchnorm == "local":
         notes = ["batch norm is local: the reference runs the plan's micro-batches one after another"]
@@ -142,7 +152,7 @@ def _scope(reference: Reference, feed: Feed, steps: Sequence[int]) -> list[str]:
     return [*notes, f"one of the steps is the epoch's last, of {short[-1]} samples"] if short else notes
 
 
-def _held(silenced: Sequence[str], seen: Survey, left: Survey) -> list[str]:
+def _held(silenced: Sequence[str], seen: Survey, left: Survey, still: Stillness) -> list[str]:
     """What was made comparable, and what could not be."""
     notes = []
     if silenced:
@@ -152,9 +162,12 @@ def _held(silenced: Sequence[str], seen: Survey, left: Survey) -> list[str]:
             f"random numbers are held at the middle of their distribution in both runs: {listed(_where(seen.random))}"
         )
     if left.random:
-        notes.append(
-            f"random numbers that could not be held: {listed(_where(left.random))}; the runs draw different ones"
+        how = (
+            "both runs are seeded alike before each micro-batch, which the reference runs one after another"
+            if still.seeded
+            else "the runs draw different ones"
         )
+        notes.append(f"random numbers that could not be held: {listed(_where(left.random))}; {how}")
     if seen.narrow:
         notes.append(f"casts below float64 are lifted to float64 in both runs: {listed(_where(seen.narrow))}")
     if left.narrow:

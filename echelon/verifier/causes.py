@@ -5,7 +5,7 @@ What is measured is told as a fact ("it is what rank 0's own samples give"); wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +15,9 @@ from echelon.engine.layout import shares
 from echelon.plan.plan import Plan
 from echelon.verifier.compare import BOUND, BROKEN, Bounds, Difference, wide
 from echelon.verifier.diagnose import CLEAN, Pair, explains, owner, pair, place, proportion, ratio
+from echelon.verifier.outputs import listed
 from echelon.verifier.reference import Record
-from echelon.verifier.suspects import Suspect
+from echelon.verifier.suspects import PER_CALL, Suspect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,10 @@ class Evidence:
     later: Mapping[float, int] = field(default_factory=dict)
     #: Whether the modules' outputs agree; None: not known.
     forward: bool | None = None
+    #: What a call of forward changes of the model.
+    changed: Sequence[str] = ()
+    #: Whether the same samples give another loss when they are computed again.
+    moves: Callable[[], bool] = lambda: False
 
     @property
     def peers(self) -> list[Difference]:
@@ -166,7 +171,27 @@ def _alike_ratio(difference: Difference, evidence: Evidence, factor: float) -> b
 
 
 def _suspected(evidence: Evidence, pair: Pair) -> str:
-    return next((each.words for each in evidence.suspects if explains(each.value, pair)), "")
+    words = next((each.words for each in evidence.suspects if explains(each.value, pair)), "")
+    if words != PER_CALL:
+        return words
+    if evidence.changed or evidence.moves():
+        return _per_call(evidence)
+    return (
+        "it is the sum of the micro-batches, each computed by itself: samples of a batch see each other, and in parts another objective is "
+        "trained; keep the batch whole (dp=1 without micro=), or make the loss of each sample its own"
+    )
+
+
+def _per_call(evidence: Evidence) -> str:
+    """State that moves with every call, where a plan makes another number of calls than one device."""
+    what = listed(evidence.changed) or "something that it keeps"
+    who = "forward" if evidence.changed else "the loss, or what forward calls,"
+    calls = (
+        f"micro-batches call it {evidence.turns} times a step, and one device calls it once: train without micro=, or change it once a step"
+        if evidence.turns > 1
+        else "each rank changes its own copy: change it from what all ranks hold, once a step"
+    )
+    return f"{who} changes {what} at each call, and {calls}"
 
 
 def _uncleared(evidence: Evidence, pair: Pair) -> str:
@@ -239,6 +264,8 @@ def _buffer(evidence: Evidence, pair: Pair) -> str:
     copies = [each for each in evidence.differences if (each.kind, each.name) == ("copy", evidence.worst.name)]
     if any(not evidence.bounds.hold(each) for each in copies):
         return "the gradients agree: each rank has another value of it; reduce it over dp"
+    if evidence.worst.name in evidence.changed:
+        return f"the gradients agree: {_per_call(evidence)}"
     return (
         "the gradients agree: looks like a buffer that is updated another number of times: once for each micro-batch here and once for the "
         "batch on one device, or the other way round; without micro= it is the same"
@@ -247,6 +274,8 @@ def _buffer(evidence: Evidence, pair: Pair) -> str:
 
 def _parameter(evidence: Evidence, pair: Pair) -> str:
     agree = "the gradients agree"
+    if evidence.worst.name in evidence.changed:
+        return f"{agree}: {_per_call(evidence)}"
     mine, true = evidence.mine.rates, evidence.true.rates
     wrong = [(a, b) for a, b in zip(mine, true, strict=False) if abs(a - b) > CLEAN * abs(b)]
     if wrong:

@@ -67,12 +67,13 @@ def relative(value: Tensor, reference: Tensor, *, largest: float, slack: Tensor 
     `slack` is granted element by element before the maximum is taken. Equal infinities are equal (attention masks hold
     them); whole numbers have no rounding, so any difference among them counts as 1 at least.
     """
-    a, b = wide(value), wide(reference)
+    where = reference.device  # a GPU compares a large model in seconds, its host in minutes
+    a, b = wide(value, where), wide(reference, where)
     apart = (a - b).abs()
     if not apart.isfinite().all():
         apart = torch.where(a == b, 0.0, apart)
     if slack is not None:
-        apart = (apart - slack).clamp(min=0.0)
+        apart = (apart - slack.to(where)).clamp(min=0.0)
     worst = float(apart.max()) if apart.numel() else 0.0
     if worst == 0.0:
         return 0.0
@@ -85,14 +86,14 @@ def relative(value: Tensor, reference: Tensor, *, largest: float, slack: Tensor 
 
 def magnitude(tensor: Tensor) -> float:
     """The largest absolute value among the finite ones."""
-    size = wide(tensor).abs()
+    size = wide(tensor, tensor.device).abs()
     most = float(size.max()) if size.numel() else 0.0
     return most if math.isfinite(most) else float(torch.where(size.isfinite(), size, 0.0).max())
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """As float64 on the CPU, dense."""
-    dense = tensor.detach().to("cpu")
+def wide(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """As float64 on `device`, dense."""
+    dense = tensor.detach().to(device)
     dense = dense.to_dense() if dense.layout != torch.strided else dense
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 

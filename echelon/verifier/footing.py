@@ -64,7 +64,8 @@ def needed(profile: Profile) -> float:
     scale = wide / max(profile.bytes, 1)
     activations = max(moment.alive.at(profile.batch) for moment in profile.moments)
     activations *= 2 if profile.precision in ("fp32", "tf32") else 4
-    return wide + scale * (profile.gradient_bytes + profile.state_bytes + profile.buffers) + activations
+    # Gradients twice: as the optimizer gets them, and as they were before clipping.
+    return wide + scale * (2 * profile.gradient_bytes + profile.state_bytes + profile.buffers) + activations
 
 
 def choose(plan: Plan, job: Job, profile: Profile | None, *, device: torch.device, memory: int, host: int) -> Footing:

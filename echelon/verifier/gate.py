@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from echelon.errors import VerificationError
@@ -9,12 +10,21 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 
 
-def require(path: str | Path, *, plan: Plan, job: str, model: str, versions: dict[str, str]) -> Certificate:
-    """The certificate in `path`, if it covers this plan, job file, model and these versions; else every reason why not."""
+def require(
+    path: str | Path,
+    *,
+    plan: Plan,
+    job: str,
+    model: str,
+    versions: dict[str, str],
+    inputs: Mapping[str, str] | None = None,
+    graph: str = "",
+) -> Certificate:
+    """The certificate in `path`, if it covers this plan, job, model and these versions; else every reason why not."""
     if not Path(path).is_file():
         raise VerificationError(f"{path}: no certificate there; `echelon verify` writes one")
     certificate = Certificate.load(path)
-    reasons = certificate.stale(plan=plan, job=job, model=model, versions=versions)
+    reasons = certificate.stale(plan=plan, job=job, model=model, versions=versions, inputs=inputs, graph=graph)
     if reasons:
         raise VerificationError(
             f"{path} does not cover this run; verify again:\n" + "\n".join(f"  - {each}" for each in reasons)

@@ -32,5 +32,5 @@ def model_hash(model: nn.Module) -> str:
 
 def versions() -> dict[str, str]:
     """The versions on which a proof depends."""
-    found = installed_versions()
-    return {name: found[name] for name in ("echelon", "torch")}
+    found = installed_versions(("echelon", "torch", "numpy"))
+    return {name: found[name] for name in ("echelon", "torch", "numpy")}

@@ -24,12 +24,12 @@ from echelon.plan.certificate import Finding
 from echelon.plan.plan import Plan
 from echelon.plan.split import rounds, split
 from echelon.profiler.coupling import first_line
-from echelon.verifier import causes, suspects
+from echelon.verifier import causes, recipe, suspects
 from echelon.verifier.basis import Referee
 from echelon.verifier.case import Case
 from echelon.verifier.compare import BROKEN, Difference
 from echelon.verifier.mark import Mark, mark
-from echelon.verifier.outputs import leaves
+from echelon.verifier.outputs import hookable, leaves
 from echelon.verifier.reference import Record, Reference
 from echelon.verifier.trial import Held, Trial
 
@@ -63,7 +63,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._hooks = [
             module.register_forward_hook(lambda _, __, output, path=path: self._note(path, output))
-            for path, module in self._model.named_modules()
+            for path, module in hookable(self._model)
         ]
         return self
 
@@ -90,9 +90,10 @@ def look(trial: Trial, ranks: Ranks, steps: Sequence[int], case: Case | None, pr
     for earlier in steps[:-1]:
         trial.step(earlier)
     with ranks.together():
-        made = _expected(case.at(number), number) if case is not None else []
+        made = expected_outputs(case.at(number), number) if case is not None else []
     expected: list[Output] = ranks.gather(made)[0]
     read = ranks.gather([digest(micro.batch) for micro in trial.batch(number).micros])
+    trial.prepare(number)
     with Watch(trial.run.model) as watch:
         mine = trial.step(number)
     compared = ranks.gather(_apart(watch.outputs, expected) if trial.run.data.rank == 0 else {})
@@ -125,7 +126,7 @@ def _remarks(
     ]
 
 
-def _expected(reference: Reference, number: int) -> list[Output]:
+def expected_outputs(reference: Reference, number: int) -> list[Output]:
     """The outputs for rank 0's first micro-batch; nothing where batch norm sees those of other ranks beside it."""
     if reference.coupled and reference.plan.batchnorm == "sync" and reference.plan.mesh.dp > 1:
         return []
@@ -211,6 +212,8 @@ def _evidence(
         },
         previous={} if old.last is None else old.last.gradients,
         suspects=_suspects(case.at(worst.step), worst),
+        moves=lambda: suspects.moves(case.at(worst.step), worst.step),
+        changed=suspects.changed_by_forward(case.at(worst.step), worst.step),
         held=held,
         kinds={name: type(old.model.get_submodule(name.rpartition(".")[0])).__name__ for name in named},
         aliases={each: name for name in named for each in suspects.names_of(old.model, name) if each != name},
@@ -225,7 +228,7 @@ def _later(fresh: Reference, steps: int) -> dict[float, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedules that are stepped without their optimizers say so
         for schedule in fresh.schedules:
-            for _ in range(steps):
+            for _ in range(0 if recipe.wants_loss(schedule) else steps):
                 schedule.step()
     return {float(group["lr"]): steps for each in fresh.optimizers for group in each.param_groups}
 

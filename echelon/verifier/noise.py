@@ -46,7 +46,7 @@ class Slack:
             mine = plan.get(name)
             if true is None or mine is None or mine.shape != true.shape:
                 continue
-            true, mine = wide(true), wide(mine)
+            true, mine = wide(true, true.device), wide(mine, true.device)
             error = ((mine - true).abs() / true.abs()).nan_to_num(0.0, posinf=2.0).mul_(4.0).clamp_(max=2.0)
             if name in self._error:
                 error = torch.maximum(error, self._error[name])
@@ -57,7 +57,10 @@ class Slack:
         """The slack of each parameter, given where the reference stands now: by the largest move in its own group."""
         largest: dict[str, float] = {}
         for name, value in parameters.items():
-            moved = float((wide(value) - self._start[name]).abs().max()) if value.numel() else 0.0
+            if name not in self._start:  # made in forward
+                continue
+            start = self._start[name].to(value.device)
+            moved = float((wide(value, value.device) - start).abs().max()) if value.numel() else 0.0
             group = groups.get(name, "")
             largest[group] = max(moved, largest.get(group, 0.0))
         return {name: error * largest.get(groups.get(name, ""), 0.0) for name, error in self._error.items()}

@@ -54,11 +54,19 @@ def listening(
     def heard(_: nn.Module, __: Any, output: Any) -> None:
         note([_numbers(look(leaf)) for leaf in leaves(output)])
 
+    if isinstance(model, torch.jit.ScriptModule):
+        yield
+        return
     hook = model.register_forward_hook(heard)
     try:
         yield
     finally:
         hook.remove()
+
+
+def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that take hooks, with their paths: TorchScript's take none."""
+    return ((path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule))
 
 
 def leaves(output: Any) -> Iterator[Tensor]:

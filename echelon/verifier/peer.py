@@ -19,7 +19,7 @@ from echelon.verifier import recipe
 from echelon.verifier.basis import Basis, without_dropout
 from echelon.verifier.feed import Feed
 from echelon.verifier.footing import Footing
-from echelon.verifier.outputs import singles
+from echelon.verifier.outputs import hookable, singles
 from echelon.verifier.reference import Record
 from echelon.verifier.trial import Trial
 
@@ -45,14 +45,15 @@ class Peer(Trial):
         super().__init__(job, plan, ranks, still, torch.float64, singly=True)
         #: Module path -> when forward first entered it on this rank.
         self.order: dict[str, int] = {}
-        for path, module in self.run.model.named_modules():
+        for path, module in hookable(self.run.model):
             module.register_forward_pre_hook(lambda *_, path=path: self._enter(path))
 
     def _enter(self, path: str) -> None:
         self.order.setdefault(path, len(self.order))
 
     def _step(self, number: int) -> Record | None:
-        told = self._ranks.gather(recipe.groups(self.run.model, self.run.optimizers))
+        standins = [pair for each in self.run.whole.values() for pair in each.parameters.items()]
+        told = self._ranks.gather(recipe.groups(self.run.model, self.run.optimizers, standins))
         record = super()._step(number)
         groups = {name: group for each in told for name, group in each.items()}
         return None if record is None else dataclasses.replace(record, groups=groups)

@@ -6,23 +6,24 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.optim import Optimizer
 
-from echelon.engine.stored import MANIFEST, Reader, quietly
+from echelon.engine.stored import MANIFEST, open_stored, tensors
 from echelon.errors import JobError
 from echelon.job import Job
+from echelon.profiler.lazy import initialise_lazy
+from echelon.tree import to_device
 
 
 def fill(model: nn.Module, job: Job) -> None:
     """Give `model` the values a training starts from: what its factory left on the meta device, then the job's weights."""
+    initialise_lazy(model, job)
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in own):
@@ -41,7 +42,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".json":
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         for file in files:
-            if Path(file).name != file:
+            if Path(file).name != file or file.endswith(".json"):
                 raise JobError(f"{path}: shard name {file!r} leaves the folder; name files that lie beside the index")
         return {name: value for file in files for name, value in _weights(path.parent / file).items()}
     if path.suffix == ".safetensors":
@@ -61,26 +62,22 @@ def _stored(path: Path) -> dict[str, Tensor]:
             f"weights={path}: a folder without a checkpoint; give a run or a checkpoint, or a file of weights"
         )
     folder = max(whole, key=lambda each: 0 if each == path else int(each.name[5:]))
-    reader = Reader(folder)  # torch's, which runs nothing that the files say
-    entries = reader.read_metadata().state_dict_metadata
-    held: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if name.startswith("model/") and isinstance(entry, TensorStorageMetadata)
-    }
-    with quietly():
-        load_tensors(held, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model/"): value for name, value in held.items()} | _tables(folder)
+    stored = open_stored(folder)
+    held = tensors(stored, "model/")
+    return {name.removeprefix("model/"): value for name, value in held.items()} | _tables(
+        folder, stored.manifest["parameters"]
+    )
 
 
-def _tables(folder: Path) -> dict[str, Tensor]:
+def _tables(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     """Of a checkpoint with a parameter server: its tables, as tensors."""
     if not (folder / "server" / "manifest.json").is_file():
         return {}
+    from echelon.server.checkpoint import read_manifest
     from echelon.server.export import every_row
 
-    shapes, found = json.loads((folder / MANIFEST).read_text())["parameters"], {}
-    for spec in json.loads((folder / "server" / "manifest.json").read_text())["specs"]:
+    found = {}
+    for spec in read_manifest(folder / "server")["specs"]:
         if spec["what"] == "table":
             table = torch.empty(shapes[spec["name"]], dtype=torch.float64 if spec["dtype"] == "f8" else torch.float32)
             for ids, values in every_row(folder / "server", spec["name"], len(table), spec["dtype"]):
@@ -89,17 +86,11 @@ def _tables(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def cast(batch: Any, device: torch.device) -> Any:
-    """`batch` on `device`, its floating tensors in float64."""
-    if isinstance(batch, Tensor):
-        return batch.to(device=device, dtype=torch.float64 if batch.is_floating_point() else None)
-    if isinstance(batch, dict):
-        return {key: cast(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(cast(value, device) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(cast(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+def cast(batch: Any, device: torch.device, dtype: torch.dtype = torch.float64) -> Any:
+    """`batch` on `device`, its floating tensors in `dtype`."""
+    return to_device(
+        batch, device, lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+    )
 
 
 def optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
@@ -113,14 +104,23 @@ def optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
 
 
 def schedules(job: Job, made: Sequence[Optimizer], steps: int) -> list[Any]:
-    """A schedule for each optimizer."""
+    """A schedule for each optimizer, but those that evaluations step (ReduceLROnPlateau): a proof has none."""
     if job.schedule is None:
         return []
     required = [
         each for each in inspect.signature(job.schedule).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    return [job.schedule(each, steps) if len(required) > 1 else job.schedule(each) for each in made]
+    found = [job.schedule(each, steps) if len(required) > 1 else job.schedule(each) for each in made]
+    return [schedule for schedule in found if job.evaluation is None or not wants_loss(schedule)]
+
+
+def wants_loss(schedule: Any) -> bool:
+    """Whether its `step` must be given a number."""
+    return any(
+        each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        for each in inspect.signature(schedule.step).parameters.values()
+    )
 
 
 def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Tensor]:
@@ -130,14 +130,16 @@ def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Te
         f"{index}/{names[id(parameter)]}/{key}": value
         for index, optimizer in enumerate(made)
         for parameter, state in optimizer.state.items()
+        if id(parameter) in names and isinstance(state, dict)  # other keys hold what belongs to no parameter
         for key, value in state.items()
         if isinstance(value, Tensor)
     }
 
 
-def groups(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, str]:
-    """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size."""
-    names = {id(value): name for name, value in model.named_parameters()}
+def groups(model: nn.Module, made: Sequence[Optimizer], standins: Iterable[tuple[str, Tensor]] = ()) -> dict[str, str]:
+    """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size. `standins`: tensors that
+    optimizers hold in place of the model's parameters."""
+    names = {id(value): name for name, value in (*model.named_parameters(), *standins)}
     found: dict[str, str] = {}
     for index, optimizer in enumerate(made):
         for group in optimizer.param_groups:

@@ -4,13 +4,13 @@ What one device runs in a step:
 
     no batch norm          the whole global batch at once
     batch norm "local"     the plan's micro-batches one after another, in the order of the global batch
+    draws not held         the same, each from a seed of its own
     batch norm "sync"      for each round the union of all ranks' micro-batches of that round
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,11 +27,15 @@ from torch.utils.hooks import RemovableHandle
 from echelon.job import Job, call_loss, call_model, lift
 from echelon.plan.plan import Plan
 from echelon.plan.split import split
+from echelon.profiler.isolation import Isolated
+from echelon.profiler.lazy import initialise_lazy
+from echelon.profiler.random_state import random_states
+from echelon.profiler.still import UPDATE, seed_build, seed_samples
 from echelon.verifier import recipe
 from echelon.verifier.feed import Feed
 from echelon.verifier.identity import model_hash
 from echelon.verifier.mark import Mark
-from echelon.verifier.outputs import Given, Outputs, listening, marked
+from echelon.verifier.outputs import Given, Outputs, hookable, listening, marked
 from echelon.world import usable_cores
 
 #: Parameters from which on threads are worth their start.
@@ -68,25 +72,33 @@ class Reference:
 
     def __init__(
         self, job: Job, plan: Plan, feed: Feed, *, device: torch.device | str = "cpu", shake: float = 0.0,
-        still: Callable[[], AbstractContextManager[object]] = nullcontext,
+        still: Callable[[], AbstractContextManager[object]] = nullcontext, pristine: nn.Module | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:  # fmt: skip
-        """`still` is the context of forward, loss and backward: what makes two runs comparable."""
-        self.job, self.plan, self.feed, self.still = job, plan, feed, still
+        """`still` makes two runs comparable; forward, loss and backward run in it. `pristine`: a copy of the job's module from before a
+        run took it."""
+        self._isolated, self._dtype = Isolated(job, dtype, pristine), dtype
+        self.job, self.plan, self.feed, self.hold = self._isolated.job, plan, feed, still
         self.device = torch.device(device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(job.seed)
-            made = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
-            recipe.fill(made, job)
-        self.fingerprint = model_hash(made)  # of the model as it is, before float64
-        self.model: nn.Module = lift(made, torch.float64).to(self.device).train()
-        if shake:
-            _shake(self.model, shake)
-        self.optimizers = recipe.optimizers(job, self.model)
-        self.schedules = recipe.schedules(job, self.optimizers, feed.total)
+        with self._isolated.active(), random_states():
+            seed_build(job.seed)
+            made = self.job.model if isinstance(self.job.model, nn.Module) else self.job.model()
+            initialise_lazy(made, self.job)
+            recipe.fill(made, self.job)
+            self.fingerprint = model_hash(made)  # of the model as it is, before float64
+            self.model: nn.Module = lift(made, dtype).to(self.device).train()
+            if shake:
+                _shake(self.model, shake)
+            self.optimizers = recipe.optimizers(self.job, self.model)
+            self.schedules = recipe.schedules(self.job, self.optimizers, feed.total)
+        #: Whether draws that cannot be held follow from the micro-batch: the plan's are then run one after another.
+        self.seeded = False
         #: Module path -> when the first forward entered it.
         self.order: dict[str, int] = {}
         #: What the model gave in the step that was made last, of the first one alone.
         self._outputs: dict[Given, Mark | None] = {}
+        #: What was changed in the optimizers' steps: draws that were held, casts that were lifted.
+        self.held_update: set[str] = set()
         #: What the last step made.
         self.last: Record | None = None
 
@@ -101,9 +113,10 @@ class Reference:
     def pieces(self, size: int) -> list[np.ndarray]:
         """Which positions of the global batch run together, in order."""
         shares = split(size, self.plan.mesh.dp, self.plan.micro, self.plan.shares)
-        if not self.coupled:
+        local = self.plan.batchnorm == "local" if self.coupled else self.seeded
+        if not self.coupled and not local:
             return [np.arange(size)]
-        if self.plan.batchnorm == "local":
+        if local:
             return [np.arange(part.start, part.stop) for share in shares for part in share]
         return [
             np.concatenate([np.arange(part.start, part.stop) for part in turn]) for turn in zip(*shares, strict=True)
@@ -112,18 +125,21 @@ class Reference:
     def step(self, number: int, loss: Tensor | None = None) -> Record:
         """Train on the batch of step `number`; `loss`: what `backward` of it gave, where it is done already."""
         loss = self.backward(number) if loss is None else loss
-        gradients = {name: _dense(value.grad) for name, value in self.model.named_parameters()}
+        # Copies: clipping changes gradients in place, and so do some optimizers.
+        gradients = {name: _copied(value.grad) for name, value in self.model.named_parameters()}
         if self.job.clip is None:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
         else:
-            gradients = {name: None if grad is None else grad.clone() for name, grad in gradients.items()}
             norm = _clipped(list(self.model.parameters()), self.job.clip)
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         groups = recipe.groups(self.model, self.optimizers)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for schedule in self.schedules:
-            schedule.step()
+        with self._isolated.active():
+            with UPDATE() as held:
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            self.held_update |= held.changed
+            for schedule in self.schedules:
+                schedule.step(float(loss)) if recipe.wants_loss(schedule) else schedule.step()
         self.last = Record(
             step=number, loss=loss, norm=norm, gradients=gradients, parameters=dict(self.model.named_parameters()),
             buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
@@ -131,6 +147,12 @@ class Reference:
         )  # fmt: skip
         self._outputs = {}
         return self.last
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """The context of forward, loss and backward: this run's own copies of what the job's functions reach, made comparable."""
+        with self._isolated.active(), self.hold():
+            yield
 
     def backward(self, number: int) -> Tensor:
         """Leave the gradients of step `number`'s global loss in the model; give that loss."""
@@ -141,6 +163,8 @@ class Reference:
         for piece in self.pieces(self.feed.size(number)):
             batch = self.batch(number, piece)
             note = partial(self._note_outputs, piece, self.feed.size(number))
+            if self.seeded:
+                seed_samples(self.job.seed, number, int(piece[0]))
             with self.still(), _cores(self.model), listening(self.model, note) if first else nullcontext():
                 part, weight = self.loss(batch, len(piece))
                 part.backward()
@@ -163,7 +187,7 @@ class Reference:
 
     def batch(self, number: int, piece: np.ndarray) -> Any:
         """These positions of step `number`'s batch. Not to be read inside `still`: data sets may draw and cast as they like."""
-        return recipe.cast(self.feed.take(number, piece), self.device)
+        return recipe.cast(self.feed.take(number, piece), self.device, self._dtype)
 
     def loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
         """What a batch of so many samples adds to the loss, as a sum, and what it counts."""
@@ -177,8 +201,7 @@ class Reference:
             self.order.setdefault(path, len(self.order))
 
         return [
-            module.register_forward_pre_hook(lambda *_, path=path: note(path))
-            for path, module in self.model.named_modules()
+            module.register_forward_pre_hook(lambda *_, path=path: note(path)) for path, module in hookable(self.model)
         ]
 
 
@@ -199,6 +222,8 @@ def _shake(model: nn.Module, size: float) -> None:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue  # counters and seeds are exact
             signs = torch.randint(0, 2, parameter.shape, generator=draw).mul_(2).sub_(1).to(parameter.device)
             parameter.add_(parameter * signs, alpha=size)
 
@@ -214,5 +239,7 @@ def _clipped(parameters: list[nn.Parameter], largest: float) -> Tensor:
     return norm
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()

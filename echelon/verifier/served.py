@@ -32,7 +32,7 @@ def most_ahead(job: Job, plan: Plan, ranks: Ranks) -> tuple[int, int]:
     bound = plan.staleness or 0
     if isinstance(job.model, nn.Module):
         job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
-    with Run(job, plan, ranks.world, device=ranks.device) as run:
+    with Run(job, plan, ranks.world, device=ranks.device, watch=False) as run:
         hub, watched, most = run.hub, 0, 0
         assert hub is not None
         for batch in run.batches(min(run.total_steps, bound + _BESIDES, _MOST)):

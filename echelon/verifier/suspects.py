@@ -12,10 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.plan.split import split
 from echelon.verifier.compare import wide
 from echelon.verifier.reference import Reference
+
+#: Stands for state that each call of forward or of the loss changes; `causes` has the words, which name it.
+PER_CALL = "state per call"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +50,9 @@ def parts(reference: Reference, number: int, name: str) -> list[Part]:
     if reference.coupled and reference.plan.batchnorm == "sync":
         return []
     found = []
-    plan = reference.plan
+    plan, start = reference.plan, _State(reference.model)
     for rank, share in enumerate(split(reference.feed.size(number), plan.mesh.dp, plan.micro, plan.shares)):
+        start.put_back()  # each rank has its own copy of what forward changes
         for turn, part in enumerate(share):
             reference.model.zero_grad(set_to_none=True)
             batch = reference.batch(number, np.arange(part.start, part.stop))
@@ -58,7 +63,76 @@ def parts(reference: Reference, number: int, name: str) -> list[Part]:
             value = _gradient(reference.model, name) if name else wide(total)
             found.append(Part(rank=rank, turn=turn, samples=part.size, count=count, value=value))
     reference.model.zero_grad(set_to_none=True)
+    start.put_back()
     return found
+
+
+class _State:
+    """What forward may change of a model: parameters, buffers and plain attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors = {name: value.detach().clone() for name, value in _tensors(model)}
+        self._plain = _plain(model)
+
+    def changed(self) -> list[str]:
+        """The names of what is different now."""
+        found = [
+            name for name, value in _tensors(self._model) if not torch.equal(value, self._tensors.get(name, value))
+        ]
+        now = _plain(self._model)
+        return [*found, *(name for name in now if name in self._plain and now[name][2] != self._plain[name][2])]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for name, value in _tensors(self._model):
+            if name in self._tensors and value.shape == self._tensors[name].shape:
+                value.copy_(self._tensors[name])
+        for module, name, plain in self._plain.values():
+            setattr(module, name, plain)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _plain(model: nn.Module) -> dict[str, tuple[nn.Module, str, int | float | str]]:
+    """Numbers and texts that modules keep as attributes."""
+    return {
+        f"{path}.{name}" if path else name: (module, name, value)
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str)
+    }
+
+
+def changed_by_forward(reference: Reference, number: int) -> tuple[str, ...]:
+    """What one forward of a step's batch changes of the model beside the statistics of batch norms, which a plan accounts for."""
+    start = _State(reference.model)
+    piece = reference.pieces(reference.feed.size(number))[0]
+    with torch.no_grad(), reference.still():
+        reference.loss(reference.batch(number, piece), len(piece))
+    norms = {
+        f"{path}.{name}"
+        for path, module in reference.model.named_modules()
+        if isinstance(module, _BatchNorm)
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    return tuple(name for name in start.changed() if name not in norms)
+
+
+def moves(reference: Reference, number: int) -> bool:
+    """Whether the same micro-batch gives another loss when it is computed again: something was kept that is not the model's."""
+    plan = reference.plan
+    part = split(reference.feed.size(number), plan.mesh.dp, plan.micro, plan.shares)[0][0]
+    batch, start, values = reference.batch(number, np.arange(part.start, part.stop)), _State(reference.model), []
+    for _ in range(2):
+        start.put_back()
+        with torch.no_grad(), reference.still():
+            values.append(reference.loss(batch, part.size)[0])
+    return not torch.equal(*values)
 
 
 def weighings(found: list[Part]) -> Iterator[Suspect]:
@@ -67,6 +141,8 @@ def weighings(found: list[Part]) -> Iterator[Suspect]:
         return
     ranks, turns = max(part.rank for part in found) + 1, max(part.turn for part in found) + 1
     samples = sum(part.samples for part in found)
+    # The right sum, of parts that were computed one after another: where that is not the reference's, each call left something behind.
+    yield from _of(found, found, PER_CALL)
     yield Suspect(
         words="it is the mean of the micro-batches' means, weighed by samples: the loss is averaged inside each micro-batch, whatever it "
         "counts; return (sum, count) and divide once, by the whole batch's count",

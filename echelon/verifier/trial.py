@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from echelon.engine.state import optimizer_tensors, piece_of, whole
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.split import Span, split
-from echelon.profiler.still import Stillness, silence
+from echelon.profiler.isolation import Isolated
+from echelon.profiler.still import UPDATE, Stillness, seed_samples, silence
 from echelon.verifier.mark import Holdings, Mark, Place, mark, weigh
 from echelon.verifier.outputs import Given, Outputs, listening, marked, singles
 from echelon.verifier.reference import Record
@@ -57,6 +57,10 @@ class _Heard:
         return {given: each for call in self._calls for given, each in call.items()} if whole else {}
 
 
+def _enter(stack: contextlib.ExitStack, still: Stillness) -> None:
+    stack.enter_context(still())
+
+
 def _whole(value: Tensor) -> Tensor:
     return value.copied() if isinstance(value, Logits) else value
 
@@ -70,10 +74,10 @@ class Trial:
     ) -> None:  # fmt: skip
         """`singly`: outputs are told sample by sample, to compare with a run that shares the samples out in another way. `silent`:
         dropout is off."""
-        if isinstance(job.model, nn.Module):
-            job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
+        self._isolated = Isolated(job, dtype)  # a proof must not train the user's own
         self._ranks, self._still, self._singly = ranks, still, singly
-        self.run = Run(job, plan, ranks.world, device=ranks.device, dtype=dtype)
+        with self._isolated.active():
+            self.run = Run(self._isolated.job, plan, ranks.world, device=ranks.device, dtype=dtype, watch=False)
         #: Paths of the modules whose dropout is off.
         self.silenced = silence(self.run.model) if silent else []
         #: Steps that a loss scale made the run skip.
@@ -92,7 +96,8 @@ class Trial:
 
     def batch(self, number: int) -> StepBatch:
         """What this rank reads for a step."""
-        (batch,) = self.run.loader.steps(number, number + 1)
+        with self._isolated.active():
+            (batch,) = self.run.loader.steps(number, number + 1)
         return batch
 
     def start(self) -> dict[str, Tensor]:
@@ -112,10 +117,11 @@ class Trial:
 
     @contextlib.contextmanager
     def _switched(self) -> Iterator[None]:
-        """torch's switches for float32 are the process's, and another run lives beside this one."""
+        """torch's switches for float32 are the process's, and other runs live there too, which must not share this one's state."""
         restore = switch(self.run.precision)
         try:
-            yield
+            with self._isolated.active():
+                yield
         finally:
             restore()
 
@@ -123,20 +129,24 @@ class Trial:
         run, batch = self.run, self.batch(number)
         parts = split(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.shares)[run.data.rank]
         heard = _Heard(parts, singly=self._singly)
-        with self._still(), listening(run.model, heard.note, _whole) if self._listens else contextlib.nullcontext():
+        with self._still():
+            run.prepare(batch)  # it calls the model, which must not be taken for the step's own calls
+        listens = listening(run.model, heard.note, _whole) if self._listens else contextlib.nullcontext()
+        with self._still(), listens, self._seeded(number, parts):
             loss = run.backward(batch)
         told = self._ranks.gather(heard.outputs if run.tells else {}) if self._listens else []
         self._listens = False
         named, hub = dict(self._parameters()), run.hub
-        found = whole(run, {name: value.grad for name, value in named.items() if value.grad is not None})
+        found = self._gathered({name: value.grad for name, value in named.items() if value.grad is not None})
         if hub is not None:
             found |= hub.gradients()
         size = self._norm()
         norms = [torch.linalg.vector_norm(local(value.grad)) for value in named.values() if value.grad is not None]
-        step = run.update(loss, batch.samples)
+        with self._held_updates():
+            step = run.update(loss, batch.samples)
         self.skipped += step.skipped
         parameters, buffers, optimizer = (
-            whole(run, each) for each in (named, dict(run.model.named_buffers()), optimizer_tensors(run))
+            self._gathered(each) for each in (named, dict(run.model.named_buffers()), optimizer_tensors(run))
         )
         parameters |= {} if hub is None else hub.whole()
         if not run.world.main:
@@ -155,9 +165,53 @@ class Trial:
             untold=frozenset() if hub is None else hub.trained,
         )
 
+    @contextlib.contextmanager
+    def _seeded(self, number: int, parts: Sequence[Span]) -> Iterator[None]:
+        """Where something draws that cannot be held: this rank's micro-batches each start from a seed of their own."""
+        if not self._still.seeded:
+            yield
+            return
+        starts = iter(part.start for part in parts)
+
+        def seed(*_: Any) -> None:
+            start = next(starts, None)
+            if start is not None:
+                seed_samples(self.run.job.seed, number, start)
+
+        hook = self.run.model.register_forward_pre_hook(seed)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def _held_updates(self) -> Iterator[None]:
+        """The optimizers' steps are held still as the reference's are; what else an update does is the engine's own."""
+        update = dataclasses.replace(UPDATE, narrow=not self._rough)
+        with contextlib.ExitStack() as hooks, contextlib.ExitStack() as held:
+            for optimizer in self.run.optimizers:
+                hooks.callback(optimizer.register_step_pre_hook(lambda *_: _enter(held, update)).remove)
+                hooks.callback(optimizer.register_step_post_hook(lambda *_: held.close()).remove)
+            yield
+
+    def _gathered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole on rank 0. A tensor without elements has no part that a rank could send."""
+        found = whole(self.run, values)
+        empty = {name: local(value).detach().cpu() for name, value in values.items() if not value.numel()}
+        return (
+            found | {name: value for name, value in empty.items() if name not in found}
+            if self.run.world.main
+            else found
+        )
+
     def _norm(self) -> Tensor | None:
         """The gradient norm where a training would not ask for it; None where it does, or where rounding would decide."""
         return None if self._rough or self.run.job.clip is not None else self.run.norm()
+
+    def prepare(self, number: int) -> None:
+        """Have the run call the model as it does before its first step, so that later calls are the step's own."""
+        with self._switched(), self._still():
+            self.run.prepare(self.batch(number))
 
     def holdings(self) -> Holdings:
         """What each rank holds of the parameters and the buffers."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from echelon.engine.ranks import Ranks
-from echelon.errors import PlanError, VerificationError
+from echelon.errors import EchelonError, PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.check import parts_batches, require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
+from echelon.profiler.isolation import Isolated
 from echelon.profiler.still import Stillness
 from echelon.verifier import noise
 from echelon.verifier.basis import Basis, Referee
@@ -34,12 +36,20 @@ from echelon.verifier.footing import Footing, asked, choose, free, require_whole
 from echelon.verifier.identity import versions
 from echelon.verifier.look import Look, look
 from echelon.verifier.mark import copies
+from echelon.verifier.outputs import listed
 from echelon.verifier.peer import Peer, Versus
+from echelon.verifier.sampling import Sample, affordable_flops, smaller
+from echelon.verifier.self_check import Unsteady, self_check
 from echelon.verifier.served import in_step, most_ahead, with_bound
 from echelon.verifier.trial import Trial
 from echelon.world import World, read_world
 
 T = TypeVar("T")
+
+_UNHELD = (
+    "{where}: parts of a batch draw other numbers than the whole, so that nobody can tell whether samples see each other; draw them through "
+    "functions of torch, numpy.random or random, which a proof holds still, or use a plan that keeps batches whole"
+)
 
 
 def verify(
@@ -53,13 +63,14 @@ def verify(
     profile: Profile | None = None,
     reference: str = "auto",
     memory: int | None = None,
+    seconds: float | None = None,
 ) -> Certificate:
     """Prove that `plan` computes what one device computes. Called by every rank; each gets the same certificate.
 
     Looks at the first `steps` steps, and at the epoch's last where it is short. `job_hash` is `identity.job_hash` of the job's
     file: without it the certificate covers no file. A plan that `check` refuses for the job's `profile` is refused here too.
     `reference`: what to compare with, "device", "host" or another plan; "auto" is the strongest for which one device has the
-    memory: `memory` bytes, or what is free.
+    memory: `memory` bytes, or what is free. `seconds`: how long it may take; a large job is then proved on fewer samples.
     """
     world = world or read_world()
     if plan.ranks != world.size:
@@ -78,6 +89,13 @@ def verify(
         return _with_bound(proved, job, plan, world, device)
     ranks = Ranks(world, device)
     try:
+        sample = None if seconds is None else _sample(job, plan, profile, ranks, seconds)
+        if sample is not None:
+            proved = verify(
+                sample.job, sample.plan, world=world, steps=steps, job_hash=job_hash, device=device, profile=sample.profile,
+                reference=reference, memory=memory,
+            )  # fmt: skip
+            return dataclasses.replace(proved, plan=plan, batch=job.batch, notes=(sample.note, *proved.notes))
         with ranks.together():
             feed = open_feed(job)
             chosen = feed.steps(steps)
@@ -90,23 +108,43 @@ def verify(
             if world.main:
                 basis = _basis(job, plan, feed, chosen, footing, ranks)
         unknown = ranks.gather(unknown)[-1]
+        with ranks.together():
+            if basis and unknown and basis.still.seeded and parts_batches(plan, job.batch):
+                raise VerificationError(
+                    _UNHELD.format(where=listed([note for note in basis.notes if "be held" in note]))
+                )
         if basis and unknown:
             basis.notes.append(unknown)
         still = _from_main(ranks, basis.still if basis else None)
         proof, drift, skipped = _beside(job, plan, ranks, chosen, basis, still, footing)
         _draw(job, plan, ranks, chosen, basis, proof, still)
+        unsteady: Unsteady | None = None
         with ranks.together():
             if basis and proof:
                 basis.reconsider(proof)
-        seen = _look_again(job, plan, ranks, chosen, basis, proof, still)
+                unsteady = self_check(basis, proof) if isinstance(basis, Case) else None
+        seen = _look_again(job, plan, ranks, chosen, None if unsteady else basis, proof, still)
         with ranks.together():
             certificate = (
-                _certificate(basis, proof, drift, seen, skipped, job_hash) if basis and proof and drift else None
+                _certificate(basis, proof, drift, seen, skipped, job_hash, unsteady)
+                if basis and proof and drift
+                else None
             )
         text = _from_main(ranks, certificate.to_json() if certificate else None)
         return Certificate.from_json(text, source="the certificate of rank 0")
     finally:
         ranks.close()
+
+
+def _sample(job: Job, plan: Plan, profile: Profile | None, ranks: Ranks, seconds: float) -> Sample | None:
+    """The smaller job that all ranks prove in place of this one, by rank 0's clock; None: this one."""
+    affordable = 0.0
+    with ranks.together():
+        if ranks.world.main:
+            profile = profile or _profile(job)[0]
+            affordable = math.inf if profile is None else affordable_flops(ranks.device, seconds)
+    affordable, profile = _from_main(ranks, (affordable, profile))
+    return None if profile is None else smaller(job, plan, profile, affordable, open_feed(job).total)
 
 
 def _with_bound(
@@ -161,8 +199,10 @@ def _profile(job: Job) -> tuple[Profile | None, str]:
     """None, and why, where it cannot be made: such a job may still be proved, or fail there for its own reason."""
     from echelon.profiler import profile
 
+    isolated = Isolated(job)
     try:
-        return profile(job), ""
+        with isolated.active():
+            return profile(isolated.job), ""
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         return None, f"whether a training would refuse the plan is not known: the job could not be profiled ({why})"
@@ -186,7 +226,7 @@ def _beside(
 ) -> tuple[Referee | None, Referee | None, int]:
     """The plan's runs in float64 and in its own precision, held against the truth; and the number of steps that a loss scale made the
     second skip. The referees are rank 0's."""
-    with contextlib.ExitStack() as stack:
+    with _failing_as(plan), contextlib.ExitStack() as stack:
         exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64, singly=footing.plan is not None))
         own = stack.enter_context(Trial(job, plan, ranks, dataclasses.replace(still, narrow=False), None))
         peer = stack.enter_context(Peer(job, footing.plan, ranks, still)) if footing.plan is not None else None
@@ -217,7 +257,26 @@ def _beside(
                     proof.judge(mine, true, after)
                     if rough:
                         drift.judge(rough, true)
+        if basis is not None and truth is not None and truth.reference.held_update:
+            names = listed(sorted(truth.reference.held_update))
+            basis.notes.append(
+                f"in the optimizers' steps random numbers are held and casts below float64 are lifted, in both runs: {names}"
+            )
         return proof, drift, own.skipped
+
+
+@contextlib.contextmanager
+def _failing_as(plan: Plan) -> Iterator[None]:
+    """What the job raises under a plan, after one device has run it, is an answer: the plan does not run it."""
+    try:
+        yield
+    except EchelonError:
+        raise
+    except Exception as error:
+        raise VerificationError(
+            f'under "{plan}" the job fails where one device does not: {type(error).__name__}: {first_line(error)}; use another plan, or '
+            "mend what it names"
+        ) from error
 
 
 def _draw(
@@ -261,7 +320,13 @@ def _look_again(
 
 
 def _certificate(
-    basis: Basis, proof: Referee, drift: Referee, seen: Look | None, skipped: int, job_hash: str
+    basis: Basis,
+    proof: Referee,
+    drift: Referee,
+    seen: Look | None,
+    skipped: int,
+    job_hash: str,
+    unsteady: Unsteady | None = None,
 ) -> Certificate:
     found, footing = findings(proof.differences, basis.bounds), basis.footing
     if seen is not None and seen.outputs is not None and not (seen.outputs.good and _outputs(found)):
@@ -286,6 +351,9 @@ def _certificate(
             f"{where}: {drift.factor:.6g} times the reference, and in float64 they agree: looks like a loss scale, or another factor of "
             f"{precision} alone, that is not taken out"
         )
+    if unsteady is not None:
+        found, divergent = (unsteady.finding, *found), unsteady.words
+        notes.append("not deterministic: two runs of one device differ, so that nothing is known of the plan")
     return Certificate(
         plan=basis.plan,
         job=job_hash,
@@ -298,6 +366,7 @@ def _certificate(
         divergent=divergent,
         drift=findings(drift.differences, Bounds(least=ALLOWED[precision])),
         notes=tuple(notes),
+        deterministic=unsteady is None,
         reference=footing.kind,
         peer=footing.plan,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from echelon.engine.pipeline import add_up
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
 from echelon.engine.tensor import Axis, cut, install, pieces
-from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.profiler.sharding import shard
@@ -492,16 +490,6 @@ def save(world: World, name: str, plan: str, folder: str) -> dict[str, Tensor] |
             run.step(batch)
         run.save(folder)
         return _state(run)
-
-
-def turned(world: World, name: str, plan: str) -> str:
-    """What is said to a plan's document whose job has an optimizer that computes with whole parameters by now."""
-    job = dataclasses.replace(ZOO[name](), optimizer=lambda params: torch.optim.Adafactor(params, lr=1e-3))
-    try:
-        with Run(job, Plan.from_json(plan), world):
-            return ""
-    except PlanError as error:
-        return str(error)
 
 
 def load(world: World, name: str, plan: str, folder: str) -> dict[str, Tensor] | None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from echelon.engine.metrics import Part, UnjoinableError, classify, joined
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import classes, mlp, numbers
 
@@ -52,3 +62,163 @@ def test_a_metric_that_is_no_scalar_is_named() -> None:
         pytest.raises(JobError, match=r"metric 'rows' gave a tensor of shape \(16,\)"),
     ):
         run.evaluate()
+
+
+def auc(output: Tensor, batch: Any) -> float:
+    """Of two classes; fails where there is one."""
+    score, label = output[:, 1] - output[:, 0], batch[-1] % 2
+    if label.min() == label.max():
+        raise ValueError("only one class")
+    above = (score[label == 1][:, None] > score[label == 0][None, :]).double()
+    return above.mean().item()
+
+
+def f1(output: Tensor, batch: Any) -> Tensor:
+    found, label = output.argmax(1) % 2, batch[-1] % 2
+    hits = (found & label).sum()
+    return 2 * hits / (found.sum() + label.sum()).clamp(min=1)
+
+
+def perplexity(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch[-1]).exp()
+
+
+def accuracy(output: Tensor, batch: Any) -> float:
+    return (output.argmax(1) == batch[-1]).float().mean().item()
+
+
+UNEVEN = {"auc": auc, "f1": f1, "perplexity": perplexity, "accuracy": accuracy}
+KINDS = {"auc": "whole", "f1": "whole", "perplexity": "whole", "accuracy": "mean"}
+
+
+def judged() -> Any:
+    """53 samples, and batches of 8: the last one has 5, and parts of one class come up."""
+    data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53).sort().values)
+    return mlp(data=data, evaluation=data, batch=8, metrics=UNEVEN)
+
+
+def exact() -> dict[str, float]:
+    """The metrics of all outputs at once, by the model as it starts."""
+    job = judged()
+    with Run(job, Plan(), World()) as run, torch.no_grad():
+        run.model.eval()
+        values, labels = job.evaluation.tensors
+        output = run.model(values)
+        return {name: float(metric(output, (values, labels))) for name, metric in UNEVEN.items()}
+
+
+def evaluate_under(world: World, plan: str) -> tuple[dict[str, float], dict[str, str]]:
+    """On one rank: what an evaluation gives, twice."""
+    job = judged()
+    with Run(job, complete(from_text(plan), job), world) as run:
+        found = run.evaluate()
+        assert run.evaluate() == found  # now their kinds are known
+        return found, dict(run.metric_kinds)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3 micro=2", "pp=2 micro=4", "tp=2"])
+def test_metrics_that_are_no_means_are_exact_under_every_plan(ranks: Pool, plan: str) -> None:
+    """Also those that fail on parts of one class, and those that return Python numbers from a pipeline's last stage."""
+    count = from_text(plan).ranks
+    name = "tests.engine.test_evaluate:evaluate_under"
+    for found, kinds in ranks.run(count, name, plan) if count > 1 else [evaluate_under(World(), plan)]:
+        assert kinds == KINDS
+        assert {name: found[name] for name in UNEVEN} == pytest.approx(exact(), rel=1e-6)
+
+
+def test_a_metric_that_fails_on_the_whole_set_says_so() -> None:
+    data = torch.utils.data.TensorDataset(numbers(53, 8), torch.ones(53, dtype=torch.long))
+    with (
+        Run(mlp(data=data, evaluation=data, metrics={"auc": auc}), Plan(), World()) as run,
+        pytest.raises(ValueError, match="only one class") as caught,
+    ):
+        run.evaluate()
+    assert caught.value.__notes__ == ["in metric 'auc', over the whole evaluation set"]
+
+
+def test_a_metric_over_more_than_memory_holds_is_refused_and_the_rest_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.engine.evaluate._BOUND", 256)
+    warnings: list[str] = []
+    with Run(judged(), Plan(), World(), warn=warnings.append) as run:
+        found = run.evaluate()
+    assert math.isnan(found["auc"])
+    assert found["accuracy"] == pytest.approx(exact()["accuracy"])
+    (warning,) = warnings
+    assert "auc, f1, perplexity: not a mean over samples" in warning
+    assert "(sum, count)" in warning
+
+
+def part(output: Any, batch: Any, samples: int) -> Part:
+    return Part(output, batch, samples)
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind"),
+    [
+        (lambda output, batch: (output.argmax(1) == batch).float().mean(), "mean"),
+        (lambda output, batch: output.float().square().mean().item(), "mean"),
+        (lambda output, batch: 1.0, None),
+        (lambda output, batch: ((output.argmax(1) == batch).sum(), len(batch)), "pair"),
+        (lambda output, batch: output.square().mean().sqrt(), "whole"),
+        (lambda output, batch: output[batch > 0].mean(), "whole"),
+        (f1, "whole"),
+        (lambda output, batch: torch.corrcoef(torch.stack([output[:, 0], batch.float()]))[0, 1], "whole"),
+    ],
+)
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_are_told_from_other_metrics(metric: Any, kind: str | None, right: bool, dtype: torch.dtype) -> None:
+    """Also where every prediction is right, so that F1 is 1 on every part."""
+    labels = classes(24) % 2
+    output = (torch.eye(2)[labels] * 4 if right else numbers(24, 2)).to(dtype)
+    wrapped = (lambda output, batch: metric(output, (batch,))) if metric is f1 else metric
+    parts = [part(output[:16], labels[:16], 16), part(output[16:], labels[16:], 8)]
+    assert classify(wrapped, parts) == kind
+
+
+@dataclass
+class Answer:
+    """What some models return."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+def test_a_metric_of_the_models_own_loss_is_seen_over_several_batches() -> None:
+    parts = [
+        part(Answer(torch.tensor(0.5 + place), numbers(4, 2)), {"x": numbers(4, 2), "text": ["a"] * 4}, 4)
+        for place in range(2)
+    ]
+    assert classify(lambda output, batch: output.loss, parts) == "mean"
+    assert classify(lambda output, batch: output.loss.exp(), parts) == "whole"
+    assert classify(lambda output, batch: output.loss.exp(), parts[:1]) == "whole"
+    assert (
+        classify(lambda output, batch: output.logits.mean() * len(batch["text"]) / len(output.logits), parts) == "mean"
+    )
+    everything = joined(parts)
+    assert (everything.samples, len(everything.batch["text"]), everything.output.loss) == (8, 8, 1.0)
+
+
+def test_batches_of_different_lengths_do_not_fit_together() -> None:
+    parts = [part(numbers(4, width), numbers(4, width), 4) for width in (2, 3)]
+    with pytest.raises(UnjoinableError, match=r"\(4, 2\), \(4, 3\)"):
+        joined(parts)
+    assert classify(lambda output, batch: output.sum(1).mean(), parts) == "mean"
+
+
+def test_a_metric_that_looks_like_a_mean_at_first_is_found_out_later() -> None:
+    """Rows of 0 are left out; the first batches have none."""
+
+    def kept(output: Tensor, batch: Any) -> Tensor:
+        some = batch[0][:, 0] != 0
+        return output[some].mean()
+
+    values = numbers(96, 8)
+    values[70:78, 0] = 0
+    data = torch.utils.data.TensorDataset(values, classes(96))
+    with Run(mlp(data=data, evaluation=data, batch=8, metrics={"kept": kept}), Plan(), World()) as run:
+        found = run.evaluate()
+        run.model.eval()
+        with torch.no_grad():
+            assert found["kept"] == pytest.approx(float(kept(run.model(values), (values, None))), rel=1e-6)
+        assert run.metric_kinds == {"kept": "whole"}

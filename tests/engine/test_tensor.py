@@ -15,7 +15,7 @@ from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS, losses_of
-from tests.engine.parts import CASES, Compared, compare, load, save, strange, turned
+from tests.engine.parts import CASES, Compared, compare, load, save, strange
 from tests.zoo.prove import completed
 
 
@@ -65,16 +65,6 @@ def test_what_was_saved_in_parts_is_loaded_whole_and_back(ranks: Pool, name: str
     alone = ranks.run(1, save, name, whole, str(tmp_path / "whole"))[0]
     again = ranks.run(2, load, name, parted, str(tmp_path / "whole"))[0]
     assert all(torch.equal(value, again[key]) for key, value in alone.items())
-
-
-@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1", "tp=2 pp=2"])
-def test_a_document_made_for_another_optimizer_is_refused(ranks: Pool, plan: str) -> None:
-    document = completed("mlp-norm", plan)
-    size = Plan.from_json(document).ranks
-    for told in ranks.run(size, turned, "mlp-norm", document):
-        assert "Adafactor computes with norms or factors of whole parameters, and tp leaves pieces of them" in told
-    # A plan that leaves parameters whole is executed.
-    assert ranks.run(2, turned, "mlp-norm", completed("mlp-norm", "dp=2")) == ["", ""]
 
 
 def test_ids_and_targets_out_of_range_are_refused_as_on_one_device(ranks: Pool) -> None:

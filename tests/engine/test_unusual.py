@@ -59,7 +59,6 @@ def test_unusual_modules_train_as_on_one_device(ranks: Pool, name: str, plan: st
         ("hooked", "dp=2 zero=1", "zero=1: first.weight has a gradient hook"),
         ("hooked", "tp=2", "tp=2: first.weight has a gradient hook"),
         ("hooked module", "pp=2 micro=2", "pp=2: second has a backward hook"),
-        ("adafactor", "dp=2 zero=1", "zero=1: Adafactor cannot step on sharded parameters"),
     ],
 )
 def test_what_a_plan_cannot_keep_is_refused(ranks: Pool, name: str, plan: str, words: str) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 import echelon
+from echelon.events import Event
 from echelon.world import World
 
 #: Samples and batch give this many steps per epoch.
@@ -61,3 +62,26 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 def last_loss(world: World, folder: str) -> float | None:
     """Train on this rank of several; the loss that it was told."""
     return echelon.train(make(), f"dp={world.size}", folder=Path(folder), quiet=True).loss
+
+
+class Wide(nn.Module):
+    """Layers that every axis can cut, with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.drop = nn.Dropout(0.2)
+        self.second = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.last(self.second(self.drop(values + self.first(values))))
+
+
+def checked_losses(world: World, folder: str, plan: str, verify: bool) -> list[float]:
+    """Train on this rank of several; how many steps were checked, and the losses, as rank 0 reports them."""
+    events: list[Event] = []
+    job = make(model=Wide, epochs=5)
+    echelon.train(job, plan, folder=Path(folder), quiet=True, verify=verify, listeners=[events.append])
+    counts = [event.data["count"] for event in events if event.kind == "checked"]
+    return [*(counts or [0]), *(event.data["loss"] for event in events if event.kind == "step")]

@@ -153,7 +153,6 @@ def test_a_plan_that_is_wrong_in_itself_is_still_refused() -> None:
     [
         ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=2", "dp=2: a sample's loss depends on the others of its batch"),
         ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=1 micro=4", "micro=4: a sample's loss depends on the others"),
-        ({"model": Undecided}, "dp=2 zero=3", "zero=3: the model could not be traced: if its samples decide which blocks run"),
     ],
 )  # fmt: skip
 def test_a_plan_written_by_hand_is_held_against_the_model(changes: dict[str, Any], plan: str, words: str) -> None:
@@ -235,3 +234,18 @@ def test_cuts_that_this_machine_cannot_look_for_are_left_open(monkeypatch: pytes
     assert "this machine has" in subject.warnings[-1]
     monkeypatch.undo()
     assert not Subject(make).complete_here(plan, profile).open  # a small one is looked at
+
+
+def test_a_setting_that_the_model_does_not_allow_is_left_out_and_it_is_said(tmp_path: Path) -> None:
+    """Of text and of documents alike."""
+    subject = Subject(make(model=Undecided, batch=16))
+    document = tmp_path / "plan.json"
+    from_text("dp=2 zero=3").save(document)
+    for wanted in ("dp=2 zero=3", str(document)):
+        prepared = prepare(subject, wanted)
+        assert str(prepared.plan) == "dp=2 zero=3 whole"
+        assert prepared.fallback.startswith('"dp=2 zero=3" runs as "dp=2 zero=3 whole": zero=3: ')
+        assert prepared.fallback in prepared.warnings
+    prepared = prepare(Subject(make(model=Beside, batch=16)), "dp=2 zero=3 keep")
+    assert str(prepared.plan) == "dp=2"
+    assert "layer.weight is held by a layer itself" in prepared.fallback

@@ -149,7 +149,7 @@ def test_the_certificate_is_kept_with_the_run_while_it_covers_it(tmp_path: Path)
 def test_what_a_killed_write_left_is_removed(tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / "step-00000002.partial"
     left.mkdir(parents=True)
-    (left / "__0_0.distcp").write_bytes(b"x")
+    (left / "rank-00000.bin").write_bytes(b"x")
     train(tmp_path, make(epochs=1))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
@@ -160,11 +160,13 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
         train(tmp_path, make(epochs=1, batch=4))
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rank-00000.bin", "tensors.json", "checkpoint.json"])
+def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path, name: str) -> None:
     first, _ = train(tmp_path, make())
-    (damaged,) = (tmp_path / "checkpoints" / "step-00000012").glob("*.distcp")
+    damaged = tmp_path / "checkpoints" / "step-00000012" / name
     damaged.write_bytes(damaged.read_bytes()[:-1])
     again, events = train(tmp_path, make())
+    assert f"{name}: " in of(events, "warning")[0].data["message"]
     assert "cut short" in of(events, "warning")[0].data["message"]
     assert of(events, "start")[0].data["resumed_from"] == 8
     assert (again.step, again.loss) == (first.step, first.loss)
@@ -174,7 +176,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path) -
 
 def test_why_no_checkpoint_can_be_read_is_told(tmp_path: Path) -> None:
     train(tmp_path, make())
-    for file in (tmp_path / "checkpoints").glob("*/*.distcp"):
+    for file in (tmp_path / "checkpoints").glob("*/*.bin"):
         file.write_bytes(b"x")
     with pytest.raises(CheckpointError, match="none of 3 checkpoints can be read") as caught:
         train(tmp_path, make())
@@ -230,14 +232,17 @@ def test_an_evaluation_that_fails_costs_nothing_of_what_was_trained(tmp_path: Pa
 
 
 def test_a_later_evaluation_that_fails_is_saved_before(tmp_path: Path) -> None:
-    calls: list[int] = []
+    evaluated: list[Event] = []
 
     def late(*_: object) -> float:
-        calls.append(1)
-        return fails() if len(calls) > STEPS else 1.0
+        return fails() if evaluated else 1.0
 
+    def listen(event: Event) -> None:
+        evaluated.extend([event] if event.kind == "evaluation" else [])
+
+    job = make(evaluation=samples(), metrics={"late": late})
     with pytest.raises(ValueError, match="never tried"):
-        train(tmp_path, make(evaluation=samples(), metrics={"late": late}), every=100)
+        echelon.train(job, "dp=1", folder=tmp_path, quiet=True, every=100, listeners=[listen])
     assert RunFolder(tmp_path, keep=9).saved()[0].name == "step-00000008"
 
 

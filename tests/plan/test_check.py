@@ -116,7 +116,7 @@ def test_a_batch_whose_samples_may_see_each_other_is_parted_with_a_warning() -> 
 
 def test_untraced_models_are_sharded_whole() -> None:
     untraced = replace(PROFILE, unsteady="the model could not be traced: if its samples decide which blocks run")
-    assert "if its samples decide which blocks run, ranks would wait for each other for ever; add `whole`" in str(
+    assert "if its samples decide which blocks run, block by block sharding would fail or deadlock; add `whole`" in str(
         check(from_text("dp=2 zero=3"), untraced)[0]
     )
     assert check(from_text("dp=2 zero=3 whole"), untraced) == ()

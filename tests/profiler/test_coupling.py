@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from echelon.job import Job
 from echelon.profiler import coupling, profile
+from echelon.profiler.example import Example
 from echelon.testing.models import GPT, MLP
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
@@ -73,13 +74,40 @@ class Zero(Functional):
 
 @pytest.mark.parametrize(
     "job",
-    [make_job(mlp, loss=contrastive), make_job(mlp, loss=unequal), make_job(Functional), make_job(Zero)],
-    ids=["contrastive", "mean over unequal numbers", "functional statistics", "zero head"],
+    [make_job(mlp, loss=contrastive), make_job(Functional), make_job(Zero)],
+    ids=["contrastive", "functional statistics", "zero head"],
 )
 def test_samples_that_see_each_other_are_found(job: Job) -> None:
     found = profile(job)
     assert found.coupled
     assert found.notes == ()
+
+
+def tried(job: Job, *, weighs: bool = False) -> tuple[bool | None, str]:
+    return coupling.coupling(job, Example(job), parameters=1, flops=1.0, weighs=weighs)
+
+
+def test_means_over_unequal_counts_part_well_where_parts_are_weighed_by_them() -> None:
+    job = make_job(mlp, loss=unequal)
+    assert tried(job) == (True, "")
+    assert tried(job, weighs=True) == (False, "")
+    assert profile(job).coupled is False
+    for loss in (contrastive, lambda output, batch: unequal(output, batch).sqrt()):
+        assert tried(make_job(mlp, loss=loss), weighs=True) == (True, "")
+
+
+def ignoring(output: Tensor, batch: Any) -> Tensor:
+    """Halves of the samples that are tried count as many labels each; quarters do not."""
+    target = output.detach().argmax(1).where(batch[-1][:, 0] > 0, -100)
+    return F.cross_entropy(output, target)
+
+
+def test_equal_halves_hide_nothing() -> None:
+    kept = torch.tensor([1, -1, 1, 1, 1, 1, -1, 1.0])
+    targets = kept.repeat_interleave(2)[:, None].expand(16, 8)
+    job = make_job(mlp, loss=ignoring, data=list(zip(X, targets.clone(), strict=True)))
+    assert tried(job) == (True, "")
+    assert tried(job, weighs=True) == (False, "")
 
 
 class Quirks(nn.Module):
@@ -153,7 +181,9 @@ def zeros() -> nn.Module:
 def test_a_loss_that_couples_few_samples_or_later_ones_is_found(loss: Any) -> None:
     targets = torch.cat([Y, Y, Y, Y]) + 2
     targets[[9, 10, 13]] = 0
-    assert profile(make_job(zeros, loss=loss, data=list(zip(torch.cat([X] * 4), targets, strict=True)))).coupled
+    job = make_job(zeros, loss=loss, data=list(zip(torch.cat([X] * 4), targets, strict=True)))
+    assert tried(job) == (True, "")
+    assert tried(job, weighs=True) == (False, "")
 
 
 def test_a_faint_coupling_is_found() -> None:
@@ -283,3 +313,12 @@ def test_complex_parameters_are_tried_as_they_are() -> None:
     )
     assert found.coupled is False
     assert found.notes == ()
+
+
+def test_splits_cover_any_number_of_samples() -> None:
+    from echelon.profiler.coupling import _splits
+
+    for samples in range(2, 40):
+        for parts in _splits(samples):
+            assert sum(part.size for part in parts) == samples
+            assert [part.first for part in parts] == [sum(part.size for part in parts[:at]) for at in range(len(parts))]

@@ -1,9 +1,8 @@
-"""Which optimizers treat each number by itself is found by trying; the tensor axis refuses the others."""
+"""What optimizers read is found by trial steps; check, engine and forecast follow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from echelon.errors import PlanError
-from echelon.flow.prepare import Subject, prepare
 from echelon.job import Job
-from echelon.plan.check import check
+from echelon.plan.check import check_optimizers
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.complete import complete
 from echelon.profiler.optimizer import rules
+from tests import optimizers as own
+from tests.optimizers import matrices_and_rest
 from tests.zoo.data import train
 
 
@@ -57,12 +55,6 @@ def _factored_in_one_group(named: Any) -> torch.optim.Optimizer:
     return Factored([{"params": rest, "least": 10**6}, {"params": [last], "least": 128}], lr=1e-3, least=0)
 
 
-def _muon(named: Any) -> list[torch.optim.Optimizer]:
-    params = [value for _, value in named]
-    matrices, rest = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
-    return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3)]
-
-
 class Stubborn(torch.optim.SGD):
     """Cannot be tried: it steps only where it knows the parameters."""
 
@@ -70,16 +62,8 @@ class Stubborn(torch.optim.SGD):
         raise KeyError("who is this?")
 
 
-def _knowing(named: Any) -> torch.optim.Optimizer:
-    params = [value for _, value in named]
-    if all(max(value.shape) < 8 for value in params):
-        raise RuntimeError("these are not the parameters that I know")
-    return torch.optim.SGD(params, lr=1e-3)
-
-
-def _looking(params: Any) -> torch.optim.Optimizer:
-    values = list(params)
-    return torch.optim.SGD(values, lr=float(values[0].sum()))
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.LayerNorm(6))
 
 
 def _pieces(optimizer: Callable[[Any], Any]) -> Job:
@@ -87,8 +71,8 @@ def _pieces(optimizer: Callable[[Any], Any]) -> Job:
         return output.square().mean()
 
     return train(
-        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)),
-        data=TensorDataset(torch.randn(16, 8)),
+        model=_model,
+        data=TensorDataset(torch.randn(16, 6)),
         inputs=lambda batch: (batch, {}),
         loss=loss,
         optimizer=optimizer,
@@ -96,28 +80,42 @@ def _pieces(optimizer: Callable[[Any], Any]) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("make", "whole"),
+    ("make", "kinds"),
     [
-        (lambda p: torch.optim.AdamW(p, lr=1e-3), [False]),
-        (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, weight_decay=0.1), [False]),
-        (lambda p: torch.optim.RMSprop(p, lr=1e-3), [False]),
-        (lambda p: torch.optim.Adagrad(p, lr=1e-3), [False]),
-        (lambda p: torch.optim.Adafactor(p, lr=1e-3), [True]),
-        (lambda p: Trust(p, lr=1e-3), [True]),
-        (_muon, [True, False]),
-        (lambda p: torch.optim.AdamW(p, lr=1e-3, capturable=True), [False]),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3), ["element"]),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3, capturable=True), ["element"]),
+        (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, weight_decay=0.1), ["element"]),
+        (lambda p: torch.optim.RMSprop(p, lr=1e-3), ["element"]),
+        (lambda p: torch.optim.Adagrad(p, lr=1e-3), ["element"]),
+        (lambda p: torch.optim.Adam(p, lr=0.0, foreach=True), ["element"]),
+        (own.Plain, ["element"]),
+        (lambda p: torch.optim.Adafactor(p, lr=1e-3), ["tensor"]),
+        (matrices_and_rest(lambda values: torch.optim.Muon(values, lr=1e-3)), ["tensor", "element"]),
+        (lambda p: Trust(p, lr=1e-3), ["tensor"]),
+        (own.Lamb, ["tensor"]),
+        (own.Lars, ["tensor"]),
+        (own.Shampoo, ["tensor"]),
+        (lambda p: own.Lars(p, begin=5), ["tensor"]),
+        (lambda p: own.Lars(p, begin=500), ["tensor"]),
+        (lambda p: own.Shampoo(p, begin=20_000), ["tensor"]),
+        (own.ThroughData, ["tensor"]),
+        (own.ClipInside, ["model"]),
+        (own.NvLamb, ["model"]),
+        (own.DAdapt, ["model"]),
+        (own.Prodigy, ["model"]),
+        (own.Sgld, ["draws"]),
+        (own.NumpyNoise, ["draws"]),
+        (own.EntropyNoise, ["draws"]),
+        (lambda p: own.Picky(list(p)), ["model"]),
     ],
 )
-def test_an_optimizer_that_needs_whole_parameters_is_refused_under_tp(
-    make: Callable[[Any], Any], whole: list[bool]
-) -> None:
-    job = _pieces(make)
-    found = profile(job)
-    assert [rule.whole for rule in found.optimizers] == whole
-    errors = [str(each) for each in check(from_text("tp=2"), found) if each.severity == "error"]
-    assert len(errors) == any(whole)
-    assert all("norms or factors of whole parameters" in each and "use dp=2 or pp" in each for each in errors)
-    assert not [each for each in check(from_text("dp=2"), found) if each.severity == "error"]
+def test_an_optimizer_is_classified_by_what_its_step_reads(make: Callable[[Any], Any], kinds: list[str]) -> None:
+    job, parameters = _pieces(make), dict(_model().named_parameters())
+    state = torch.get_rng_state()
+    found, _ = rules(job, parameters)
+    assert ["draws" if rule.draws else rule.reads for rule in found] == kinds
+    assert not any(rule.untried for rule in found)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -134,34 +132,35 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_under_tp(
 def test_an_optimizer_is_tried_on_parameters_as_large_as_the_models(make: Any, shapes: Any, whole: bool) -> None:
     parameters = {str(place): torch.empty(shape, device="meta") for place, shape in enumerate(shapes)}
     ((rule,), _) = rules(_pieces(make), parameters)
-    assert (rule.whole, rule.untried) == (whole, "")
-
-
-@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1", "tp=2 pp=2"])
-@pytest.mark.parametrize("make", [lambda p: torch.optim.Adafactor(p, lr=1e-3), lambda p: Trust(p, lr=1e-3), _muon])
-def test_it_is_refused_on_first_use_too_when_nothing_is_known_of_the_job(make: Callable[[Any], Any], plan: str) -> None:
-    job = _pieces(make)
-    with pytest.raises(PlanError, match="norms or factors of whole parameters, and tp leaves pieces") as caught:
-        complete(from_text(plan), job)
-    with pytest.raises(PlanError, match="norms or factors of whole parameters"):
-        prepare(Subject(job), plan)
-    (told,) = caught.value.problems
-    assert str(told) in map(str, check(from_text(plan), profile(job)))
-    # A document that says how the model is cut was made for another optimizer.
-    cut = complete(from_text("tp=2"), replace(job, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3)))
-    with pytest.raises(PlanError, match="norms or factors of whole parameters"):
-        complete(cut, job)
+    assert (rule.reads != "element", rule.untried) == (whole, "")
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "plan", "words"),
     [
-        (lambda p: Stubborn([v for _, v in p], lr=1e-3), r"Stubborn could not be tried .*KeyError: 'who is this\?'"),
-        (_looking, r"the optimizer could not be tried on pieces"),
-        (_knowing, r"SGD could not be tried on pieces of parameters \(RuntimeError: these are not"),
+        (own.Lamb, "dp=2 zero=1", "LAMB reads whole parameters (norms, factors), and zero=1 shards them"),
+        (own.Lamb, "dp=2 tp=2 zero=3", "zero=3 shards and tp=2 cuts them: every step gathers gradients and values at the ranks that own"),
+        (own.Lamb, "dp=2", None),
+        (own.Lamb, "pp=2", None),
+        (own.DAdapt, "pp=2", "reads across parameters, and pp=2 spreads them: every step gathers gradients and values at one rank"),
+        (own.DAdapt, "dp=2", None),
+        (own.Sgld, "dp=2 zero=2", "draws random numbers"),
+        (own.Sgld, "dp=2", None),
+        (own.Plain, "dp=2 tp=2 pp=2 zero=2", None),
+        (lambda p: Stubborn([v for _, v in p], lr=1e-3), "tp=2", r"could not be tried on small parameters (KeyError: 'who is this?')"),
+        (own.by_value, "tp=2", "could not be tried on small parameters (RuntimeError"),
     ],
-)
-def test_one_that_cannot_be_tried_is_taken_for_one_that_needs_whole_parameters(make: Any, words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        complete(from_text("tp=2"), _pieces(make))
-    assert complete(from_text("dp=2"), _pieces(make))
+)  # fmt: skip
+def test_check_names_what_is_gathered_and_refuses_nothing(make: Any, plan: str, words: str | None) -> None:
+    found, _ = rules(_pieces(make), dict(_model().named_parameters()))
+    problems = list(check_optimizers(from_text(plan), found))
+    assert all(each.severity == "warning" for each in problems)
+    assert len(problems) == (words is not None)
+    assert all((words or "").replace("LAMB", "") in str(each) for each in problems)
+
+
+def test_a_function_that_looks_at_values_is_profiled() -> None:
+    found = profile(_pieces(own.by_value))
+    ((rule,), notes) = found.optimizers, found.notes
+    assert (rule.reads, rule.state) == ("model", 2 * found.gradient_bytes)
+    assert any("meta device" in note for note in notes)

@@ -494,3 +494,51 @@ def test_columns_that_are_all_alike_tell_nothing() -> None:
             return self.down(F.layer_norm(noise, noise.shape[-1:])) + x
 
     assert not pairs_of(Zeros()).pairs
+
+
+class Gated(Between):
+    """A gate that starts at zero, before something that reads across columns."""
+
+    def __init__(self, across: Any) -> None:
+        super().__init__(None)
+        self.gate, self.across = nn.Parameter(torch.zeros(())), across
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        return self.down(h + self.gate * self.across(h))
+
+
+class Residual(nn.Module):
+    """Blocks whose last layer starts at zero, with a norm across columns in them."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), norm
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        return x + self.down(F.layer_norm(h, h.shape[-1:]) if self.norm else h)
+
+
+@pytest.mark.parametrize(
+    ("model", "right"),
+    [
+        (lambda: Gated(lambda h: h.mean(-1, keepdim=True)), False),
+        (lambda: Gated(lambda h: h * 2), True),
+        (lambda: Residual(norm=True), False),
+        (lambda: Residual(norm=False), True),
+        (lambda: Between(lambda h: h * (6 / h.norm(dim=-1, keepdim=True)).clamp(max=1)), False),
+        (lambda: Between(lambda h: h.clamp(-6, 6)), True),
+        (lambda: Between(lambda h: h * (h.norm(dim=-1, keepdim=True) * 9).clamp(max=1)), False),
+        (lambda: Between(lambda h: h + h.mean(-1, keepdim=True) - h.mean(-1, keepdim=True).detach()), False),
+        (lambda: Between(lambda h: h + h.sign() - h.sign().detach()), True),
+    ],
+)
+def test_what_initial_values_hide(model: Any, right: bool) -> None:
+    torch.manual_seed(0)
+    made = model()
+    before = {name: value.clone() for name, value in made.double().named_parameters()}
+    assert rows(pairs_of(made)) == ["down"] * right
+    assert all(torch.equal(value, before[name]) for name, value in made.named_parameters())

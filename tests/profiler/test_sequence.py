@@ -228,3 +228,28 @@ def test_random_numbers_in_the_blocks_are_held_still() -> None:
 
     (found,) = segments(Stack(kind=Dropped)).segments
     assert found.draws
+
+
+class Mixed(Block):
+    """A gate that starts at zero, before a mean over the positions."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__(first)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.gate * x.mean(1, keepdim=True)
+
+
+class Limited(Block):
+    """A limit on the sequence's norm that initial values do not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * (500 / x.norm(dim=(1, 2), keepdim=True)).clamp(max=1)
+
+
+@pytest.mark.parametrize("kind", [Mixed, Limited])
+def test_what_initial_values_hide_is_found(kind: type[Block]) -> None:
+    assert not segments(Stack(kind=kind)).segments

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from echelon.errors import CheckpointError, ServerError
+from echelon.plan.seal import seal
 from echelon.server import Init, Rule, Servers, Table, checkpoint, connect, durable, wire
 from echelon.server.hashing import shard_of
 from echelon.server.loop import Connection, Loop
@@ -116,7 +117,7 @@ def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path:
     (tmp_path / "outside.safetensors").write_bytes(bytes(data))
     for name, message in (("3.safetensors", "damaged"), ("../outside.safetensors", "not in this folder")):
         manifest["files"]["3"]["file"] = name
-        (copy / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+        (copy / checkpoint.MANIFEST).write_bytes(seal({k: v for k, v in manifest.items() if k != "sha256"}))
         with pytest.raises(CheckpointError, match=message):
             checkpoint.load(copy, 3)
     with pytest.raises(CheckpointError, match=r"shard-00004.*older checkpoint"):
@@ -133,6 +134,33 @@ def test_a_damaged_checkpoint_is_found_before_a_controller_listens(tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=f"^{path}: its SHA-256 is not .* take an older checkpoint$"):
         checkpoint.verify(folder)
+
+
+def test_a_manifest_with_one_changed_byte_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "kept", 1)
+    path = tmp_path / "kept" / checkpoint.MANIFEST
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
+            checkpoint.load(tmp_path / "kept", 0)
+    path.write_bytes(whole + b" ")
+    with pytest.raises(CheckpointError, match="does not end in its SHA-256"):
+        checkpoint.read_manifest(tmp_path / "kept")
+    path.write_text(json.dumps({"format": 1, "shards": 1}))
+    with pytest.raises(
+        CheckpointError, match=r"format 1, whose manifest has no hash; export its tables with the echelon"
+    ):
+        checkpoint.read_manifest(tmp_path / "kept")
+
+
+def test_a_link_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path / "kept", 1)
+    (path,) = (tmp_path / "kept").glob("shard-*")
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=rf"{path}: a symbolic link; only regular files are read"):
+        checkpoint.load(tmp_path / "kept", 0)
 
 
 def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
@@ -204,15 +232,15 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     """Whoever finds a whole one without its name gives it that, beside the one who writes it."""
-    folder, durably = tmp_path / "kept", durable.write
+    folder, durably = tmp_path / "kept", durable.write_bytes
     for lsn in range(before):
         write(folder, lsn)
 
-    def looked_at(path: Path, document: Any) -> None:
-        durably(path, document)
+    def looked_at(path: Path, data: bytes) -> None:
+        durably(path, data)
         checkpoint.read_manifest(folder)
 
-    monkeypatch.setattr(durable, "write", looked_at)
+    monkeypatch.setattr(durable, "write_bytes", looked_at)
     write(folder, 7)
     assert checkpoint.load(folder, 0)[0][0]["lsn"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from safetensors.numpy import load_file
 
-from echelon.engine.stored import MANIFEST
 from echelon.errors import CheckpointError, DocumentError
+from echelon.plan.seal import seal
 from echelon.server import checkpoint, export
 from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, Table, spec_to_plain
 from echelon.server.narrow import widen
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
     store.advance("emb", np.arange(SHARDS), 0.1)
     folder, output = tmp_path / "checkpoint", tmp_path / "emb.arrow"
     checkpointed(store, folder)
-    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    manifest = checkpoint.read_manifest(folder)
     path = folder / manifest["files"]["3"]["file"]
     whole = path.read_bytes()
     head = 8 + int.from_bytes(whole[:8], "little")
@@ -178,11 +178,11 @@ def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
     assert not output.exists()
     for name in ("shards", "specs", "settings", "count", "files"):
         lacking = {key: value for key, value in manifest.items() if key != name}
-        (folder / checkpoint.MANIFEST).write_text(json.dumps(lacking))
+        (folder / checkpoint.MANIFEST).write_bytes(seal(lacking))
         with pytest.raises(CheckpointError, match=rf"manifest\.json: {name} missing"):
             next(export.rows(folder, "emb"))
     del manifest["files"]["3"]["file"]
-    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    (folder / checkpoint.MANIFEST).write_bytes(seal(manifest))
     with pytest.raises(CheckpointError, match="shard 3 is missing"):
         export.from_checkpoint(folder, "emb", output)
     with pytest.raises(CheckpointError, match=r"no checkpoint of servers \(manifest\.json: Not a directory\); give"):
@@ -198,9 +198,8 @@ def test_what_verify_begins_with_is_a_whole_table(tmp_path, dtype):
     for count in (99, 100):
         folder = tmp_path / str(count)
         checkpointed(store, folder / "server")
-        (folder / MANIFEST).write_text(json.dumps({"parameters": {"emb": [count, 2]}}))
-    table = _tables(tmp_path / "99")["emb"]
+    table = _tables(tmp_path / "99", {"emb": [99, 2]})["emb"]
     np.testing.assert_array_equal(table.numpy(), store.read("emb", np.arange(99), dtype)[0])
     assert table.numpy().dtype == np.dtype(dtype)
     with pytest.raises(CheckpointError, match="emb has 99 of 100 rows, the others were never trained"):
-        _tables(tmp_path / "100")
+        _tables(tmp_path / "100", {"emb": [100, 2]})

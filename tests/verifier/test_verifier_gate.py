@@ -96,6 +96,6 @@ def test_a_model_is_known_by_its_parameters_names_and_shapes_not_by_their_values
     assert model_hash(nn.Linear(2, 3)) != model_hash(nn.Sequential(nn.Linear(2, 3)))
 
 
-def test_versions_are_those_of_torch_and_echelon() -> None:
-    assert versions().keys() == {"torch", "echelon"}
-    assert versions().items() <= installed_versions().items()
+def test_versions_are_those_of_torch_echelon_and_numpy() -> None:
+    assert versions().keys() == {"torch", "echelon", "numpy"}
+    assert versions().items() <= installed_versions(("torch", "echelon", "numpy")).items()

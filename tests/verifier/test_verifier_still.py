@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.profiler.still import Stillness, silence
+from echelon.profiler.still import UPDATE, Stillness, silence
 from echelon.verifier.survey import Survey
 
 X = torch.ones(3, 4, 4)
@@ -157,3 +157,9 @@ def test_everything_is_put_back() -> None:
     model = Call(torch.sin)
     step(model, Stillness())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_step_counts_of_fused_optimizers_stay_as_the_kernels_read_them() -> None:
+    with UPDATE():
+        assert torch.zeros((), dtype=torch.float32).dtype == torch.float32
+        assert torch.zeros((1,), dtype=torch.float32).dtype == torch.float64

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
-from echelon.errors import PlanError, VerificationError
+from echelon.errors import DivergenceError, PlanError, VerificationError
 from echelon.plan.certificate import Certificate
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
@@ -192,12 +192,8 @@ def test_the_certificate_says_what_randomness_was_left_out_what_was_held_and_wha
     )  # fmt: skip
     assert {off, held} <= set(certificate.notes)
     assert not any("could not be held" in note for note in certificate.notes)
-    wild = alone(proofs.make_job("keys", model=lambda: Chance(wild=True)), micro=3)
-    assert not wild.verified, "the two runs draw different numbers"
-    assert off in wild.notes
-    assert any(
-        note.startswith("random numbers that could not be held: odd (aten.geometric_.default)") for note in wild.notes
-    )
+    with pytest.raises(VerificationError, match=r"could not be held: odd \(aten\.geometric_\.default\)"):
+        alone(proofs.make_job("keys", model=lambda: Chance(wild=True)), micro=3)
 
 
 class Drawn(Dataset[tuple[Tensor, Tensor]]):
@@ -290,7 +286,10 @@ def test_samples_that_see_each_other_a_little_do_not_pass_for_rounding(kind: str
     def loss(output: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), batch[1].flatten()) + share * WEAK[kind](output)
 
-    certificate = alone(proofs.make_job("keys", loss=loss), micro=4)
+    try:
+        certificate = alone(proofs.make_job("keys", loss=loss), micro=4)
+    except (PlanError, DivergenceError):  # seen by the profile, or by the run itself
+        return
     assert not certificate.verified
     assert "gradient of" in certificate.divergent
     assert all(finding.bound == BOUND for finding in certificate.findings)

@@ -32,15 +32,15 @@ def fingerprint(value: Any) -> str:
 
 def _walked(value: Any, here: frozenset[str]) -> str:
     found = hashlib.blake2b(digest_size=16)
-    _Walk(found.update, here).whole(value)
+    Walk(found.update, here).whole(value)
     return found.hexdigest()
 
 
-class _Walk:
-    """`here`: the names in the current folder."""
+class Walk:
+    """Writes down what a value is. `here`: the names in the current folder, which text may name as files."""
 
     def __init__(self, write: Callable[[Any], Any], here: frozenset[str]) -> None:
-        self._write, self._here = write, here
+        self.write, self._here = write, here
         self._numbers: dict[int, int] = {}  # of each thing, by its address
         self._things: list[Any] = []  # held, or another may get its address
 
@@ -48,56 +48,62 @@ class _Walk:
         """Write down all that `value` is. Things come in turn, not inside of each other: functions may call each other through any depth."""
         self.feed(value)
         for thing in self._things:  # which grows meanwhile
-            self._large(thing)
+            self.large(thing)
+
+    @property
+    def count(self) -> int:
+        """Things met so far."""
+        return len(self._things)
 
     def feed(self, value: Any) -> None:
         """Write down a small value, or the number of a thing that has its turn."""
         if isinstance(value, str | os.PathLike):
-            self._text(os.fspath(value))
+            self.text(os.fspath(value))
         elif value is None or isinstance(value, bool | int | float | complex | np.generic):
-            self._say(type(value).__name__, repr(value))
+            self.say(type(value).__name__, repr(value))
         elif isinstance(value, bytes):
-            self._say("bytes", str(len(value)))
-            self._write(value)
+            self.say("bytes", str(len(value)))
+            self.write(value)
         elif isinstance(value, np.memmap) and value.filename is not None:
-            self._say("memory map", str(value.dtype), str(value.shape), str(value.offset))
-            self._text(os.fspath(value.filename))
+            self.say("memory map", str(value.dtype), str(value.shape), str(value.offset))
+            self.text(os.fspath(value.filename))
         elif isinstance(value, Tensor | np.ndarray) and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
-            self._say(digest(value))
+            self.say(digest(value))
         else:
             if id(value) not in self._numbers:
                 self._numbers[id(value)] = len(self._things)
                 self._things.append(value)
-            self._say("thing", str(self._numbers[id(value)]))
+            self.say("thing", str(self._numbers[id(value)]))
 
-    def _large(self, value: Any) -> None:
+    def large(self, value: Any) -> None:
+        """Write down a thing, whose parts have their turn later."""
         if isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
-            self._all("method", value.__func__, value.__self__)
+            self.all("method", value.__func__, value.__self__)
         elif isinstance(value, staticmethod | classmethod):
-            self._all("method", value.__func__)
+            self.all("method", value.__func__)
         elif isinstance(value, property):
-            self._all("property", value.fget, value.fset)
+            self.all("property", value.fget, value.fset)
         elif isinstance(value, partial):
-            self._all("partial", value.func, value.args, value.keywords)
+            self.all("partial", value.func, value.args, value.keywords)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, types.ModuleType):
-            self._say("module", value.__name__, _version(value.__name__))
+            self.say("module", value.__name__, _version(value.__name__))
         elif isinstance(value, np.ndarray):
-            self._all(f"objects {value.shape}", *value.reshape(-1).tolist())
+            self.all(f"objects {value.shape}", *value.reshape(-1).tolist())
         elif isinstance(value, Packed):
-            self._say(value.identity)
-            self._all("packed", value.transform, value.pad)
+            self.say(value.identity)
+            self.all("packed", value.transform, value.pad)
         elif isinstance(value, Mapping):
             plain = all(isinstance(key, str | bytes | int | float | None) for key in value)
             items = sorted(value.items(), key=lambda item: repr(item[0])) if plain else value.items()
-            self._all(f"mapping {type(value).__name__}", *items, getattr(value, "__dict__", None))
+            self.all(f"mapping {type(value).__name__}", *items, getattr(value, "__dict__", None))
         elif isinstance(value, Set):
-            self._say("set", *sorted(_walked(part, self._here) for part in value))
+            self.say("set", *sorted(_walked(part, self._here) for part in value))
         elif isinstance(value, list | tuple):
-            self._all(f"{type(value).__name__} {len(value)}", *value, getattr(value, "__dict__", None))
+            self.all(f"{type(value).__name__} {len(value)}", *value, getattr(value, "__dict__", None))
         else:
             self._object(value)
 
@@ -112,78 +118,89 @@ class _Walk:
             self._handle(value)
             return
         if isinstance(parts, str):
-            self._say(parts)
+            self.say(parts)
             return
         made, given, *rest = parts
-        self._all("made", made, given)
+        self.all("made", made, given)
         for part in rest:  # its state, then, as iterators, items of it
             self.feed(list(part) if isinstance(part, Iterator) else part)
 
     def _handle(self, value: Any) -> None:
         """What cannot be sent to another process: memory by its content, a file by its name, a lock by nothing."""
         try:
-            self._write(memoryview(value).tobytes())
+            self.write(memoryview(value).tobytes())
         except TypeError:
             names = [getattr(value, name, None) for name in ("name", "filename")]
-            self._all("handle", *(name for name in names if isinstance(name, str | os.PathLike)))
+            self.all("handle", *(name for name in names if isinstance(name, str | os.PathLike)))
             self.feed(getattr(value, "__dict__", None))
 
     def _function(self, value: types.FunctionType) -> None:
-        self._say("function", value.__qualname__)
-        if not _own(value.__module__):
-            self._say(str(value.__module__), _version(value.__module__))
+        self.say("function", value.__qualname__)
+        if not is_own(value.__module__):
+            self.say(str(value.__module__), _version(value.__module__))
             return
         self._code(value.__code__)
-        self._all("holds", value.__defaults__, value.__kwdefaults__, value.__dict__)
+        self.all("holds", value.__defaults__, value.__kwdefaults__, value.__dict__)
+        codes = list(_codes(value.__code__))
+        names = sorted({name for code in codes for name in (*code.co_names, *code.co_freevars)})
+        constants = {part for code in codes for part in code.co_consts if isinstance(part, str)}
         for cell in value.__closure__ or ():
             try:
-                self.feed(cell.cell_contents)
+                self.held(cell.cell_contents, constants.union(names))
             except ValueError:  # not filled yet
-                self._say("empty")
-        codes = list(_codes(value.__code__))
+                self.say("empty")
         names = sorted({name for code in codes for name in code.co_names})
         for name in names:
             if name in value.__globals__:
-                self._global(value.__globals__[name], names, set())
+                self._global(value.__globals__[name], names, constants.union(names), set())
         package = str(value.__globals__.get("__package__") or "")
         for name in sorted({name for code in codes for name in _imported(code, package)}):
             file = _file_of(name)
             if file is not None and _is_own(file):
-                self._say("import", name)
-                self._write(file.read_bytes())
+                self.say("import", name)
+                self.write(file.read_bytes())
 
-    def _global(self, value: Any, names: list[str], entered: set[str]) -> None:
+    def held(self, value: Any, used: Set[str]) -> None:
+        """Write down what a function has taken with it or names. `used`: names and texts in its code."""
         self.feed(value)
-        if isinstance(value, types.ModuleType) and _own(value.__name__) and value.__name__ not in entered:
+
+    def _global(self, value: Any, names: list[str], used: Set[str], entered: set[str]) -> None:
+        self.held(value, used)
+        if isinstance(value, types.ModuleType) and is_own(value.__name__) and value.__name__ not in entered:
             entered.add(value.__name__)
             for name in names:  # `tools.image.clean(x)`: the function named after its modules
                 if name in vars(value):
-                    self._global(vars(value)[name], names, entered)
+                    self._global(vars(value)[name], names, used, entered)
+
+    def class_name(self, value: type) -> str:
+        """How a class is named."""
+        return f"{value.__module__}.{value.__qualname__}"
 
     def _class(self, value: type) -> None:
-        self._say("class", f"{value.__module__}.{value.__qualname__}")
-        if not _own(value.__module__):
-            self._say(_version(value.__module__))
+        self.say("class", self.class_name(value))
+        if not is_own(value.__module__):
+            self.say(_version(value.__module__))
             return
         for name, part in sorted(vars(value).items()):
             # Of what Python itself puts into a class only its methods do something.
             if isinstance(part, types.FunctionType) or not (name.startswith("__") or name == "_abc_impl"):
-                self._say(name)
+                self.say(name)
                 self.feed(part)
         for base in value.__bases__:
             self.feed(base)
 
     def _code(self, code: types.CodeType) -> None:
-        self._write(code.co_code)
-        self._say(*code.co_names)
+        self.write(code.co_code)
+        self.say(*code.co_names)
         for part in code.co_consts:
             if isinstance(part, types.CodeType):
                 self._code(part)
             else:
                 self.feed(part)
 
-    def _text(self, text: str | bytes) -> None:
-        self._say("text", repr(text))
+    def text(self, text: str | bytes) -> None:
+        """Write down text, and of what file it may be the path."""
+        self.say("text", repr(text))
         name = os.fsdecode(text)
         if (os.sep in name or name in self._here) and len(name) < 4096 and "\0" not in name:
             try:
@@ -191,16 +208,18 @@ class _Walk:
             except OSError:
                 return
             if Path(name).is_file():  # a folder changes by what is written beside the data
-                self._say(str(state.st_size), str(state.st_mtime_ns))
+                self.say(str(state.st_size), str(state.st_mtime_ns))
 
-    def _all(self, kind: str, *parts: Any) -> None:
-        self._say(kind)
+    def all(self, kind: str, *parts: Any) -> None:
+        """Write down what kind of thing it is and its parts."""
+        self.say(kind)
         for part in parts:
             self.feed(part)
 
-    def _say(self, *words: str) -> None:
+    def say(self, *words: str) -> None:
+        """Write down words."""
         for word in words:
-            self._write(f"{len(word)} {word} ".encode(errors="surrogatepass"))
+            self.write(f"{len(word)} {word} ".encode(errors="surrogatepass"))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -239,7 +258,7 @@ def _file_of(module: str) -> Path | None:
 
 
 @cache
-def _own(module: str | None) -> bool:
+def is_own(module: str | None) -> bool:
     """Whether it is the user's code, not an installed package or Python's own library."""
     if module is None or module.partition(".")[0] == "echelon":
         return False

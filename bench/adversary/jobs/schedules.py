@@ -1,0 +1,109 @@
+"""Learning-rate schedules, by step and by what they look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import lr_scheduler as torch_schedules
+
+from bench.adversary.kit import plain, sgd
+from bench.adversary.spec import Spec, job
+
+
+@job("OneCycleLR, which cycles momentum too and knows the total", owner="ckpt")
+def one_cycle() -> Spec:
+    return Spec(
+        **plain(
+            optimizer=sgd(0.1, momentum=0.9),
+            schedule=lambda optimizer, steps: torch_schedules.OneCycleLR(optimizer, 0.2, steps),
+        )
+    )
+
+
+@job("ReduceLROnPlateau, which the loss of each evaluation steps", owner="ckpt")
+def plateau() -> Spec:
+    return Spec(
+        **plain(
+            schedule=lambda optimizer: torch_schedules.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=0.5
+            )
+        ),
+        epochs=3,
+    )
+
+
+@job("a chain: warm-up, then cosine (SequentialLR)", owner="ckpt")
+def sequential() -> Spec:
+    def schedule(optimizer: Any, steps: int) -> Any:
+        warm = torch_schedules.LinearLR(optimizer, 0.1, total_iters=3)
+        cosine = torch_schedules.CosineAnnealingLR(optimizer, steps - 3)
+        return torch_schedules.SequentialLR(optimizer, [warm, cosine], [3])
+
+    return Spec(**plain(schedule=schedule))
+
+
+@job("LambdaLR with an object that keeps state", owner="ckpt")
+def stateful_lambda() -> Spec:
+    class Halving:
+        def __init__(self) -> None:
+            self.factor = 1.0
+
+        def __call__(self, step: int) -> float:
+            self.factor *= 0.9
+            return self.factor
+
+    return Spec(**plain(schedule=lambda optimizer: torch_schedules.LambdaLR(optimizer, Halving())))
+
+
+@job("CosineAnnealingWarmRestarts", owner="ckpt")
+def warm_restarts() -> Spec:
+    return Spec(**plain(schedule=lambda optimizer: torch_schedules.CosineAnnealingWarmRestarts(optimizer, 3)))
+
+
+@job("CyclicLR, which changes momentum as well", owner="ckpt")
+def cyclic() -> Spec:
+    return Spec(
+        **plain(
+            optimizer=sgd(0.1, momentum=0.9),
+            schedule=lambda optimizer: torch_schedules.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3),
+        )
+    )
+
+
+@job("ChainedScheduler of two, one multiplicative", owner="ckpt")
+def chained() -> Spec:
+    return Spec(
+        **plain(
+            schedule=lambda optimizer: torch_schedules.ChainedScheduler(
+                [torch_schedules.ExponentialLR(optimizer, 0.95), torch_schedules.ConstantLR(optimizer, 0.5, 4)]
+            )
+        )
+    )
+
+
+class Bare:
+    """A schedule without state_dict, which writes rates into the groups itself."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + self.steps)
+
+
+@job("a schedule of one's own without state_dict", owner="ckpt", refusable="resume")
+def without_state() -> Spec:
+    return Spec(**plain(schedule=Bare))
+
+
+@job("a schedule that changes weight decay and not the rate", owner="ckpt")
+def decays_decay() -> Spec:
+    class Decay(torch_schedules.LRScheduler):
+        def get_lr(self) -> list[float]:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = 0.1 * 0.8**self.last_epoch
+            return [group["lr"] for group in self.optimizer.param_groups]
+
+    return Spec(**plain(optimizer=sgd(0.1, weight_decay=0.1), schedule=Decay))

@@ -1,0 +1,119 @@
+"""What watching a run costs: step times on two ranks with everything watched and with nothing, in turns.
+
+    python -m bench.watch [--only mlp,gpt] [--rounds 12] [--json watch.json]
+
+Watched: replicas' checksums, samples, the order of calls, the counts of averaged losses. Each round times A B B A, a few steps each; the figures
+are medians over rounds. Limit: 0.5 % of steps of 100 ms and more, else 0.3 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from echelon.engine.run import Run
+from echelon.job import Job
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.testing.models import GPT, MLP
+from echelon.testing.ranks import Pool
+from echelon.world import World
+
+SHARE, SECONDS, LONG = 0.005, 3e-4, 0.1
+#: Workload -> (plan, steps per turn).
+CASES = {"mlp": ("dp=2", 10), "mlp tp": ("tp=2", 10), "gpt": ("dp=2", 3), "gpt zero": ("dp=2 zero=3", 3)}
+
+
+def job(name: str) -> Job:
+    """The workload's job."""
+    draw = torch.Generator().manual_seed(0)
+    if name.startswith("mlp"):
+        return Job(
+            model=lambda: MLP(width=128, layers=4, inputs=64, classes=10),
+            loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+            data=TensorDataset(torch.randn(4096, 64, generator=draw), torch.randint(0, 10, (4096,), generator=draw)),
+            batch=128,
+            epochs=10000,
+        )
+    text = torch.randint(0, 512, (512, 65), generator=draw)
+    return Job(
+        model=lambda: GPT(vocab=512, context=64, width=192, layers=4, heads=4),
+        loss=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[-1].flatten()),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        data=TensorDataset(text[:, :-1].clone(), text[:, 1:].clone()),
+        batch=16,
+        epochs=10000,
+    )
+
+
+def race(world: World, name: str, rounds: int) -> list[tuple[float, float]]:
+    """By round, the seconds of a step with and without the watch, on this rank."""
+    made = job(name)
+    plan, steps = CASES[name]
+    runs = [Run(made, complete(from_text(plan), made), world, watch=on) for on in (True, False)]
+    _blind(runs[1])
+    batches = [run.batches() for run in runs]
+
+    def turn(which: int) -> float:
+        runs[which].ranks.barrier()
+        begin = time.perf_counter()
+        for batch in itertools.islice(batches[which], steps):
+            runs[which].step(batch)
+        return (time.perf_counter() - begin) / steps
+
+    for which in (0, 1, 0, 1):
+        turn(which)
+    found = []
+    for _ in range(rounds):
+        first, second, third, fourth = (turn(which) for which in (0, 1, 1, 0))
+        found.append(((first + fourth) / 2, (second + third) / 2))
+    for run in runs:
+        run.close()
+    return found
+
+
+def _blind(run: Any) -> None:
+    """Have a run look at nothing: neither at counts nor at buffers that a step might have to put back."""
+    run._averages.add = lambda loss, samples: ()
+    run._rollback.keep = lambda: None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the command line asks for; 0 when every limit holds."""
+    parser = argparse.ArgumentParser(prog="python -m bench.watch", description="What watching a run costs")
+    parser.add_argument("--only", default=",".join(CASES), help="workloads, separated by commas")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    asked = parser.parse_args(arguments)
+    rows = []
+    with Pool() as pool:
+        for name in asked.only.split(","):
+            found = pool.run(2, "bench.watch:race", name, asked.rounds, timeout=1200)[0]
+            off = statistics.median(without for _, without in found)
+            cost = statistics.median(watched - without for watched, without in found)
+            limit = SHARE * off if off >= LONG else SECONDS
+            rows.append(
+                {"workload": name, "plan": CASES[name][0], "step_ms": off * 1e3, "cost_ms": cost * 1e3,
+                 "percent": 100 * cost / off, "limit_ms": limit * 1e3, "holds": cost <= limit}
+            )  # fmt: skip
+            print(
+                f"{name:10} {CASES[name][0]:12} step {off * 1e3:8.2f} ms  watch {cost * 1e3:7.3f} ms ({100 * cost / off:.2f} %)  limit {limit * 1e3:.2f} ms"
+            )
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1))
+    return 0 if all(row["holds"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

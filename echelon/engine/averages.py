@@ -1,0 +1,131 @@
+"""Weigh each part of a batch by what its loss really averages over.
+
+By default a part (a rank's micro-batch) counts by its samples. That is exact where every part averages over the same number of items per
+sample, and that is checked at every step from the counts in the loss's graph. Where parts turn out to average over unequal counts (padding,
+`ignore_index`, class weights), the step is computed again with each part weighed by its count, and so is every later one.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from echelon.errors import DivergenceError
+from echelon.loss_counts import Term, read_counts
+
+#: Averages of one loss that are watched; a loss with more is watched in the first of them.
+_TERMS = 6
+#: Parts, and which averages each has, as a word and its square.
+_HEAD = 3
+#: For each average: its count per sample, the square of that, and its count.
+_EACH = 3
+#: Products of counts, each with each.
+_PRODUCTS = _HEAD + _EACH * _TERMS
+#: Relative rounding of sums of squares of doubles.
+_ROUNDING = 1e-14
+
+
+class Averages:
+    """The averages of one step's losses on this rank, as numbers that add up over ranks."""
+
+    size = _PRODUCTS + _TERMS * _TERMS
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numbers: list[float | Tensor] = [0.0] * self.size
+        self._names: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """Before a step's first forward."""
+        self._numbers = [0.0] * self.size
+
+    def add(self, loss: Tensor, samples: int) -> tuple[Term, ...]:
+        """Take the loss of one part of `samples` samples into account; returns its averages."""
+        terms = read_counts(loss).terms[:_TERMS]
+        self._names = tuple(term.name for term in terms)
+        word = float(zlib.crc32(" ".join(self._names).encode()) & 0xFFFFF)
+        self._add(0, [1.0, word, word * word])
+        for place, term in enumerate(terms):
+            rate = term.count / samples
+            self._add(_HEAD + _EACH * place, [rate, rate * rate, term.count])
+            self._add(_PRODUCTS + _TERMS * place, [term.count * other.count for other in terms])
+        return terms
+
+    def _add(self, start: int, values: Sequence[float | Tensor]) -> None:
+        for place, value in enumerate(values, start):
+            self._numbers[place] = self._numbers[place] + value
+
+    def share(self, more: Sequence[float] = ()) -> Tensor:
+        """This rank's share of the sums, and `more` numbers behind them."""
+        numbers = [*self._numbers, *more]
+        if not any(isinstance(number, Tensor) for number in numbers):
+            return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+        parts = [torch.as_tensor(number, dtype=torch.float64) for number in numbers]
+        return torch.stack([part.to(self._device, non_blocking=True) for part in parts])
+
+    def unequal(self, sums: Sequence[float], step: int) -> bool:
+        """Whether parts must be weighed by their (first) count, given the sums over all ranks; raises where no one weight is right."""
+        parts = sums[0]
+        if parts < 2:
+            return False
+        if round(parts) * round(sums[2]) != round(sums[1]) ** 2:
+            raise DivergenceError(
+                f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._names) or 'none'}), "
+                "so that their sum is not the loss of the whole batch; add every term on every part (as zero where it does not apply), or "
+                "use one process without micro-batches (dp=1)",
+                cause="terms of the loss depend on the data",
+            )
+        rates = [sums[start : start + _EACH] for start in range(_HEAD, _PRODUCTS, _EACH)]
+        moving = [
+            place
+            for place, (rate, square, _) in enumerate(rates)
+            if parts * square - rate * rate > _ROUNDING * parts * parts * square
+        ]
+        if not moving:
+            return False
+        first = moving[0]
+        products = [sums[start : start + _TERMS] for start in range(_PRODUCTS, self.size, _TERMS)]
+        for place, (_, _, count) in enumerate(rates):
+            whole = products[place][place] * products[first][first]
+            if count and abs(products[first][place] ** 2 - whole) > _ROUNDING * parts * parts * whole:
+                raise DivergenceError(
+                    f"step {step + 1}: the loss adds up averages over unequal counts, {self._describe(parts, rates, first)} and "
+                    f"{self._describe(parts, rates, place)}, so that no single weight per rank or micro-batch gives the loss of the whole batch; "
+                    "divide all terms by one count and return (sum, count), or use one process without micro-batches (dp=1)",
+                    cause="averages over unequal counts",
+                )
+        return True
+
+    def _describe(self, parts: float, rates: Sequence[Sequence[float]], place: int) -> str:
+        name = self._names[place] if place < len(self._names) else f"term {place + 1}"
+        rate, square = rates[place][0] / parts, rates[place][1] / parts
+        spread = max(square - rate * rate, 0.0) ** 0.5
+        return f"{name} over {rate:.4g} items per sample (varying by {spread:.2g} between parts)"
+
+
+def weighed(loss: Tensor, term: Term) -> tuple[Tensor, Tensor]:
+    """A loss that is an average as (sum, count). Nothing is averaged over no item: NaN then, and zero as a part of a sum."""
+    count = torch.as_tensor(term.count, dtype=torch.float64, device=loss.device)
+    total = loss * count.to(loss.dtype)
+    return total.where(count != 0, total.new_zeros(())), count
+
+
+def nothing(output: Any, value: Any) -> Tensor | None:
+    """Zero as a function of a model's output, to begin backward with where the loss counts nothing of it: every rank must go through
+    backward. None where the loss is a plain number, as almost always (asked of the host's tensors only)."""
+    part = value[0] if isinstance(value, tuple) else value
+    if (
+        part.device.type != "cpu"
+        or isinstance(part, FakeTensor)
+        or (part.requires_grad and math.isfinite(part.detach()))
+    ):
+        return None
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return sum((leaf.reshape(-1)[:0].sum() for leaf in leaves), start=part.new_zeros(())) if leaves else None

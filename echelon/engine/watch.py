@@ -1,0 +1,227 @@
+"""Watch a run while it trains: ranks that must compute the same are compared, at a bounded cost.
+
+    every step     samples that the ranks of one data group read     strided digest       with the loss, over tp x pp
+    every step     modules whose calls start collectives, in order   running hash         with the loss, over tp x pp and dp
+    step 1, then   parameters, buffers, optimizer state, settings,   sums of their bits   one small message along each
+    every N        random states (replicas.py)                                            replicated axis
+
+N follows from what a comparison was measured to cost. A difference raises DivergenceError on every rank that sees it, before the optimizer steps
+(on an accelerator, whose host must not wait, one step later) and before a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.data.loader import StepBatch
+from echelon.engine.ranks import Group
+from echelon.engine.replicas import Replicas, equal
+from echelon.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from echelon.engine.run import Run
+
+#: What comparing replicas may cost: of a step's time, or seconds a step, whichever is more.
+SHARE, SECONDS = 0.002, 1e-4
+#: Steps between comparisons of replicas, at most.
+_RARELY = 1000
+#: Numbers of a tensor that a step's digest looks at.
+_LOOKED_AT = 64
+_BITS = 0xFFFFF
+
+
+class Watch:
+    """The watch over one run. `off`: only what decides how a step is computed is looked at (a proof compares everything itself)."""
+
+    def __init__(self, run: Run, warn: Callable[[str], None], *, off: bool = False) -> None:
+        self._run = run
+        self.off = off or run.world.size == 1 or run.plan.free
+        self._replicas = Replicas(run, warn)
+        self._calls = _Calls(run) if not self.off and not run.plan.compile else None
+        self._samples = 0
+        self._every, self._next = 1, 1
+        self._clock: float | None = None
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        if self._calls is not None:
+            self._calls.close()
+
+    # Every step
+
+    def begin(self, batch: StepBatch) -> None:
+        """Before the step's first forward."""
+        if self._calls is not None:
+            self._calls.begin()
+        if not self.off and self._run.core.size > 1:
+            self._samples = _digest([micro.batch for micro in batch.micros], batch.step) & _BITS
+
+    def data_share(self) -> list[float]:
+        """What data ranks add up: the order in which sharded units were gathered."""
+        word = float(self._calls.gathers & _BITS if self._calls is not None else 0)
+        return [word, word * word]
+
+    def core_share(self) -> list[float]:
+        """What the ranks of one data group add up: samples, and by stage the order of calls of modules that the tensor axis cuts."""
+        samples, calls = float(self._samples), float(self._calls.cuts & _BITS if self._calls is not None else 0)
+        stage = self._run.axes["pp"]
+        slots = [0.0] * (2 * stage.size)
+        slots[2 * stage.rank : 2 * stage.rank + 2] = [calls, calls * calls]
+        return [samples, samples * samples, *slots]
+
+    def judge_data(self, sums: Sequence[float], step: int) -> None:
+        """Raise where data ranks gathered sharded units in different orders."""
+        if not equal(self._run.data.size, *sums):
+            assert self._calls is not None
+            self._mispaired(self._run.data, self._calls.gathered, step, "zero")
+
+    def judge_core(self, sums: Sequence[float], step: int) -> None:
+        """Raise where the ranks of one data group read different samples, or called cut modules in different orders."""
+        run = self._run
+        samples, calls = sums[:2], [sums[place : place + 2] for place in range(2, len(sums), 2)]
+        if not equal(run.core.size, *samples):
+            found = run.core.gather((run.world.rank, self._samples))
+            rank = next(rank for rank, word in found if word != found[0][1])
+            raise DivergenceError(
+                f"step {step + 1}: ranks {found[0][0]} and {rank} compute one part of the batch together and read different samples: the data set, its "
+                "transforms or collate= draw random numbers of their own; seed them from the sample's number (as torch's, NumPy's and Python's "
+                "own generators are here), or use a plan without tp and pp",
+                rank=rank,
+                cause="the data set draws random numbers of its own",
+            )
+        # All stages learn of it, so that all stop; the ranks of that stage can name the modules.
+        for stage, sums_of_stage in enumerate(calls):
+            if not equal(run.axes["tp"].size, *sums_of_stage):
+                assert self._calls is not None
+                named = self._calls.cut_calls if stage == run.axes["pp"].rank else []
+                self._mispaired(run.core, named, step, "tp")
+
+    def _mispaired(self, group: Group, mine: list[str], step: int, axis: str) -> None:
+        found = [(rank, calls) for rank, calls in group.gather((self._run.world.rank, mine)) if calls]
+        first_rank, first = found[0]
+        rank, other = next(((rank, calls) for rank, calls in found if calls != first), found[0])
+        place = next(
+            (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other))
+        )
+        names = [calls[place] if place < len(calls) else "nothing" for calls in (first, other)]
+        raise DivergenceError(
+            f"step {step + 1}: call {place + 1} of a module that exchanges values over {axis} is {names[0]} on rank {first_rank} and {names[1]} on rank "
+            f"{rank}: sums of different modules were mixed; the order of calls depends on the rank (iteration over a set, hash(), a random choice); "
+            f"iterate in sorted order, or use a plan without {axis}",
+            rank=rank,
+            tensor=names[1],
+            cause="the order of calls depends on the rank",
+        )
+
+    # Replicas
+
+    def before_update(self, step: int) -> None:
+        """After the first backward: what forward itself has changed."""
+        if not self.off and step == 0:
+            self._replicas.compare(0, updated=False)
+
+    def after_update(self, step: int) -> None:
+        """After step `step` (from 1): compare replicas where it is their turn."""
+        if self.off:
+            return
+        now = time.perf_counter()
+        if step >= self._next:
+            self._replicas.compare(step)
+            spent, length = time.perf_counter() - now, now - self._clock if self._clock is not None else 0.0
+            self._next = step + self._interval(spent, length)
+        self._clock = time.perf_counter()
+
+    def compare(self, step: int) -> None:
+        """Compare replicas now, between steps. Every rank must call it."""
+        if not self.off:
+            self._replicas.compare(step, settled=True)
+
+    def _interval(self, spent: float, length: float) -> int:
+        """Steps to the next comparison, the same on every rank: so many that its cost stays within the budget."""
+        group = self._run.ranks
+        mean = group.sum(torch.tensor([spent, length], dtype=torch.float64).to(group.device)).tolist()
+        budget = max(SHARE * mean[1] / group.size, SECONDS)
+        return min(max(int(mean[0] / group.size / budget), 1), _RARELY)
+
+
+class _Calls:
+    """The order in which this rank calls modules whose forward or backward exchanges values with other ranks."""
+
+    def __init__(self, run: Run) -> None:
+        self.cuts = self.gathers = 0
+        self.cut_calls: list[str] = []
+        self.gathered: list[str] = []
+        self._shapes = not run.plan.segments  # parts of a sequence differ in length
+        owners = {name.rpartition(".")[0] for name in run.pieces}
+        modules = dict(run.model.named_modules())
+        self._hooks = [
+            modules[path].register_forward_pre_hook(self._cut(path, number))
+            for number, path in enumerate(sorted(owners & modules.keys()), 1)
+        ]
+        units = [] if run.assembly.sharding is None else run.assembly.sharding.units()
+        paths = {id(module): path for path, module in modules.items()}
+        for number, unit in enumerate(units, 1):
+            hook = self._gather(paths.get(id(unit), ""), number)
+            self._hooks.append(unit.register_forward_pre_hook(hook, prepend=True))
+
+    def begin(self) -> None:
+        self.cuts = self.gathers = 0
+        self.cut_calls.clear()
+        self.gathered.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _cut(self, path: str, number: int) -> Callable[[nn.Module, Any], None]:
+        def note(_: nn.Module, args: Any) -> None:
+            size = args[0].numel() if self._shapes and args and isinstance(args[0], Tensor) else 0
+            self.cuts = _mixed(self.cuts, number + (size << 16))
+            self.cut_calls.append(path)
+
+        return note
+
+    def _gather(self, path: str, number: int) -> Callable[[nn.Module, Any], None]:
+        from echelon.engine.shard import is_sharded
+
+        def note(unit: nn.Module, _: Any) -> None:
+            if is_sharded(unit):  # else its parameters are here already, and nothing is exchanged
+                self.gathers = _mixed(self.gathers, number)
+                self.gathered.append(path or "the model")
+
+        return note
+
+
+def _mixed(word: int, number: int) -> int:
+    word = (word * 1000003 ^ number) & 0xFFFFFFFFFFFF
+    return word ^ word >> 17
+
+
+def _digest(value: Any, step: int) -> int:
+    """A word that tells samples apart: some numbers of each tensor, others at each step, and the text of everything else."""
+    word = 0
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            if not item.numel() or item.device.type != "cpu" or item.layout is not torch.strided:
+                continue
+            flat = item.detach().reshape(-1)
+            stride = max(len(flat) // _LOOKED_AT, 1)
+            some = flat[step % stride :: stride].contiguous()
+            word = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), word) ^ zlib.crc32(str(item.shape).encode())
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, str | bytes | int | float):
+            word = zlib.crc32(repr(item).encode(), word)
+        elif hasattr(item, "__dict__"):
+            pending.append(vars(item))
+    return word

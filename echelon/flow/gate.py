@@ -1,0 +1,270 @@
+"""The gate: no plan trains before a proof covers it.
+
+    one process, whole batches     nothing to prove: this is what plans are compared with
+    a certificate in the cache     made by an earlier start from the same inputs, for the same plan and versions
+    anything else                  verified now, on the first steps' own data, in a bounded time
+
+`auto` walks down its candidates until one is proved and ends at one process, so it refuses no job that one process trains.
+A plan that the user wrote stops there, with the first divergent tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from echelon.errors import EchelonError, LaunchError, PlanError, UnprovedPlan
+from echelon.flow.identity import cover
+from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan
+from echelon.flow.start import DISPROVED
+from echelon.launchers.handover import in_words
+from echelon.plan.check import require
+from echelon.plan.plan import Plan
+from echelon.plan.store import Store
+from echelon.world import World, cache_folder
+
+if TYPE_CHECKING:
+    from echelon.engine.ranks import Ranks
+    from echelon.job import Job
+    from echelon.plan.certificate import Certificate
+
+T = TypeVar("T")
+
+#: Verification may take this many seconds, or this share of the run that it precedes, whichever is more.
+LEAST, SHARE = 30.0, 0.05
+#: Steps from the start that are verified, besides a short last one of the epoch.
+STEPS = 2
+_OFF = (
+    "not verified (--no-verify): nothing shows that this plan computes what one device computes; leave --no-verify out "
+    "to prove it first"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the gate found: the certificate, if a proof was needed and wanted, and one line about it."""
+
+    certificate: Certificate | None = None
+    line: str = ""
+    #: Whether the line is a warning.
+    skipped: bool = False
+    #: Seconds that the verification took; 0 where nothing had to be verified.
+    seconds: float = 0.0
+
+
+def is_plain(plan: Plan, job: Job) -> bool:
+    """Whether the plan is what others are compared with: one process that computes each batch whole, kernel by kernel."""
+    parts = plan.micro is not None and plan.micro < job.batch
+    other = plan.recompute != "none" or plan.compile or plan.served or plan.precision not in (None, job.precision)
+    return plan.ranks == 1 and not parts and not other
+
+
+def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify: bool, quiet: bool = False) -> Verdict:
+    """The proof that covers `prepared.plan`, from the cache or made now; raises UnprovedPlan. Every rank must call it."""
+    job, plan = subject.job, prepared.plan
+    if is_plain(plan, job):
+        return Verdict()
+    if not verify:
+        return Verdict(line=_OFF, skipped=True)
+    from echelon.engine.ranks import Ranks
+
+    ranks = Ranks(world)  # also so that the proof's own runs need not meet again and again
+    try:
+        known = _known(subject, plan) if world.main else None
+        text = ranks.gather(known.to_json() if known is not None else "")[0]
+        if text:
+            from echelon.plan.certificate import Certificate
+
+            return _judged(Certificate.from_json(text, source="the certificate of rank 0"), plan, seconds=0.0)
+        begin, limit = time.perf_counter(), bound(job, prepared)
+        if world.main and not quiet:
+            print(f'verifying "{plan}" on the first steps\' data, at most {limit:.0f} s ...', file=sys.stderr)  # noqa: T201
+        certificate = _verify(subject, prepared, ranks, limit)
+        if world.main:
+            keep(subject, certificate)
+        return _judged(certificate, plan, seconds=time.perf_counter() - begin)
+    finally:
+        ranks.close()
+
+
+def bound(job: Job, prepared: Prepared) -> float:
+    """Seconds that a verification may take: a small part of the expected run, but enough for any small model."""
+    forecast, profile = prepared.forecast, prepared.profile
+    steps = job.steps
+    if steps is None and profile is not None and profile.samples:
+        steps = (job.epochs or 0) * math.ceil(profile.samples / job.batch)
+    expected = forecast.time.step * steps if forecast is not None and steps else 0.0
+    return max(LEAST, SHARE * expected)
+
+
+def _verify(subject: Subject, prepared: Prepared, ranks: Ranks, limit: float) -> Certificate:
+    from echelon.verifier.frozen_data import freeze
+    from echelon.verifier.identity import job_hash
+    from echelon.verifier.verify import verify
+
+    plan, world = prepared.plan, ranks.world
+
+    def proved(job: Job) -> Certificate:
+        digest = job_hash(subject.spec) if subject.spec else ""
+        with subject.recording():
+            return verify(job, plan, world=world, job_hash=digest, profile=prepared.profile, seconds=limit, steps=STEPS)
+
+    try:
+        made = proved(subject.job)
+        if (
+            _is_unreadable(made) and plan.ranks == plan.mesh.dp
+        ):  # ranks of one data group would train on different samples
+            frozen = freeze(subject.job, ranks, STEPS)
+            made = made if frozen is None else proved(frozen)
+        return cover(made, subject.identity, prepared.profile)
+    except Exception as error:  # whatever a model does that one process may still train
+        raise UnprovedPlan(
+            f'"{plan}" cannot be verified, so it does not train (--plan auto ends at one process; --no-verify trains it unproved): '
+            f"{in_words(error)}"
+        ) from error
+
+
+def _is_unreadable(certificate: Certificate) -> bool:
+    """Whether the proof failed only because the data gives other samples at each reading."""
+    return any(each.kind == "self" and each.where.startswith("data") for each in certificate.findings)
+
+
+def _judged(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
+    """The verdict of a certificate that covers the plan; raises where it says no."""
+    if not certificate.deterministic:
+        raise UnprovedPlan(f'"{plan}" cannot be proved: {certificate.divergent}; --no-verify trains it as it is')
+    if not certificate.verified:
+        raise UnprovedPlan(
+            f'"{plan}" does not compute what {certificate.against} computes, first at {certificate.divergent}; train with '
+            "--plan auto, which uses proved plans only, or mend the cause; --no-verify trains it as it is"
+        )
+    worst = max((finding.worst for finding in certificate.findings), default=0.0)
+    how = f"in {seconds:.1f} s" if seconds else "by an earlier start"
+    weaker = f"; weaker: {certificate.weakness}" if certificate.weakness else ""
+    return Verdict(
+        certificate=certificate,
+        line=f'verified {how}: "{plan}" computes what {certificate.against} computes (worst difference {worst:.0e}){weaker}',
+        seconds=seconds,
+    )
+
+
+# The cache of certificates. Verdicts of "no" are kept too: `auto` need not find out again.
+
+
+def _known(subject: Subject, plan: Plan) -> Certificate | None:
+    from echelon.plan.certificate import Certificate
+    from echelon.verifier.identity import versions
+
+    return Store(cache_folder()).get(
+        Certificate, _key(subject, plan), versions=versions(), environment=os.environ, arguments=subject.arguments()
+    )
+
+
+def keep(subject: Subject, certificate: Certificate) -> None:
+    """Remember the verdict for later starts from the same inputs."""
+    from echelon.verifier.identity import versions
+
+    try:
+        inputs = subject.read_inputs()
+        Store(cache_folder()).put(_key(subject, certificate.plan), certificate, versions=versions(), inputs=inputs)
+    except OSError as error:
+        subject.warnings.append(
+            f"{cache_folder()}: the certificate could not be kept there ({error.strerror or error}), so the plan is verified at "
+            "each start; make the folder writable, or name another in ECHELON_CACHE"
+        )
+
+
+def revoke(subject: Subject, certificate: Certificate, reason: str) -> None:
+    """Withdraw a certificate after the run departed from it, so that no later start relies on it."""
+    from echelon.plan.certificate import Finding
+
+    seen = Finding(kind="run", tensors=1, worst=sys.float_info.max, where=reason, bound=0.0)
+    findings = (*certificate.findings, seen)
+    keep(subject, dataclasses.replace(certificate, verified=False, divergent=reason, findings=findings))
+
+
+def _key(subject: Subject, plan: Plan) -> str:
+    # For which model a plan was made does not change what it computes; the inputs decide the model.
+    return f"{subject.identity.digest} {dataclasses.replace(plan, model=None).digest}"
+
+
+# Which plan is tried after which
+
+
+def attempts(subject: Subject, wanted: PlanLike, *, ranks: int | None = None) -> Iterator[Prepared]:
+    """The plan that was asked for; for `auto` the candidates, best first, and in the end one process."""
+    if read_plan(wanted) is not None:
+        yield prepare(subject, wanted, ranks=ranks)
+        return
+    try:
+        first = prepare(subject, wanted, ranks=ranks)
+    except PlanError as error:
+        if error.exit_code == 1 or (ranks or 1) > 1:  # it fits nowhere, or the user started that many
+            raise
+        yield one_process(f"no plan could be searched for: {error}")
+        return
+    except Exception as error:  # whatever a model does that cannot be traced: one process asks nothing of it
+        if isinstance(error, EchelonError) and not isinstance(error, PlanError):
+            raise
+        yield one_process(f"the job could not be profiled ({type(error).__name__}: {error})")
+        return
+    yield first
+    for candidate in first.candidates[1:]:
+        warnings = tuple(map(str, require(candidate.plan, first.profile, first.cluster)))
+        yield dataclasses.replace(
+            first, plan=candidate.plan, forecast=candidate.forecast, warnings=warnings, candidates=()
+        )
+    yield dataclasses.replace(one_process(""), profile=first.profile, cluster=first.cluster)
+
+
+def one_process(why: str) -> Prepared:
+    """The plan that needs no proof."""
+    line = f"training in one process: {why}" if why else ""
+    return Prepared(plan=Plan(), warnings=(line,) if line else (), fallback=line)
+
+
+def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T]) -> T:
+    """What `execute` returns for the first plan that is not disproved; each next one says why those before it were left.
+
+    A plan that fails in another way before its first step is followed by the last one, one process: if the job is at fault, it fails
+    there too, and that error counts.
+    """
+    reasons: list[str] = []
+    prepared = next(plans)
+    while True:
+        try:
+            return execute(_explained(prepared, reasons))
+        except Exception as caught:
+            error = caught
+        if not disproved(error) and _has_started(error):
+            raise error
+        rest = [each for each in plans if each.plan != prepared.plan]
+        if not rest:
+            raise error
+        reasons.append(f'auto left "{prepared.plan}": {in_words(error)}')
+        prepared, plans = (rest[0], iter(rest[1:])) if disproved(error) else (rest[-1], iter(()))
+
+
+def _explained(prepared: Prepared, reasons: list[str]) -> Prepared:
+    if not reasons:
+        return prepared
+    fallback = "\n".join([*([prepared.fallback] if prepared.fallback else []), *reasons])
+    return dataclasses.replace(prepared, fallback=fallback, warnings=(*reasons, *prepared.warnings))
+
+
+def disproved(error: Exception) -> bool:
+    """Whether an error, perhaps of ranks that this process started, says that the plan computes something else or cannot be executed."""
+    if isinstance(error, LaunchError):
+        return error.kind in DISPROVED
+    return type(error).__name__ in DISPROVED
+
+
+def _has_started(error: Exception) -> bool:
+    """Whether steps were trained before the error: then another plan would repeat or hide it."""
+    return bool(getattr(error, "started", False))

@@ -1,0 +1,230 @@
+"""Read from a loss's autograd graph how many items each of its means averages over.
+
+A mean over the batch splits exactly over ranks and micro-batches only where every part averages over the same number of items per sample.
+`ignore_index`, masks and class weights break that in rare batches, so the counts are read from the graph of each loss instead of being
+inferred from labels:
+
+    loss = 0.9 * nll_loss + 0.1 * sum / count          AddBackward0
+                                                       ├── MulBackward1 ── NllLossBackward0      term: total_weight
+                                                       └── MulBackward1 ── DivBackward0 ── Sum   term: count
+
+A term's count is such that `term = sum / count`, constant factors included. Reading does not wait for an accelerator: what it counted
+stays a tensor there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One average in a loss: `name` is its operator, `count` what its sum is divided by."""
+
+    name: str
+    count: Scalar
+    #: Whether the count is the number of elements of a tensor, and not of those that a loss chose to count.
+    by_shape: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The averages that a loss adds up, and the operators through which the graph could not be read."""
+
+    terms: tuple[Term, ...] = ()
+    opaque: tuple[str, ...] = ()
+
+    @property
+    def only(self) -> Term | None:
+        """The one average that the loss is, up to constant factors; None where it is a sum of several, or not readable."""
+        return self.terms[0] if len(self.terms) == 1 and not self.opaque else None
+
+
+#: Operators that average over every element of their input, by the name of their backward without its number.
+_MEANS = {
+    "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss", "KlDiv",
+}  # fmt: skip
+#: Operators that average over the rows of their input.
+_ROW_MEANS = {"MultiMarginLoss", "MultilabelMarginLoss"}
+#: Operators that leave a single number as it is, or add numbers up.
+_TRANSPARENT = {
+    "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute", "Transpose", "T", "Expand", "Clone", "ToCopy", "Alias",
+    "AliasBackward", "Copy", "CopyBackwards", "Neg", "Add", "Sub", "Rsub", "Where", "Select", "NanToNum",
+}  # fmt: skip
+_SUMS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
+#: A `reduction=` as autograd saves it.
+_REDUCED_BY_MEAN = 1
+#: Operators through which numbers that do not require gradients may be samples.
+_MIXING = {"Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "Index", "Gather", "Where", "Div"}
+#: Operators below a penalty on parameters; what is larger is the model.
+_PENALTY = 16
+#: A loss that adds up more terms than this is not one that a person wrote term by term.
+_MOST = 64
+
+
+def read_counts(loss: Tensor) -> Reading:
+    """The averages in `loss`, a single number; empty where it has no graph."""
+    terms: list[Term] = []
+    opaque: list[str] = []
+    if loss.grad_fn is None:
+        return Reading()
+    with torch.no_grad():
+        _walk(loss.grad_fn, 1.0, terms, opaque, divided=False)
+    return Reading(terms=tuple(terms), opaque=tuple(opaque))
+
+
+def _walk(node: Any, factor: Scalar, terms: list[Term], opaque: list[str], *, divided: bool) -> None:
+    """Add the averages below `node`, whose output enters the loss multiplied by `factor`."""
+    pending = [(node, factor, divided)]
+    visits = 0
+    while pending:
+        node, factor, divided = pending.pop()
+        visits += 1
+        if visits > _MOST:
+            opaque.append("a loss of very many terms")
+            return
+        kind = _kind(node)
+        found = _average(node, kind)
+        if found is not None or (kind in _SUMS and not _single_inputs(node)):
+            # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
+            if (found is not None or divided) and not _of_parameters(node):
+                name = f"{kind} / count" if found is None else kind
+                count = _over(1.0 if found is None else found, factor)
+                terms.append(Term(name=name.lower(), count=count, by_shape=found is not None and "NllLoss" not in kind))
+        elif kind == "Div" and _is_single(node) and not _differentiable(node, 1):
+            pending.append((node.next_functions[0][0], _over(factor, node._saved_other), True))
+        elif kind == "Mul" and _is_single(node) and _multiplies_averages(node):
+            opaque.append("a product of averages")  # which no weight of its parts makes that of the whole batch
+        elif kind == "Mul" and _is_single(node):
+            pending.extend(_factors(node, factor, divided))
+        elif kind in ("Mean", "Sum", "Stack", "Cat") or (kind in _TRANSPARENT and _is_single(node)):
+            pending.extend((each, factor, divided) for each, _ in reversed(node.next_functions) if each is not None)
+        elif not _is_leaf(node):
+            opaque.append(node.name())
+
+
+def _average(node: Any, kind: str) -> Scalar | None:
+    """What an operator that averages divides by; None: it is none."""
+    if kind == "Mean" and not _single_inputs(node):
+        return float(
+            node._saved_self_sym_numel
+            if hasattr(node, "_saved_self_sym_numel")
+            else math.prod(node._saved_self_sym_sizes)
+        )
+    if kind in ("NllLoss", "NllLoss2D", "NllLossNd") and node._saved_reduction == _REDUCED_BY_MEAN:
+        return _plain(node._saved_total_weight)
+    if getattr(node, "_saved_reduction", None) != _REDUCED_BY_MEAN:
+        return None
+    if kind in _MEANS:
+        return float(node._saved_self.numel())
+    return float(len(node._saved_self)) if kind in _ROW_MEANS and node._saved_self.dim() > 1 else None
+
+
+def _of_parameters(node: Any) -> bool:
+    """Whether an average or a sum is over parameters alone: a penalty, whatever the samples are."""
+    pending, seen = [node], 0
+    while pending:
+        node = pending.pop()
+        seen += 1
+        if _is_leaf(node):
+            continue
+        kind, inner = _kind(node), [each for each, _ in node.next_functions]
+        constant = None in inner and not _scalar_side(node)
+        if seen > _PENALTY or not inner or kind.endswith(("Loss", "Loss2D", "Logits", "Entropy")):
+            return False
+        if "Convolution" in kind or (constant and (kind in _MIXING or _grows(node))):
+            return False
+        pending += [each for each in inner if each is not None]
+    return True
+
+
+def _grows(node: Any) -> bool:
+    """Whether an operator broadcasts what it differentiates by, as over samples."""
+    largest = max(_elements(each) for each, _ in node.next_functions if each is not None)
+    return _elements(node) > largest
+
+
+def _elements(node: Any) -> int:
+    metadata: Any = getattr(node, "_input_metadata", ())
+    return math.prod(metadata[0].shape) if metadata else 0
+
+
+def _scalar_side(node: Any) -> bool:
+    """Whether what a product or quotient does not differentiate by is a single number."""
+    other = getattr(node, "_saved_other", None)
+    return _kind(node) in ("Mul", "Div") and (not isinstance(other, Tensor) or other.numel() == 1)
+
+
+def _multiplies_averages(node: Any) -> bool:
+    """Whether both sides of a product depend on samples."""
+    sides = [each for each, _ in node.next_functions if each is not None]
+    return len(sides) > 1 and not any(_of_parameters(each) for each in sides)
+
+
+def _factors(node: Any, factor: Scalar, divided: bool) -> Iterator[tuple[Any, Scalar, bool]]:
+    """The differentiable sides of a product of single numbers, each with the other side as its factor."""
+    sides = [each for each, _ in node.next_functions]
+    for place, side in enumerate(sides):
+        if side is None:
+            continue
+        other = getattr(node, "_saved_self" if place else "_saved_other", None)
+        if other is None:
+            other = 1.0
+        # A number times a sum is a coefficient; a tensor times a sum may be the reciprocal of a count.
+        data = isinstance(other, Tensor) and other.dtype.is_floating_point
+        yield side, _times(factor, other), divided or data
+
+
+def _kind(node: Any) -> str:
+    name: str = node.name().removeprefix("torch::autograd::")
+    return name.rstrip("0123456789").removesuffix("Backward")
+
+
+def _is_single(node: Any) -> bool:
+    """Whether the operator's output is one number."""
+    return _elements(node) == 1
+
+
+def _single_inputs(node: Any) -> bool:
+    """Whether an operator reduces single numbers, one by one or stacked: `torch.stack([a, b]).sum()`."""
+    inner = [each for each, _ in node.next_functions if each is not None]
+    if inner and _kind(inner[0]) in ("Stack", "Cat"):
+        inner = [each for each, _ in inner[0].next_functions if each is not None]
+    return bool(inner) and all(_is_single(each) for each in inner)
+
+
+def _differentiable(node: Any, place: int) -> bool:
+    return len(node.next_functions) > place and node.next_functions[place][0] is not None
+
+
+def _is_leaf(node: Any) -> bool:
+    return _kind(node) == "AccumulateGrad"
+
+
+def _times(factor: Scalar, by: Scalar) -> Scalar:
+    return factor * _plain(by)
+
+
+def _over(value: Scalar, by: Scalar) -> Scalar:
+    divisor = _plain(by)
+    if isinstance(divisor, Tensor) or divisor:
+        return value / divisor
+    return math.inf  # a mean over nothing: its sum is multiplied by infinity, its count is zero
+
+
+def _plain(value: Any) -> Scalar:
+    """A number; of an accelerator, which must not be waited for, a tensor in double precision."""
+    if isinstance(value, Tensor) and (value.device.type != "cpu" or type(value) is not Tensor):
+        return value.detach().reshape(()).double()
+    try:
+        return float(value)
+    except RuntimeError:  # a trace on fake tensors, which have no values
+        return math.nan

@@ -1,0 +1,121 @@
+"""Digests of what a job is made from: files, folder listings, environment variables, arguments.
+
+An input has a name, "file /data/config.json", "folder /data/images", "environment LR", "argument --lr", and a digest: the value
+itself where it is short and printable, so that messages can show both sides, else a hash. Equal inputs have equal digests in every
+process and on every machine. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+#: Files up to this size are hashed whole; of larger ones this many blocks at fixed positions, and their size.
+_WHOLE, _BLOCKS, _BLOCK = 8 << 20, 32, 64 << 10
+#: In a folder's listing these are not inputs: training itself writes them.
+_OUTPUTS = frozenset({"runs", "__pycache__"})
+_SHORT = 48
+#: Options that launchers add, different for every rank.
+_OF_RANKS = frozenset({"--local_rank", "--local-rank"})
+ABSENT = "absent"
+
+
+def digest_text(text: str) -> str:
+    """`text` itself where it is short and printable, else a hash of it."""
+    if text and len(text) <= _SHORT and text.isprintable():
+        return text
+    return hashed(text.encode(errors="surrogatepass"))
+
+
+def hashed(data: bytes) -> str:
+    """A short hash."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def digest_file(path: str | Path) -> str:
+    """A hash of a file's content; of a large file, of its size and of blocks at fixed positions."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= _WHOLE:
+                return hashed(file.read())
+            found = hashlib.blake2b(str(size).encode(), digest_size=8)
+            for block in range(_BLOCKS):
+                file.seek(block * (size - _BLOCK) // (_BLOCKS - 1))
+                found.update(file.read(_BLOCK))
+            return found.hexdigest()
+    except OSError:
+        return ABSENT
+
+
+def digest_folder(path: str | Path) -> str:
+    """A hash of the names in a folder, without hidden ones and what training writes."""
+    try:
+        names = sorted(name for name in os.listdir(path) if not name.startswith(".") and name not in _OUTPUTS)
+    except OSError:
+        return ABSENT
+    return hashed("\0".join(names).encode(errors="surrogatepass"))
+
+
+def digest_variable(name: str, environment: Mapping[str, str]) -> str:
+    """The value of an environment variable, or its hash."""
+    return digest_text(environment[name]) if name in environment else ABSENT
+
+
+def argument_parts(arguments: Sequence[str]) -> dict[str, str]:
+    """Command-line arguments by name: `--lr 0.5 data.csv` is {"argument --lr": "0.5", "argument 1": ...}.
+
+    A word after an option is taken for its value. What belongs to what is known only to the script; here it only has to be named.
+    """
+    found: dict[str, list[str]] = {}
+    name, place = "", 0
+    for word in arguments:
+        if word.startswith("-") and not _is_number(word):
+            name, _, value = word.partition("=")
+            found.setdefault(name, []).extend([value] if value else [])
+        elif name:
+            found[name].append(word)
+        else:
+            place += 1
+            found[str(place)] = [word]
+    return {
+        f"argument {name}": digest_text(" ".join(words)) if words else "given"
+        for name, words in found.items()
+        if name not in _OF_RANKS
+    }
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def current(inputs: Iterable[str], environment: Mapping[str, str], arguments: Sequence[str] = ()) -> dict[str, str]:
+    """The digests that these inputs have now."""
+    given = argument_parts(arguments)
+    digests: dict[str, Callable[[str], str]] = {
+        "file": digest_file,
+        "folder": digest_folder,
+        "environment": lambda name: digest_variable(name, environment),
+        "argument": lambda name: given.get(f"argument {name}", ABSENT),
+    }
+    found = {}
+    for each in inputs:
+        kind, _, name = each.partition(" ")
+        if kind in digests:
+            found[each] = digests[kind](name)
+    return found
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What changed, both sides named: `argument --lr: 0.01 then, 0.5 now`."""
+    return [
+        f"{name}: {before.get(name, ABSENT)} then, {now.get(name, ABSENT)} now"
+        for name in sorted({*before, *now})
+        if before.get(name, ABSENT) != now.get(name, ABSENT)
+    ]

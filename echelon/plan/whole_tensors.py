@@ -1,0 +1,29 @@
+"""Which optimizers a plan runs on gathered whole tensors, and over which axes their tensors are gathered."""
+
+from __future__ import annotations
+
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Reads
+
+
+def gathered_axes(plan: Plan, reads: Reads, draws: bool) -> tuple[str, ...]:
+    """The axes over which an optimizer's tensors are put together for its step; empty: it steps on what each rank holds.
+
+        reads               zero 1-3   tp        pp
+        element             -          -         -
+        tensor              dp         tp        -      tensors are dealt out over the ranks that share them
+        model, or draws     dp         tp        pp     one rank steps all of them
+
+    Along the other axes every rank holds the same tensors and makes the same step.
+    """
+    if reads == "element" and not draws:
+        return ()
+    found = [axis for axis, cut in (("dp", plan.sharded), ("tp", plan.mesh.tp > 1)) if cut]
+    if one_owner(reads, draws) and plan.mesh.pp > 1:
+        found.append("pp")
+    return tuple(found)
+
+
+def one_owner(reads: Reads, draws: bool) -> bool:
+    """Whether one rank must step all of the optimizer's tensors: they depend on each other, or on the order of what is drawn for them."""
+    return reads == "model" or draws

@@ -1,0 +1,380 @@
+"""Spot checks: at random later steps the step is computed again on one device and compared.
+
+The gate proves the first steps. What begins later (a gate that opens, a loss that starts to couple samples, rare labels) shows here:
+
+    1  before the step    parameters, buffers and attributes that forward changed go to rank 0
+    2  the step           forward and backward as always; if random numbers were drawn, once more with them held still
+    3  on rank 0          a plain float64 loop computes loss and gradients of the same samples from the same state
+    4  compare            beyond what rounding explains the run stops, before the optimizer has stepped
+
+Where one device would take too long for all samples of a step, a pass over a few of them, on every rank, is compared instead.
+Checks fall on one random step of each doubling of the step number, so what begins at step N is seen before step 4 N, and they
+stay within a small share of the training's time. The checked step trains the same numbers as an unchecked one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from echelon.data.loader import StepBatch
+from echelon.engine.intake import seed_step
+from echelon.engine.model_state import has_extra_state
+from echelon.engine.outcome import Step
+from echelon.engine.precision import autocast
+from echelon.engine.run import Run
+from echelon.engine.state import whole
+from echelon.errors import DivergenceError
+from echelon.job import Job
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+from echelon.profiler.coupling import first_line
+from echelon.profiler.isolation import Isolated
+from echelon.profiler.still import Stillness, silenced
+from echelon.verifier import noise
+from echelon.verifier.compare import Bounds, Difference, compare
+from echelon.verifier.drift import ALLOWED
+from echelon.verifier.feed import Feed, open_feed
+from echelon.verifier.reference import Reference
+from echelon.verifier.sampling import rate
+from echelon.verifier.spot_batch import Unjoinable, fewer, gathered, reads_the_same
+
+#: The gate has looked at the steps before this one.
+FIRST = 3
+#: Checks may take this share of the time since training began, at least this many seconds; one of them may keep one device busy this long.
+SHARE, LEAST, EACH = 0.01, 10.0, 2.0
+#: A step's part of the rate of a product, and bytes of float64 that one device needs for each parameter.
+_EFFICIENCY, _BYTES = 0.4, 24
+#: How many times one device's own rounding a difference may be.
+_ROUNDINGS = 16
+#: Where one device reads the samples, and the plan by which it splits them where batch statistics ask for that.
+_Read = tuple[Feed, Plan]
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class SpotChecks:
+    """The checks of one run. Every rank makes the same calls."""
+
+    def __init__(self, job: Job, run: Run, pristine: nn.Module | None, profile: Profile | None) -> None:
+        """`pristine`: a copy of the job's module from before the run took it, on rank 0; None: the job has a factory."""
+        self._run, self._profile = run, profile
+        self._job, self._pristine = dataclasses.replace(job, warmup_data=None), pristine
+        self._began, self.seconds, self.count = time.perf_counter(), 0.0, 0
+        self._attributes = _attributes(run.model)
+        self._steps = _chosen(job.seed, run.total_steps)
+        self._feed: Feed | None = None
+        #: Why there are no more checks; empty: there are.
+        self.left_out = ""
+        #: Of a step's samples what one device can compute in time; None: not known yet.
+        self._share: float | None = None
+        self._device = torch.device("cpu")
+
+    def due(self, step: int) -> bool:
+        """Whether step `step` (from 0) is checked; if it is by its number, rank 0's clock decides."""
+        if step not in self._steps or self._run.hub is not None or self._run.loss_scale is not None:
+            return False
+        each = self.seconds / self.count if self.count else 0.0
+        room = max(LEAST, SHARE * (time.perf_counter() - self._began))
+        return bool(self._run.ranks.gather(not self.left_out and self.seconds + each <= room)[0])
+
+    def step(self, batch: StepBatch) -> Step:
+        """The step, checked; raises DivergenceError where one device computes something else."""
+        run, begin = self._run, time.perf_counter()
+        if self._share is None:
+            self._share, self._device = run.ranks.gather(self._affordable() if run.world.main else None)[0]
+        if self._share < 1:
+            self._check_some(batch, self._share)
+            loss = run.backward(batch)
+        else:
+            loss = self._check_all(batch)
+        self.seconds += time.perf_counter() - begin
+        self.count += 1
+        return run.finish(loss, batch)
+
+    def _affordable(self) -> tuple[float, torch.device]:
+        """Of a step's samples what one device computes in EACH seconds, and which device: the GPU, if it has the room."""
+        run, profile = self._run, self._profile
+        device = run.device
+        if profile is None:
+            return 1.0, torch.device("cpu")
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _BYTES * profile.elements + 4 * profile.kept(
+            2
+        ):
+            device = torch.device("cpu")
+        return EACH * _EFFICIENCY * rate(device) / max(profile.flops(self._job.batch), 1.0), device
+
+    def _check_all(self, batch: StepBatch) -> Tensor:
+        """Forward and backward of the step itself, compared; gives its loss."""
+        run = self._run
+        before, start = self._state(), self._start()
+        drawn, loss = self._backward(batch)
+        if drawn:
+            mine, found, held = self._silent(batch, start)
+        else:
+            mine, found, held = loss, self._gradients(), True
+        feed = self._read(batch)
+        with run.ranks.together():
+            if run.world.main and held and feed is not None:
+                self._judge(batch.step, before, mine, found, (feed, run.plan), still=drawn)
+        return loss
+
+    def _check_some(self, whole_batch: StepBatch, share: float) -> None:
+        """A pass over a few samples, compared; nothing of it stays."""
+        run, some = self._run, fewer(self._run, whole_batch, share)
+        if some is None:
+            return
+        batch, plan = some
+        before = self._state()
+        mine, found, held = self._silent(batch, self._start())
+        feed = self._gather(batch)
+        with run.ranks.together():
+            if run.world.main and held and feed is not None:
+                self._judge(batch.step, before, mine, found, (feed, plan), still=True)
+
+    # The run's side
+
+    def _read(self, batch: StepBatch) -> Feed | None:
+        """The step's samples for one device, read once more or, where that gives others, as the ranks have them."""
+        run = self._run
+        again = False
+        with run.ranks.together():
+            if run.world.main:
+                self._feed = self._feed or open_feed(self._job)
+                again = reads_the_same(run, batch, self._feed)
+        return self._feed if run.ranks.gather(again)[0] else self._gather(batch)
+
+    def _gather(self, batch: StepBatch) -> Feed | None:
+        try:
+            return gathered(self._run, batch)
+        except Unjoinable:  # raised by rank 0 alone, after everything was sent
+            return None
+
+    def _backward(self, batch: StepBatch) -> tuple[bool, Tensor]:
+        """Forward and backward as always; whether a rank drew random numbers in it."""
+        run = self._run
+        seed_step(run.device, run.job.seed, batch.step, run.data.rank)
+        fresh = _generators(run.device)
+        loss = run.backward(batch)
+        return any(run.ranks.gather(fresh != _generators(run.device))), loss
+
+    def _start(self) -> _Start:
+        """What a pass changes on this rank, to begin another one from."""
+        run = self._run
+        return _Start(
+            buffers={name: value.clone() for name, value in _buffers(run.model).items()},
+            attributes=_attributes(run.model),
+            functions=Isolated(run.job, keep=run.model),
+        )
+
+    def _silent(self, batch: StepBatch, start: _Start) -> tuple[Tensor, dict[str, Tensor], bool]:
+        """Loss and gradients without random numbers, and whether none were drawn. What the real pass left is put back."""
+        run = self._run
+        named = [(name, value) for name, value in run.model.named_parameters() if value.grad is not None]
+        kept = [(value, value.grad, None if value.grad is None else value.grad.clone()) for _, value in named]
+        after = {name: value.clone() for name, value in _buffers(run.model).items()}
+        later = _attributes(run.model)
+        _put_buffers(run.model, start.buffers)
+        _put_attributes(run.model, start.attributes)
+        for value in run.model.parameters():
+            value.grad = None
+        own, run.job = run.job, start.functions.job  # a loss that counts its calls must not count this one
+        try:
+            with start.functions.active(), silenced(run.model), Stillness(random=True)():
+                drawn, loss = self._backward(batch)
+        finally:
+            run.job = own
+        found = self._gradients()
+        for value in run.model.parameters():
+            value.grad = None
+        for value, grad, copied in kept:
+            assert grad is not None
+            assert copied is not None
+            grad.copy_(copied)  # in its place: the exchange keeps gradients in buckets of its own
+            value.grad = grad
+        _put_buffers(run.model, after)
+        _put_attributes(run.model, later)
+        return loss, found, not drawn
+
+    def _gradients(self) -> dict[str, Tensor]:
+        named = self._run.model.named_parameters()
+        return whole(self._run, {name: value.grad for name, value in named if value.grad is not None})
+
+    def _state(self) -> _State:
+        """What the step starts from, whole on rank 0."""
+        run = self._run
+        now = _attributes(run.model)
+        mine = {
+            path: {
+                name: value for name, value in values.items() if self._attributes.get(path, {}).get(name, ...) != value
+            }
+            for path, values in now.items()
+        }
+        changed: dict[str, dict[str, Any]] = {}
+        for part in run.ranks.gather({path: values for path, values in mine.items() if values}):
+            for path, values in part.items():
+                changed.setdefault(path, {}).update(values)
+        return _State(
+            parameters=whole(run, dict(run.model.named_parameters())),
+            buffers=whole(run, dict(run.model.named_buffers())),
+            attributes=changed,
+            functions=Isolated(self._job, keep=run.model) if run.world.main else None,
+            # A checkpoint brings it back before the first look at attributes.
+            extra={path: copy.deepcopy(module.get_extra_state()) for path, module in _with_extra_state(run.model)},
+        )
+
+    # One device's side, on rank 0
+
+    def _judge(
+        self, step: int, state: _State, loss: Tensor, found: Mapping[str, Tensor], read: _Read, *, still: bool
+    ) -> None:
+        try:
+            truth, gradients = self._reference(state, step, read, torch.float64, still=still)
+        except Exception as error:  # one device cannot be given this state: nothing is known, and nothing is wrong
+            self.left_out = f"{type(error).__name__}: {first_line(error)}"
+            return
+        differences = _differences(loss, found, truth, gradients, step)
+        bounds = Bounds(least=ALLOWED[self._run.precision])
+        zero = set(noise.zeros(gradients))
+        beyond = [each for each in differences if not bounds.hold(each) and each.name not in zero]
+        if not beyond:
+            return
+        # One device in the run's own precision tells what rounding does to this model at this step.
+        rough, theirs = self._reference(state, step, read, torch.get_default_dtype(), still=still)
+        own = {each.name: each.value for each in _differences(rough, theirs, truth, gradients, step)}
+        beyond = [each for each in beyond if each.value > _ROUNDINGS * own.get(each.name, 0.0)]
+        if beyond:
+            worst = max(beyond, key=lambda each: each.value)
+            what = "the loss" if worst.kind == "loss" else f"the gradient of {worst.name}"
+            raise DivergenceError(
+                f'step {step + 1}: {what} under "{self._run.plan}" is {worst.value:.2g} off what one device computes from the same state '
+                f"and samples ({len(beyond)} of {len(differences)} values differ), and the first steps agreed: something that begins "
+                "later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step",
+                tensor=worst.name,
+                cause="behaviour that begins after the first steps",
+            )
+
+    def _reference(
+        self, state: _State, step: int, read: _Read, dtype: torch.dtype, *, still: bool
+    ) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """Loss and gradients of one device in float64, or as the run computes them."""
+        feed, plan = read
+        exact = dtype == torch.float64
+        held = Stillness(random=still, narrow=exact)  # some models run in float64 only so
+        rough = contextlib.nullcontext() if exact else autocast(self._run.precision, self._device)
+        functions = state.functions
+        assert functions is not None
+        with _isolated(), functions.active():
+            made = Reference(
+                functions.job, plan, feed, device=self._device, still=held, pristine=self._pristine, dtype=dtype
+            )
+            state.load(made.model)
+            with rough, silenced(made.model) if still else contextlib.nullcontext():
+                loss = made.backward(step)
+        return loss, {name: value.grad for name, value in made.model.named_parameters()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """What a step starts from: tensors by unsharded name, and plain attributes that forward has changed since the start."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    attributes: dict[str, dict[str, Any]]
+    extra: dict[str, Any]  #: what modules return from get_extra_state()
+    #: The job's functions with what they held before the step; None on other ranks.
+    functions: Isolated | None
+
+    @torch.no_grad()
+    def load(self, model: nn.Module) -> None:
+        """Give it to a fresh model."""
+        for name, value in model.named_parameters():
+            value.copy_(self.parameters[name])
+        _put_buffers(model, self.buffers)
+        for path, module in _with_extra_state(model):
+            module.set_extra_state(copy.deepcopy(self.extra[path]))
+        _put_attributes(model, self.attributes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What a pass changes on one rank: buffers, attributes of modules, and what the job's functions hold."""
+
+    buffers: dict[str, Tensor]
+    attributes: dict[str, dict[str, Any]]
+    functions: Isolated
+
+
+def _chosen(seed: int, total: int) -> frozenset[int]:
+    """One random step of each doubling from FIRST on, and the last: the same on every rank."""
+    draw, steps, start = random.Random(f"{seed} spot checks"), set(), FIRST
+    while start < total:
+        steps.add(draw.randrange(start, min(2 * start, total)))
+        start *= 2
+    return frozenset(steps | ({total - 1} if total > FIRST else set()))
+
+
+def _differences(
+    loss: Tensor, found: Mapping[str, Tensor | None], truth: Tensor, gradients: Mapping[str, Tensor | None], step: int
+) -> list[Difference]:
+    made = compare("loss", {"loss": loss}, {"loss": truth}, step=step)
+    return made + compare("gradient", {name: found.get(name) for name in gradients}, gradients, step=step)
+
+
+def _generators(device: torch.device) -> list[bytes]:
+    """Where the random generators are."""
+    state = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()]
+    state.append(repr(numpy.random.get_state(legacy=True)).encode())
+    if device.type == "cuda":
+        state.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return state
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """Leave the random generators as they were: the optimizer's own seeding comes after."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    numpy.random.set_state(arrays)
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Plain attributes of every module: counters and flags that forward may keep."""
+    return {
+        path: {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+        for path, module in model.named_modules()
+    }
+
+
+def _put_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    modules = dict(model.named_modules())
+    for path, values in attributes.items():
+        if path in modules:
+            held = modules[path].__dict__
+            held.update({name: value for name, value in values.items() if held.get(name, ...) != value})
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, each) for path, each in model.named_modules() if has_extra_state(each)]
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.named_buffers() if not value.is_meta}
+
+
+@torch.no_grad()
+def _put_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give buffers these values; those that have them already stay untouched."""
+    for name, value in _buffers(model).items():
+        if name in values and values[name].shape == value.shape and not torch.equal(value, values[name].to(value)):
+            value.copy_(values[name])

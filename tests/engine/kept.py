@@ -1,0 +1,121 @@
+"""Models that keep state between calls, in every way that people do, and a loop that calls each once a step. Runs inside rank processes too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from echelon.engine.run import Run
+from echelon.errors import EchelonError
+from echelon.job import Job
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.world import World
+
+
+class Keeping(nn.Module):
+    """A layer whose output also depends on what earlier steps left in `state`; `note` changes it."""
+
+    def __init__(self, note: Callable[[Any, Tensor], None], state: Tensor, **declared: str) -> None:
+        super().__init__()
+        self.line, self.note = nn.Linear(8, 4), note
+        self.register_buffer("state", state)
+        if declared:
+            self.buffer_reductions = declared
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.line(x) + 0.1 * self.state.double().mean().to(x)
+        if self.training:
+            self.note(self, x.detach())
+        return out
+
+
+class Teacher(nn.Module):
+    """A teacher follows the student at every call, and the student learns from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.teacher.weight.data.lerp_(self.student.weight, 0.3)
+        return self.student(x) - 0.5 * self.teacher(x)
+
+
+def _centre(model: Any, x: Tensor) -> None:
+    model.state.lerp_(x.mean(0), 0.3)
+
+
+def _queue(model: Any, x: Tensor) -> None:
+    model.state.copy_(torch.cat([x, model.state])[: len(model.state)])
+
+
+def _codebook(model: Any, x: Tensor) -> None:
+    model.state.mul_(0.9).add_(0.1 * (x > 0).to(x).sum(0))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "centre": lambda: Keeping(_centre, torch.zeros(8)),
+    "calls": lambda: Keeping(lambda m, x: m.state.add_(1), torch.zeros((), dtype=torch.int64)),
+    "samples": lambda: Keeping(lambda m, x: m.state.add_(len(x)), torch.zeros((), dtype=torch.int64)),
+    "positive": lambda: Keeping(lambda m, x: m.state.add_((x > 0).sum(0)), torch.zeros(8)),
+    "largest": lambda: Keeping(lambda m, x: m.state.copy_(torch.maximum(m.state, x.amax(0))), torch.zeros(8)),
+    "least": lambda: Keeping(lambda m, x: m.state.copy_(torch.minimum(m.state, x.amin(0))), torch.zeros(8)),
+    "replaced": lambda: Keeping(lambda m, x: setattr(m, "state", m.state * 0.9 + 0.1 * x.mean(0)), torch.zeros(8)),
+    "spectral": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.Linear(6, 4)),
+    "teacher": Teacher,
+}
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "queue": lambda: Keeping(_queue, torch.zeros(32, 8)),
+    "codebook": lambda: Keeping(_codebook, torch.ones(8)),
+}
+
+
+def _job(name: str) -> Job:
+    draw = torch.Generator().manual_seed(0)
+    return Job(
+        model=(MODELS | REFUSED)[name],
+        loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
+        optimizer=lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
+        data=TensorDataset(torch.randn(41, 8, generator=draw), torch.randint(0, 4, (41,), generator=draw)),
+        batch=15,
+        epochs=1,
+    )
+
+
+def by_hand(name: str) -> dict[str, Tensor]:
+    job = _job(name)
+    run = Run(job, from_text("dp=1"), World(), dtype=torch.float64)
+    model = copy.deepcopy(run.model)
+    batches = [run.move(micro.batch) for step in run.batches() for micro in step.micros]
+    run.close()
+    optimizer: Any = job.optimizer(model.parameters())
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return {key: value.detach() for key, value in model.state_dict().items()}
+
+
+def trained(world: World, names: list[str], plan: str) -> dict[str, Any]:
+    """Each model's state after training under a plan, or the error."""
+    found: dict[str, Any] = {}
+    for name in names:
+        job = _job(name)
+        try:
+            with Run(job, complete(from_text(plan), job), world, dtype=torch.float64) as run:
+                for batch in run.batches():
+                    run.step(batch)
+                state = run.gather()
+                found[name] = None if state is None else {**state.parameters, **state.buffers}
+        except EchelonError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

@@ -1,0 +1,295 @@
+"""Optimizers, schedules and models that keep state in every way that people do; run inside rank processes too."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from echelon.engine.run import Run
+from echelon.engine.values import encode
+from echelon.job import Job
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.testing.models import MLP
+from echelon.world import World
+from tests.engine.jobs import mlp
+
+
+class Nested(Optimizer):
+    """Momentum in a list, bookkeeping of many types in a dict, per parameter."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 1e-2, "mix": (0.5, [0.25, math.inf]), "name": "nested"})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is None:
+                    continue
+                state = self.state[value]
+                if not state:
+                    state["moments"] = [torch.zeros_like(value), (torch.zeros_like(value), 0)]
+                    state["log"] = {"seen": 0, 3: None, "last": math.nan, "words": ("a", b"\0\1"), "kinds": {1, 2}}
+                    state["recent"] = deque(maxlen=2)
+                    state["rng"] = np.float64(0.5)
+                    state["dtype"], state["text"] = torch.float32, "plain"
+                first, (second, count) = state["moments"]
+                first.mul_(0.9).add_(value.grad)
+                second.mul_(0.99).add_(value.grad.square())
+                state["moments"][1] = (second, count + 1)
+                state["log"]["seen"] += 1
+                state["recent"].append(count)
+                state["rng"] = np.float64(state["rng"] * 0.9)
+                value.sub_(first * group["lr"] * float(state["rng"]) / (count + 1))
+
+
+class Shared(Optimizer):
+    """A count, a rate and a tensor for all parameters together, under string keys."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        shared = self.state["shared"]
+        shared["count"] = shared.get("count", 0) + 1
+        shared["decay"] = shared.get("decay", torch.ones(3)) * 0.5
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None:
+                    value.sub_(value.grad, alpha=group["lr"] * shared["count"] * float(shared["decay"][0]))
+
+
+class Looking(SGD):
+    """Slow weights that its own `state_dict` adds."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, lr=1e-2, momentum=0.9)
+        self.slow: list[Tensor] = []
+        self.ticks = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        values = [value for group in self.param_groups for value in group["params"]]
+        if not self.slow:
+            self.slow = [value.detach().clone() for value in values]
+        super().step()
+        self.ticks += 1
+        for slow, value in zip(self.slow, values, strict=True):
+            slow.lerp_(value, 0.5)
+            if self.ticks % 2 == 0:
+                value.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": self.slow, "ticks": self.ticks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        self.slow, self.ticks = state_dict.pop("slow"), state_dict.pop("ticks")
+        super().load_state_dict(state_dict)
+
+
+class Forgetful(Looking):
+    """Saves what it does not load."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        SGD.load_state_dict(self, {key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class Opaque(Shared):
+    """Keeps an object of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["shared"]["object"] = object()
+
+
+class Shy(Opaque):
+    """The same, and refuses to work on small parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        if all(value.numel() < 50 for group in self.param_groups for value in group["params"]):
+            raise RuntimeError("too small")
+        super().step()
+
+
+class Keeping(nn.Module):
+    """A module with extra state: how often it was called, with what mean, in a dict; or as a tensor."""
+
+    def __init__(self, tensor: bool = False) -> None:
+        super().__init__()
+        self.tensor, self.calls, self.scale = tensor, 0, torch.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.scale = self.scale * 0.9
+        return x * self.scale[0] + 0.01 * self.calls
+
+    def get_extra_state(self) -> Any:
+        return torch.cat([self.scale, torch.tensor([float(self.calls)])]) if self.tensor else self._dict()
+
+    def _dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "scale": self.scale, "kept": [("a", 1.5), None]}
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.tensor:
+            self.scale, self.calls = state[:2].clone(), int(state[2])
+        else:
+            assert state["kept"] == [("a", 1.5), None]
+            self.calls, self.scale = state["calls"], state["scale"]
+
+
+def keeping(tensor: bool = False) -> nn.Module:
+    model = MLP(width=12, layers=3, inputs=8, classes=4)
+    model.insert(1, Keeping(tensor))
+    return model
+
+
+class Plain:
+    """A schedule without state_dict."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.at, self.rates = optimizer, 0, OrderedDict(a=0.9, b=0.8)
+        self.rule = lambda at: self.rates["a"] ** at
+
+    def step(self) -> None:
+        self.at += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 * self.rule(self.at)
+
+
+class Slotted:
+    """A schedule that shows nothing of where it stands."""
+
+    __slots__ = ("at", "optimizer")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.at = optimizer, 0
+
+    def step(self) -> None:
+        self.at += 1
+
+
+class Curve:
+    """A rule of LambdaLR with a memory."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, at: int) -> float:
+        self.asked += 1
+        return 1 / (1 + self.asked)
+
+
+class Warming(torch.optim.lr_scheduler.LRScheduler):
+    """Holds another schedule as an object, as warm-up packages do."""
+
+    def __init__(self, optimizer: Optimizer, after: Any) -> None:
+        self.after, self.warm = after, 2
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch >= self.warm:
+            self.after.step()
+            return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [rate * (self.last_epoch + 1) / 3 for rate in self.base_lrs]
+
+
+def sgd(params: Any) -> Optimizer:
+    return SGD(params, lr=1e-2, momentum=0.9)
+
+
+def scheduled(schedule: Callable[..., Any]) -> Callable[[], Job]:
+    return lambda: mlp(optimizer=sgd, schedule=schedule, epochs=2)
+
+
+STATEFUL: dict[str, Callable[[], Job]] = {
+    "nested": lambda: mlp(optimizer=Nested),
+    "shared": lambda: mlp(optimizer=Shared),
+    "looking": lambda: mlp(optimizer=Looking),
+    "extra": lambda: mlp(model=keeping),
+    "extra tensor": lambda: mlp(model=lambda: keeping(tensor=True)),
+    "plain": scheduled(Plain),
+    "curve": scheduled(lambda optimizer: LambdaLR(optimizer, Curve())),
+    "warming": scheduled(lambda optimizer: Warming(optimizer, ExponentialLR(optimizer, 0.7))),
+    "chained": scheduled(lambda o: ChainedScheduler([LinearLR(o, 0.1, total_iters=3), ExponentialLR(o, 0.9)])),
+    "sequence": scheduled(lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=2), CosineAnnealingLR(o, 6)], [2])),
+    "one cycle": scheduled(lambda o, steps: OneCycleLR(o, 0.1, total_steps=steps)),
+    "opaque": lambda: mlp(optimizer=Opaque),
+    "shy": lambda: mlp(optimizer=Shy),
+    "forgetful": lambda: mlp(optimizer=Forgetful),
+    "slotted": scheduled(Slotted),
+}
+
+
+def _run(world: World, name: str, plan: str) -> Run:
+    job = STATEFUL[name]()
+    return Run(job, complete(from_text(plan), job), world)
+
+
+def facts(run: Run) -> Any:
+    """Everything that decides how a run goes on and is no tensor of parameter size, as text; and the parameters' sum."""
+
+    def put(path: str, value: Tensor) -> Any:
+        return [list(value.shape), float(value.double().sum())] if type(value) is Tensor else "sharded"
+
+    states = [optimizer.state_dict() for optimizer in run.optimizers]
+    plain = [{key: value for key, value in each.items() if key != "slow"} for each in states]
+    return str(encode(plain, "", put))
+
+
+def until(world: World, name: str, plan: str, folder: str, steps: int) -> list[float]:
+    """Losses of the first steps, and a checkpoint after them."""
+    with _run(world, name, plan) as run:
+        losses = [float(run.step(batch).loss) for batch in run.batches(steps)]
+        run.save(Path(folder))
+    return losses
+
+
+def after(world: World, name: str, plan: str, folder: str | None = None) -> dict[str, Any]:
+    """Losses from a checkpoint, or the beginning, to the end, and what the run then holds."""
+    with _run(world, name, plan) as run:
+        if folder is not None:
+            run.load(Path(folder))
+        losses = [float(run.step(batch).loss) for batch in run.batches()]
+        state = run.gather()
+        found = {"losses": losses, "facts": facts(run)}
+        if state is not None:
+            found["parameters"] = state.parameters
+    return found
+
+
+def refused(world: World, name: str, plan: str) -> tuple[str, int]:
+    """The message with which a job is refused, and after how many steps."""
+    from echelon.errors import JobError
+
+    run = None
+    try:
+        run = _run(world, name, plan)
+        for batch in run.batches():
+            run.step(batch)
+    except JobError as error:
+        return str(error), 0 if run is None else run.step_number
+    finally:
+        if run is not None:
+            run.close()
+    return "no error", run.step_number

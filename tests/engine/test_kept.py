@@ -1,0 +1,36 @@
+"""State that calls change is kept as one device keeps it, on any number of ranks and micro-batches, or the run ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echelon.testing.ranks import Pool
+from echelon.world import World
+from tests.engine import kept
+
+
+def _differs(found: Any, name: str) -> str:
+    if isinstance(found, str):
+        return found
+    expected = kept.by_hand(name)
+    worst = {key: float((found[key].double() - value.double()).abs().max()) for key, value in expected.items()}
+    return ", ".join(f"{key} {error:.1e}" for key, error in worst.items() if error > 1e-12)
+
+
+@pytest.mark.parametrize("name", kept.MODELS)
+def test_micro_batches_keep_state_as_the_whole_batch_does(name: str) -> None:
+    assert not _differs(kept.trained(World(), [name], "dp=1 micro=4")[name], name)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 micro=3", "dp=2 shares=2:1"])
+def test_ranks_keep_state_as_one_device_does(ranks: Pool, plan: str) -> None:
+    found = ranks.run(2, "tests.engine.kept:trained", list(kept.MODELS), plan)[0]
+    assert {name: _differs(found[name], name) for name in kept.MODELS} == dict.fromkeys(kept.MODELS, "")
+
+
+@pytest.mark.parametrize("name", kept.REFUSED)
+def test_state_without_a_rule_ends_the_run(name: str) -> None:
+    found = kept.trained(World(), [name], "dp=1 micro=4")[name]
+    assert found.startswith("DivergenceError: buffer state: ")

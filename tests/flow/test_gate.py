@@ -1,0 +1,302 @@
+"""The gate before a training and the spot checks in it: what is proved, kept, refused, left, and noticed later."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import echelon
+from echelon.errors import DivergenceError, LaunchError, PlanError, UnprovedPlan
+from echelon.events import Event
+from echelon.flow import gate
+from echelon.flow.prepare import Prepared, Subject
+from echelon.plan.plan import Plan
+from echelon.plan.text import from_text
+from echelon.testing.ranks import Pool
+from echelon.verifier import spot_check
+from tests.flow.jobs import checked_losses, make
+
+
+@pytest.fixture(autouse=True)
+def _gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ECHELON_VERIFY", "1")
+
+
+def train(folder: Path, job: echelon.Job, plan: str, **settings: Any) -> list[Event]:
+    events: list[Event] = []
+    echelon.train(job, plan, folder=folder, quiet=True, listeners=[events.append], **settings)
+    return events
+
+
+def messages(events: list[Event], kind: str) -> list[str]:
+    return [event.data["message"] for event in events if event.kind == kind]
+
+
+class Late(nn.Module):
+    """Begins to couple the samples of a batch after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.net, self.left = nn.Linear(8, 1), calls
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.left -= 1
+        found = self.net(values)
+        return found if self.left > 0 else found - found.mean(0)
+
+
+class Drops(nn.Module):
+    """Draws random numbers, counts its calls and keeps a statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)), 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        return self.net(values)
+
+
+def test_a_plan_is_verified_once(tmp_path: Path) -> None:
+    first = train(tmp_path / "a", make(), "dp=1 micro=4")
+    (line,) = messages(first, "verified")
+    assert line.startswith("verified in ")
+    assert '"dp=1 micro=4" computes what one device computes' in line
+    certificate = json.loads((tmp_path / "a" / "certificate.json").read_text())
+    assert certificate["verified"] is True
+    (again,) = messages(train(tmp_path / "b", make(), "dp=1 micro=4"), "verified")
+    assert again.startswith("verified by an earlier start")
+    # Another plan is another proof.
+    (other,) = messages(train(tmp_path / "c", make(), "dp=1 micro=2"), "verified")
+    assert other.startswith("verified in ")
+
+
+def test_one_process_needs_no_proof(tmp_path: Path) -> None:
+    events = train(tmp_path / "run", make(), "dp=1")
+    assert not messages(events, "verified")
+    assert not (tmp_path / "run" / "certificate.json").exists()
+
+
+def test_opting_out_is_logged(tmp_path: Path) -> None:
+    events = train(tmp_path / "run", make(), "dp=1 micro=4", verify=False)
+    assert any("--no-verify" in message for message in messages(events, "warning"))
+    assert not messages(events, "verified")
+
+
+class Leaky(torch.optim.SGD):
+    """Steps further where its parameters were reached by several backward passes: what micro-batches do and one batch does not."""
+
+    passes = 0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = 0.01 * Leaky.passes
+        Leaky.passes = 0
+        super().step()
+
+
+def leaky_loss(output: Tensor, batch: Any) -> Tensor:
+    Leaky.passes += 1
+    return F.mse_loss(output, batch[-1])
+
+
+def test_a_plan_that_computes_something_else_does_not_train(tmp_path: Path) -> None:
+    job = make(loss=leaky_loss, optimizer=lambda parameters: Leaky(parameters, lr=0.01))
+    with pytest.raises(
+        UnprovedPlan, match=r'"dp=1 micro=4" does not compute what one device computes, first at .*parameter'
+    ):
+        train(tmp_path / "run", job, "dp=1 micro=4")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UnprovedPlan):  # from the cache
+        train(tmp_path / "run", job, "dp=1 micro=4")
+    assert not messages(train(tmp_path / "run", job, "dp=1"), "verified")
+
+
+@pytest.mark.parametrize("samples", ["all", "some"])
+def test_behaviour_that_begins_late_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: str
+) -> None:
+    if samples == "some":
+        monkeypatch.setattr(spot_check, "EACH", 1e-12)
+    job = make(model=lambda: Late(20), epochs=12)
+    with pytest.raises(DivergenceError, match=r"step \d+: .* off what one device computes"):
+        train(tmp_path / "run", job, "dp=1 micro=4", every=2)
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert saved, "the last good checkpoint stays"
+    # The proof of the first steps is withdrawn.
+    with pytest.raises(UnprovedPlan, match="off what one device computes"):
+        train(tmp_path / "again", job, "dp=1 micro=4")
+
+
+@pytest.mark.parametrize("samples", ["all", "some"])
+def test_spot_checks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: str) -> None:
+    """Dropout, a counter and batch statistics: the checked run trains what an unchecked one does, bit for bit."""
+    if samples == "some":
+        monkeypatch.setattr(spot_check, "EACH", 1e-12)
+    job = make(model=Drops, epochs=4)
+
+    def losses(folder: str, verify: bool) -> list[float]:
+        events = train(tmp_path / folder, job, "dp=1 micro=4", verify=verify)
+        return [event.data["loss"] for event in events if event.kind == "step"]
+
+    assert losses("checked", True) == losses("plain", False)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"])
+def test_ranks_are_checked_and_train_the_same(ranks: Pool, tmp_path: Path, plan: str) -> None:
+    checked = ranks.run(2, checked_losses, str(tmp_path / "checked"), plan, True, timeout=240)
+    plain = ranks.run(2, checked_losses, str(tmp_path / "plain"), plan, False, timeout=240)
+    (count, *losses) = checked[0]
+    assert count > 0
+    assert losses == plain[0][1:]
+
+
+def failing(*kinds: str, started: bool = False) -> Any:
+    left = list(kinds)
+
+    def execute(prepared: Prepared) -> Prepared:
+        if not left:
+            return prepared
+        error = LaunchError(f"{prepared.plan} is wrong")
+        error.kind, error.started = left.pop(0), started
+        raise error
+
+    return execute
+
+
+def plans(*texts: str) -> Iterator[Prepared]:
+    return iter([Prepared(plan=from_text(text)) for text in texts])
+
+
+def test_auto_takes_the_first_plan_that_is_not_disproved() -> None:
+    taken = gate.first_proved(plans("dp=4", "dp=2", "dp=1"), failing("UnprovedPlan", "DivergenceError"))
+    assert taken.plan == Plan()
+    assert 'auto left "dp=4": dp=4 is wrong' in taken.fallback
+    assert 'auto left "dp=2": dp=2 is wrong' in taken.warnings
+
+
+def test_other_errors_before_the_first_step_lead_to_one_process() -> None:
+    taken = gate.first_proved(plans("dp=4", "dp=2", "dp=1"), failing("WorldError"))
+    assert taken.plan == Plan()
+    with pytest.raises(LaunchError, match="dp=1 is wrong"):  # the job itself is at fault
+        gate.first_proved(plans("dp=4", "dp=2", "dp=1"), failing("JobError", "JobError"))
+
+
+def test_errors_of_a_running_training_end_it() -> None:
+    with pytest.raises(LaunchError, match="dp=4 is wrong"):
+        gate.first_proved(plans("dp=4", "dp=1"), failing("TrainingError", started=True))
+    with pytest.raises(LaunchError, match="dp=2 is wrong"):  # nothing left to try
+        gate.first_proved(plans("dp=2"), failing("UnprovedPlan"))
+
+
+def test_auto_ends_at_one_process_where_nothing_can_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Prepared:
+        raise PlanError("no plan can be executed")
+
+    monkeypatch.setattr(gate, "prepare", refuse)
+    (only,) = gate.attempts(Subject(make()), "auto")
+    assert only.plan == Plan()
+    assert "no plan can be executed" in only.fallback
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [("dp=1", True), ("dp=1 micro=8", True), ("dp=1 micro=4", False), ("dp=1 recompute=block", False), ("dp=2", False)],
+)
+def test_what_needs_a_proof(text: str, plain: bool) -> None:
+    assert gate.is_plain(from_text(text), make()) is plain
+
+
+def test_the_bound_grows_with_the_run() -> None:
+    from tests.observer.runs import forecast
+
+    expected = forecast()
+    short = Prepared(plan=Plan(), forecast=expected)
+    assert gate.bound(make(epochs=None, steps=1), short) == gate.LEAST
+    steps = int(1e6 / expected.time.step)
+    assert gate.bound(make(epochs=None, steps=steps), short) == pytest.approx(gate.SHARE * 1e6, rel=0.01)
+
+
+def test_data_that_cannot_be_read_twice_is_not_compared(tmp_path: Path) -> None:
+    class Own(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+        """Gives other numbers each time, as augmentation with entropy of its own does, once the proof is made."""
+
+        reads = 0
+
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            Own.reads += 1
+            value = torch.full((8,), float(index)) / 32
+            return (value + Own.reads * 1e-3 if Own.reads > 400 else value), value.sum().view(1)
+
+    events = train(tmp_path / "run", make(data=Own(), epochs=20), "dp=1 micro=4")
+    assert events[-1].data["reason"] == "finished"
+
+
+class Entropy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Augments by entropy of its own."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        value = torch.full((8,), index / 32) + int.from_bytes(os.urandom(2)) / 2**20
+        return value, value.sum().view(1)
+
+
+def test_a_plan_is_proved_on_data_with_entropy_of_its_own(tmp_path: Path) -> None:
+    events = train(tmp_path / "run", make(data=Entropy(), epochs=2), "dp=1 micro=4")
+    (line,) = messages(events, "verified")
+    assert line.startswith("verified in ")
+
+
+def test_samples_are_fewer_where_time_is_short() -> None:
+    from echelon.profiler import profile
+    from echelon.verifier.sampling import smaller
+
+    job = make(data=TensorDataset(torch.randn(600, 8), torch.randn(600, 1)), batch=301)
+    found = profile(job)
+    assert smaller(job, from_text("dp=2 micro=8"), found, found.flops(301), 6) is None
+    few = smaller(job, from_text("dp=2 micro=8"), found, found.flops(301) / 20, 6)
+    assert few is not None
+    assert few.job.batch == 15
+    assert few.plan.micro == 4
+    assert few.job.steps == 6
+    assert few.note == "sampled: the time allows 15 samples a step, of 301"
+
+
+class Blocks(nn.Module):
+    """Equal blocks in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(12))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = values + block(values)
+        return self.head(values)
+
+
+def test_a_shortened_model_is_proved_for_the_whole() -> None:
+    from echelon.profiler import profile
+    from echelon.verifier.sampling import smaller
+
+    job = make(model=Blocks)
+    few = smaller(job, from_text("dp=1 micro=4"), profile(job), 1.0, 12)
+    assert few is not None
+    assert few.note.endswith("and the first 4 of 12 equal blocks in blocks")
+    assert len(few.job.model().blocks) == 4

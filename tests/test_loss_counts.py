@@ -1,0 +1,87 @@
+"""Every way in which people average a loss, and the count that the graph gives for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.loss_counts import read_counts
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, -100, 3, 2, 1])
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0])
+MASK = Y >= 0
+P = nn.Parameter(torch.ones(3, 3))
+
+
+def rows(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, Y, reduction="none")
+
+
+#: name -> (loss, its counts). Six rows of four numbers; five rows have labels.
+LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
+    "ignored label": (lambda x: F.cross_entropy(x, Y), [5]),
+    "class weights": (lambda x: F.cross_entropy(x, Y, weight=WEIGHTS), [0.5 + 1 + 4 + 2 + 1]),
+    "label smoothing": (lambda x: F.cross_entropy(x, Y, label_smoothing=0.5), [10, 5 / 0.125]),
+    "images": (lambda x: F.cross_entropy(x.T.reshape(2, 2, 2, 3), torch.ones(2, 2, 3).long()), [12]),
+    "soft targets": (lambda x: F.cross_entropy(x, torch.rand(6, 4)), [6]),
+    "selected": (lambda x: rows(x)[MASK].mean(), [5]),
+    "sum over mask": (lambda x: (rows(x) * MASK).sum() / MASK.sum(), [5]),
+    "sum over number": (lambda x: rows(x).sum() / MASK.sum().item(), [5]),
+    "reciprocal": (lambda x: (rows(x) * MASK).sum() * (1 / MASK.sum()), [5]),
+    "product": (lambda x: torch.einsum("i,i->", rows(x), MASK.float()) / MASK.sum(), [5]),
+    "squares": (lambda x: F.mse_loss(x, torch.zeros(6, 4)), [24]),
+    "absolute": (lambda x: F.l1_loss(x, torch.zeros(6, 4)), [24]),
+    "huber": (lambda x: F.huber_loss(x, torch.zeros(6, 4)), [24]),
+    "logits": (lambda x: F.binary_cross_entropy_with_logits(x, torch.ones(6, 4)), [24]),
+    "margins": (lambda x: F.multi_margin_loss(x, Y.clamp(min=0)), [6]),
+    "batchmean": (lambda x: F.kl_div(x, torch.ones(6, 4), reduction="batchmean"), [6]),
+    "per sample": (lambda x: ((x * x).sum(1) / 3).mean(), [6]),
+    "half, recast": (lambda x: F.cross_entropy(x.bfloat16(), Y).double().reshape(1)[0], [5]),
+    "two terms": (lambda x: 0.5 * F.cross_entropy(x, Y) + x.square().mean() / 3, [10, 72]),
+    "stacked": (lambda x: torch.stack([F.cross_entropy(x, Y), x.mean()]).sum(), [5, 24]),
+    "penalty": (lambda x: F.cross_entropy(x, Y) + x.square().sum(), [5]),
+    "penalty by a factor": (lambda x: F.cross_entropy(x, Y) + 0.1 * P.square().sum() + P.abs().mean(), [5]),
+    "orthogonal": (lambda x: F.cross_entropy(x, Y) + 0.1 * (P @ P.T - torch.eye(3)).square().sum(), [5]),
+    "error of a layer": (lambda x: F.cross_entropy(x, Y) + (torch.ones(6, 3) @ P).square().sum() / 6, [5, 6]),
+    "centres": (lambda x: (P[None] - torch.ones(6, 3, 3)).square().mean(), [54]),
+    "learned factor": (lambda x: F.cross_entropy(x, Y) * nn.Parameter(torch.tensor(2.0)), [2.5]),
+    "recounted": (lambda x: F.cross_entropy(x, Y) * MASK.sum() / 8, [8]),
+    "plain sum": (lambda x: x.square().sum(), []),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_graph_gives_what_each_mean_divides_by(name: str) -> None:
+    loss, counts = LOSSES[name]
+    reading = read_counts(loss(X @ nn.Parameter(torch.eye(4))))
+    assert [float(term.count) for term in reading.terms] == pytest.approx(counts)
+    assert not reading.opaque
+
+
+def test_a_connectionist_loss_averages_over_samples_and_not_over_labels() -> None:
+    scores = torch.randn(10, 2, 4, requires_grad=True).log_softmax(-1)
+    loss = F.ctc_loss(scores, torch.ones(2, 3).long(), torch.tensor([10, 10]), torch.tensor([3, 2]))
+    assert [term.count for term in read_counts(loss).terms] == [2]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: x.square().mean().sqrt(),
+        lambda x: x.logsumexp((0, 1)),
+        lambda x: 1 - x.sigmoid().sum() / (x.sigmoid().sum() + 3),
+    ],
+)
+def test_what_is_no_sum_of_means_is_named(loss: Callable[[Tensor], Tensor]) -> None:
+    reading = read_counts(loss(X @ nn.Parameter(torch.eye(4))))
+    assert not reading.terms
+    assert reading.opaque
+
+
+def test_without_a_graph_nothing_is_read() -> None:
+    assert not read_counts(torch.ones(())).terms
