@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from collections.abc import Sequence
@@ -105,10 +104,11 @@ class Training:
         from torch import nn
 
         from echelon.engine.run import Run
+        from echelon.profiler.build import copy_module
 
         job, world = self._subject.job, self._world
         if self._verdict.certificate is not None and world.main and isinstance(job.model, nn.Module):
-            self._pristine = copy.deepcopy(job.model)  # the run takes the module itself
+            self._pristine = copy_module(job.model)  # the run takes the module itself
         run = Run(
             job,
             self._prepared.plan,

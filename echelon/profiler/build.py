@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,11 +25,24 @@ from echelon.profiler.random_state import random_states
 from echelon.profiler.wide_ops import restart_names
 
 
+def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy with the hooks of its parameters, which `copy.deepcopy` drops."""
+    copied: nn.Module = copy.deepcopy(model, memo)
+    if isinstance(model, torch.jit.ScriptModule):
+        return copied
+    for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
+        if theirs is not mine and mine._backward_hooks:
+            theirs._backward_hooks = OrderedDict(mine._backward_hooks)
+        for hook in (getattr(mine, "_post_accumulate_grad_hooks", None) or {}).values() if theirs is not mine else ():
+            theirs.register_post_accumulate_grad_hook(hook)
+    return copied
+
+
 def made(job: Job) -> nn.Module:
     """What the job's factory gives, or a copy of its module: what a trial does to it is not seen in the training."""
     if isinstance(job.model, nn.Module):
         with unset_fake_temporarily():
-            model = copy.deepcopy(job.model)
+            model = copy_module(job.model)
     else:
         restart_names()
         model = job.model()

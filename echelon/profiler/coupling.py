@@ -10,7 +10,6 @@ batch. Batch norms are left out, held at fixed statistics: they are known by the
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.job import Job, call_loss, call_model, lift
 from echelon.loss_counts import read_counts
+from echelon.profiler.build import copy_module
 from echelon.profiler.example import Example
 from echelon.profiler.lazy import initialise_lazy
 from echelon.profiler.random_state import random_states, seed_all
@@ -256,7 +256,7 @@ def _is_rows(leaf: Any, samples: int) -> bool:
 def _still_model(job: Job) -> nn.Module:
     """A model of its own, with the values that training starts from, dropout off and batch norms that look at no batch."""
     seed_all(job.seed)
-    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+    model = copy_module(job.model) if isinstance(job.model, nn.Module) else job.model()
     initialise_lazy(model, job)
     model = model.to("cpu").train()
     silence(model)

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from echelon.job import Job
+from echelon.profiler.build import copy_module
 
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _LARGE = 2**26
@@ -80,7 +81,7 @@ class Isolated:
         if keep is not None:
             memo |= {id(each): each for each in (*keep.modules(), *keep.parameters(), *keep.buffers())}
         self._original = job.model if isinstance(job.model, nn.Module) and keep is None else None
-        self._copy = None if self._original is None else copy.deepcopy(pristine or self._original, memo)
+        self._copy = None if self._original is None else copy_module(pristine or self._original, memo)
         if pristine is not None and self._original is not None and self._copy is not None:
             memo |= _counterparts(self._original, self._copy)
         mine = frozenset() if self._copy is None else frozenset(map(id, self._copy.modules()))
@@ -150,7 +151,7 @@ _REUSES: WeakKeyDictionary[Callable[[], nn.Module], bool] = WeakKeyDictionary()
 
 
 def _deep(factory: Callable[[], nn.Module]) -> nn.Module:
-    return copy.deepcopy(factory())
+    return copy_module(factory())
 
 
 def _shared(job: Job) -> dict[int, Any]:

@@ -61,11 +61,11 @@ def profile(job: Job, *, device: str | None = None) -> Profile:
     """What a step of `job` computes, moves and keeps. `device`: trace for "cpu" or "cuda" (default: what is here)."""
     isolated = Isolated(job)  # a loss that counts its calls must not count these
     with isolated.active():
-        return _profiled(isolated.job, job, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return _profiled(isolated.job, device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _profiled(job: Job, given: Job, device: str) -> Profile:
-    """The profile of a job that is nobody else's; `given`: the one that it was copied from."""
+def _profiled(job: Job, device: str) -> Profile:
+    """The profile of a job that is nobody else's."""
     example = Example(job)
     notes: list[str] = []
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def _profiled(job: Job, given: Job, device: str) -> Profile:
             visits = chain(job, example, traced.run)
     return _assemble(
         job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
-        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(given, model, second),
+        visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(model, second),
     )  # fmt: skip
 
 
@@ -166,15 +166,14 @@ def _assemble(
     )
 
 
-def _lost(job: Job, model: nn.Module, trace: Trace) -> str:
+def _lost(model: nn.Module, trace: Trace) -> str:
     """What happens to parameters and would not happen to the shards of them."""
     compiled = next((path or "the model" for path, module in model.named_modules() if is_compiled(module)), None)
     if compiled is not None:
         return f"{compiled} was compiled by torch.jit, and its parameters cannot be replaced"
     if trace.changed:
         return f"forward changes {trace.changed} itself, which shards would not keep"
-    own = job.model if isinstance(job.model, nn.Module) else model  # a copy has no hooks
-    hooked = next((name for name, value in own.named_parameters() if value._backward_hooks), None)
+    hooked = next((name for name, value in model.named_parameters() if value._backward_hooks), None)
     return f"{hooked} has a gradient hook, which shards would not have" if hooked else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 
@@ -14,6 +13,7 @@ from echelon.errors import VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.plan import Plan
+from echelon.profiler.build import copy_module
 
 #: Steps that are watched, at most and besides the bound.
 _MOST, _BESIDES = 24, 4
@@ -31,7 +31,7 @@ def most_ahead(job: Job, plan: Plan, ranks: Ranks) -> tuple[int, int]:
     watched. Every rank must call it."""
     bound = plan.staleness or 0
     if isinstance(job.model, nn.Module):
-        job = dataclasses.replace(job, model=copy.deepcopy(job.model))  # a proof must not train the user's own
+        job = dataclasses.replace(job, model=copy_module(job.model))  # a proof must not train the user's own
     with Run(job, plan, ranks.world, device=ranks.device, watch=False) as run:
         hub, watched, most = run.hub, 0, 0
         assert hub is not None
