@@ -3,55 +3,84 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import UnprovedPlan
-from echelon.flow.gate import attempts, first_proved, one_process
+from echelon.errors import LaunchError, UnprovedPlan
+from echelon.flow.gate import attempts, disproved, first_proved, one_process
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan, receive
 from echelon.flow.start import require_world
-from echelon.launchers.handover import has_plan, take_plan
+from echelon.launchers.handover import has_plan, in_words, take_plan
 from echelon.plan.plan import Plan
 from echelon.world import World
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from echelon.engine.ranks import Ranks
     from echelon.flow.training import Trained
 
 #: Ranks without work wait for the one that trains alone, however long that takes.
 _FOREVER = timedelta(days=365)
-_ENDED = "echelon/alone/ended"
+_ENDED, _READ = "echelon/alone/ended", "echelon/alone/read"
+#: Seconds that rank 0 waits in the end for ranks that may be gone.
+_LINGER = 30.0
+
+T = TypeVar("T")
 
 
 def agree_plan(subject: Subject, wanted: PlanLike, world: World) -> Prepared:
     """The plan that this process is to execute, or to start ranks for."""
     if not world.launched:
         return prepare(subject, wanted)
-    handed = take_plan()
-    if handed is not None:
-        prepared = receive(handed)
-    elif world.size == 1 or not _to_be_found(wanted):
-        prepared = prepare(subject, wanted, ranks=world.size)
-    else:
-        prepared = next(_plans_of_rank_0(subject, wanted, world))
+    prepared = _settled(subject, wanted, world)
     require_world(prepared.plan, world)
     return prepared
+
+
+def _settled(subject: Subject, wanted: PlanLike, world: World) -> Prepared:
+    """The plan that was given or handed over, as this model can follow it: perhaps on fewer ranks."""
+    handed = take_plan()
+    if handed is not None:
+        return receive(handed)
+    if world.size == 1 or not _to_be_found(wanted):
+        return prepare(subject, wanted, ranks=world.size)
+    return _plans_of_rank_0(subject, wanted, world)[0]
+
+
+def first_launched(subject: Subject, wanted: PlanLike, world: World, execute: Callable[[Prepared, World], T]) -> T:
+    """What `execute` returns on ranks that a launcher started: for the plan that was given, or for the first that `auto` can prove."""
+    if not _chooses(wanted):
+        return execute(agree_plan(subject, wanted, world), world)
+    if world.size == 1:
+        return first_proved(attempts(subject, wanted, ranks=1), lambda prepared: execute(prepared, world))
+    plans = _plans_of_rank_0(subject, wanted, world)
+    if plans[0].plan.ranks != world.size:  # one process: no other plan was found
+        raise UnprovedPlan(plans[0].fallback)
+    return first_proved(iter(plans), lambda prepared: execute(prepared, world))
 
 
 def train_launched(
     subject: Subject, wanted: PlanLike, world: World, execute: Callable[[Prepared, World], Trained]
 ) -> Trained:
-    """Train on ranks that a launcher started. `auto` tries one plan after another over all of them; if none is proved, rank 0 trains
-    alone and the others wait for it."""
-    if world.size == 1 or read_plan(wanted) is not None or has_plan():
-        return execute(agree_plan(subject, wanted, world), world)
-    plans = _plans_of_rank_0(subject, wanted, world)
+    """Train on ranks that a launcher started. If no plan of `auto` for all of them is proved, or the model cannot follow the plan that was given
+    on so many, rank 0 trains alone and the others wait."""
+    if not _chooses(wanted):
+        prepared = _settled(subject, wanted, world)
+        if prepared.fallback and prepared.plan.ranks < world.size:
+            return _train_alone(world, prepared.fallback, execute)
+        require_world(prepared.plan, world)
+        return execute(prepared, world)
     try:
-        return first_proved(plans, lambda prepared: execute(prepared, world))
-    except UnprovedPlan as error:
-        return _train_alone(world, f"no plan for {world.size} ranks is proved: {error}", execute)
+        return first_launched(subject, wanted, world, execute)
+    except Exception as error:
+        if world.size == 1 or not disproved(error):
+            raise
+        why = str(error)
+    return _train_alone(world, f"no plan for {world.size} ranks is proved: {why}", execute)
 
 
 def _train_alone(world: World, why: str, execute: Callable[[Prepared, World], Trained]) -> Trained:
@@ -61,14 +90,37 @@ def _train_alone(world: World, why: str, execute: Callable[[Prepared, World], Tr
     from echelon.flow.training import Trained
 
     store, _, _ = next(dist.rendezvous(world.address, world.rank, world.size))
-    if world.main:
+    if not world.main:
+        store.wait([_ENDED], _FOREVER)
+        values = json.loads(store.get(_ENDED))
+        store.add(_READ, 1)
+        if "error" in values:
+            raise LaunchError(f"rank 0, which trained alone, failed: {values['error']}")
+        return Trained(**values | {"folder": Path(values["folder"])})
+    values = {"error": "it was interrupted"}
+    try:
         trained = execute(one_process(why), World(launched=True))
         values = {"folder": str(trained.folder), "step": trained.step, "loss": trained.loss, "metrics": trained.metrics}
-        store.set(_ENDED, json.dumps(values | {"seconds": trained.seconds}))
+        values |= {"seconds": trained.seconds}
         return trained
-    store.wait([_ENDED], _FOREVER)
-    values = json.loads(store.get(_ENDED))
-    return Trained(**values | {"folder": Path(values["folder"])})
+    except Exception as error:
+        values = {"error": in_words(error)}
+        raise
+    finally:
+        store.set(_ENDED, json.dumps(values))
+        _wait_for_readers(store, world.size - 1)
+
+
+def _wait_for_readers(store: Store, readers: int) -> None:
+    """The store may end with this process: the others read it before."""
+    last = time.monotonic() + _LINGER
+    while store.add(_READ, 0) < readers and time.monotonic() < last:
+        time.sleep(0.01)
+
+
+def _chooses(wanted: PlanLike) -> bool:
+    """Whether the plan is `auto`'s to choose: none was given, by the user or by the process that started this one."""
+    return read_plan(wanted) is None and not has_plan()
 
 
 def _to_be_found(wanted: PlanLike) -> bool:
@@ -77,8 +129,8 @@ def _to_be_found(wanted: PlanLike) -> bool:
     return plan is None or plan.open
 
 
-def _plans_of_rank_0(subject: Subject, wanted: PlanLike, world: World) -> Iterator[Prepared]:
-    """What rank 0 would try, on every rank."""
+def _plans_of_rank_0(subject: Subject, wanted: PlanLike, world: World) -> list[Prepared]:
+    """What rank 0 would try on all ranks, on every rank; only one process where that is all there is."""
     from echelon.engine.ranks import Ranks
 
     ranks = Ranks(world)
@@ -86,14 +138,14 @@ def _plans_of_rank_0(subject: Subject, wanted: PlanLike, world: World) -> Iterat
         mine: list[Prepared] = []
         with ranks.together():
             if world.main:
-                found = attempts(subject, wanted, ranks=world.size)
-                mine = [each for each in found if each.plan.ranks == world.size]
+                found = list(attempts(subject, wanted, ranks=world.size))
+                mine = [each for each in found if each.plan.ranks == world.size] or found[-1:]
         texts = _broadcast(ranks, [(each.plan.to_json(), each.fallback) for each in mine])
     finally:
         ranks.close()
-    for place, (text, fallback) in enumerate(texts):
-        plan = Plan.from_json(text, source="the plan of rank 0")
-        yield mine[place] if mine else Prepared(plan=plan, fallback=fallback)
+    return mine or [
+        Prepared(plan=Plan.from_json(text, source="the plan of rank 0"), fallback=fallback) for text, fallback in texts
+    ]
 
 
 def _broadcast(ranks: Ranks, value: list[tuple[str, str]]) -> list[tuple[str, str]]:

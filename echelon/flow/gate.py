@@ -205,7 +205,7 @@ def attempts(subject: Subject, wanted: PlanLike, *, ranks: int | None = None) ->
     try:
         first = prepare(subject, wanted, ranks=ranks)
     except PlanError as error:
-        if error.exit_code == 1 or (ranks or 1) > 1:  # it fits nowhere, or the user started that many
+        if error.exit_code == 1:  # it fits nowhere
             raise
         yield one_process(f"no plan could be searched for: {error}")
         return

@@ -243,6 +243,9 @@ class Subject:
         try:
             require(other, profile, cluster)
         except PlanError as second:
+            if adapt(other, second.problems) is not None:
+                settled, more = self.settle(other, profile, cluster)
+                return settled, f'"{plan}" falls back to "{other}": {reasons}; then {more}'
             raise PlanError(
                 f'{reasons}\nand "{other}", {told}, cannot be executed either:\n'
                 + "\n".join(f"  {each}" for each in second.problems),

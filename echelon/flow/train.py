@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import EchelonError, UnprovedPlan
 from echelon.events import Listener
-from echelon.flow.agree import agree_plan, train_launched
+from echelon.flow.agree import first_launched, train_launched
 from echelon.flow.folder import require_writable
 from echelon.flow.gate import attempts, disproved, first_proved, require_proof
 from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject
@@ -110,5 +110,5 @@ def parallelize(
         return Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)
 
     if world.launched:
-        return execute(agree_plan(subject, plan, world))
+        return first_launched(subject, plan, world, execute)
     return first_proved(attempts(subject, plan), execute)

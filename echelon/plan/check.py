@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -289,12 +290,19 @@ def _coupling(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path=path, value=value, rule="a sample's loss depends on the others of its batch: in parts another objective is trained",
             remedy="use dp=1 without micro; or give the loss as (sum, count) if it is a mean over unequal numbers of items",
+            instead=_together(plan),
         )  # fmt: skip
     elif profile.coupled is None:
         yield Problem(
             path=path, value=value, rule=f"it is not known whether samples of a batch see each other, as in contrastive losses, because {profile.uncompared}",
             remedy="they are taken as independent; if they are not, use dp=1 without micro", severity="warning",
         )  # fmt: skip
+
+
+def _together(plan: Plan) -> tuple[tuple[str, Any], ...]:
+    """The changes by which all samples of a batch meet on one data rank."""
+    served = (("exchange", "allreduce"), ("dense", "allreduce"), ("staleness", 0), ("tables", ())) if plan.served else ()
+    return ("mesh", replace(plan.mesh, dp=1, ep=1)), ("micro", None), ("shares", ()), *UNSHARDED, *served
 
 
 def _cuts_of_model(plan: Plan, profile: Profile) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,32 @@ def checked_losses(world: World, folder: str, plan: str, verify: bool) -> list[f
     echelon.train(job, plan, folder=Path(folder), quiet=True, verify=verify, listeners=[events.append])
     counts = [event.data["count"] for event in events if event.kind == "checked"]
     return [*(counts or [0]), *(event.data["loss"] for event in events if event.kind == "step")]
+
+
+class Uncut(nn.Module):
+    """One number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values.sum(1, keepdim=True) * self.weight
+
+
+def coupled(rate: float = 0.05) -> echelon.Job:
+    """A job whose samples see each other, in a model that nothing can cut."""
+    return make(
+        model=Uncut,
+        loss=lambda output, batch: (output - batch[-1]).std(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+    )
+
+
+def trained_alone(world: World, folder: str, plan: str, cache: str, rate: float = 0.05) -> tuple[int, float | None]:
+    """Train it on this rank of several; what it came to."""
+    if cache:
+        os.environ["ECHELON_CACHE"] = cache
+    os.environ["ECHELON_VERIFY"] = "1"
+    trained = echelon.train(coupled(rate), plan, folder=Path(folder), quiet=True)
+    return trained.step, trained.loss

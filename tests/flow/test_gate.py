@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,9 @@ from echelon.flow import gate
 from echelon.flow.prepare import Prepared, Subject
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
-from tests.flow.jobs import checked_losses, make
+from tests.flow.jobs import checked_losses, coupled, make, trained_alone
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +138,40 @@ def test_behaviour_that_begins_late_stops_the_run(
     # The proof of the first steps is withdrawn.
     with pytest.raises(UnprovedPlan, match="off what one device computes"):
         train(tmp_path / "again", job, "dp=1 micro=4")
+
+
+def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second plan is proved at first, computes something else later, and is left with what it trained until then."""
+    job = make(model=lambda: Late(20), epochs=12)
+    texts = ("dp=1 micro=4", "dp=1")
+    monkeypatch.setattr(sys.modules["echelon.flow.train"], "attempts", lambda *_: plans(*texts))
+    events = train(tmp_path / "run", job, "auto", every=2)
+    starts = [(event.data["plan"], event.step) for event in events if event.kind == "start"]
+    assert [plan for plan, _ in starts] == list(texts)
+    assert any("off what one device computes" in message for message in messages(events, "warning"))
+    steps = [event.step for event in events if event.kind == "step"]
+    assert steps[-1] == 12 * 4
+    assert len(steps) < 2 * 12 * 4, "it went on, and did not begin again"
+    assert len({*map(str, (tmp_path / "run").parent.glob("run*"))}) == 1
+
+
+@pytest.mark.parametrize("plan", ["auto", "dp=2", "dp=2 zero=3"])
+def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
+    ranks: Pool, tmp_path: Path, plan: str, known_machine: Path
+) -> None:
+    found = ranks.run(2, trained_alone, str(tmp_path / "run"), plan, str(known_machine), group=False, timeout=240)
+    assert found[0] == found[1]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [each["plan"] for each in events if each["kind"] == "start"] == ["dp=1"]
+    alone = train(tmp_path / "alone", coupled(), "dp=1")
+    assert [event.data["loss"] for event in alone if event.kind == "step"] == [
+        each["loss"] for each in events if each["kind"] == "step"
+    ]
+
+
+def test_ranks_that_wait_learn_of_a_failure(ranks: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"the loss is (nan|inf)"):
+        ranks.run(2, trained_alone, str(tmp_path / "run"), "dp=2", "", math.inf, group=False, timeout=120)
 
 
 @pytest.mark.parametrize("samples", ["all", "some"])

@@ -15,6 +15,7 @@ from echelon.errors import JobError, PlanError
 from echelon.flow.prepare import Prepared, Subject, prepare, receive
 from echelon.flow.train import train
 from echelon.plan.check import require
+from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from tests.flow.jobs import FILE, make
 from tests.simulator.cases import make_cluster, make_profile
@@ -135,12 +136,12 @@ def test_a_model_that_cannot_be_sharded_either_trains_whole_on_every_rank(model:
         require(from_text("dp=2 zero=1 whole"), subject.profile())
 
 
-def test_where_the_ranks_cannot_share_either_both_reasons_are_told() -> None:
+def test_where_the_ranks_cannot_share_either_one_process_trains_and_both_reasons_are_told() -> None:
     subject = Subject(make(loss=lambda output, batch: (output - batch[-1]).std()))
-    with pytest.raises(PlanError) as caught:
-        prepare(subject, "pp=2")
-    assert "pp=2: the model cannot be cut into stages" in str(caught.value)
-    assert "dp=2: a sample's loss depends on the others of its batch" in str(caught.value)
+    prepared = prepare(subject, "pp=2")
+    assert prepared.plan == Plan()
+    assert "pp=2: the model cannot be cut into stages" in prepared.fallback
+    assert "dp=2: a sample's loss depends on the others of its batch" in prepared.fallback
 
 
 def test_a_plan_that_is_wrong_in_itself_is_still_refused() -> None:
@@ -149,15 +150,26 @@ def test_a_plan_that_is_wrong_in_itself_is_still_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "plan", "words"),
+    ("text", "instead"),
     [
-        ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=2", "dp=2: a sample's loss depends on the others of its batch"),
-        ({"loss": lambda output, batch: (output - batch[-1]).std()}, "dp=1 micro=4", "micro=4: a sample's loss depends on the others"),
+        ("dp=2", "dp=1"),
+        ("dp=2 zero=3 whole shares=2:1", "dp=1"),
+        ("dp=1 micro=4", "dp=1"),
+        ("dp=2 tp=2 micro=4", "dp=1 tp=2"),
+        ("dp=2 pp=2 micro=2", "dp=1 pp=2"),
     ],
-)  # fmt: skip
-def test_a_plan_written_by_hand_is_held_against_the_model(changes: dict[str, Any], plan: str, words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        prepare(Subject(make(batch=16, **changes)), plan)
+)
+def test_samples_that_see_each_other_stay_together(text: str, instead: str) -> None:
+    """Whatever a plan written by hand says: on fewer ranks, with the reason."""
+    job = make(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
+        loss=lambda output, batch: (output - batch[-1]).std(),
+        batch=16,
+    )
+    prepared = prepare(Subject(job), text)
+    assert str(prepared.plan) == instead
+    assert "a sample's loss depends on the others of its batch" in prepared.fallback
+    assert prepared.fallback in prepared.warnings
 
 
 class Picky(nn.Linear):
