@@ -301,7 +301,9 @@ def _coupling(plan: Plan, profile: Profile) -> Iterator[Problem]:
 
 def _together(plan: Plan) -> tuple[tuple[str, Any], ...]:
     """The changes by which all samples of a batch meet on one data rank."""
-    served = (("exchange", "allreduce"), ("dense", "allreduce"), ("staleness", 0), ("tables", ())) if plan.served else ()
+    served = (
+        (("exchange", "allreduce"), ("dense", "allreduce"), ("staleness", 0), ("tables", ())) if plan.served else ()
+    )
     return ("mesh", replace(plan.mesh, dp=1, ep=1)), ("micro", None), ("shares", ()), *UNSHARDED, *served
 
 

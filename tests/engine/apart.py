@@ -155,6 +155,7 @@ CASES: dict[str, tuple[Callable[[], Job], str, str]] = {
         "exchanges values over zero is adapters.0 on rank 0 and adapters.1 on rank 1",
     ),
     "entropy in the data": (lambda: _job(data=Entropic()), "tp=2", "read different samples"),
+    "entropy in a pipeline's data": (lambda: _job(data=Entropic()), "pp=2 micro=4", "read different samples"),
     "same order": (lambda: _job(model=lambda: Adapters(lambda: [1, 0])), "tp=2", ""),
     "plain": (_job, "dp=2", ""),
     "plain zero": (_job, "dp=2 zero=3", ""),

@@ -32,6 +32,7 @@ from tests.engine.staged import (
     Late,
     Noise,
     Orthogonal,
+    OwnNoise,
     Shortened,
     Tempered,
     Turned,
@@ -266,6 +267,11 @@ JOBS: dict[str, Callable[[], Job]] = {
     "borrowed": lambda: tokens(model=Borrowed),
     "noise": lambda: mlp(
         model=Noise, loss=lambda out, _: out.square().mean(), optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
+    ),
+    "own noise": lambda: mlp(
+        model=OwnNoise,
+        loss=lambda out, _: out.square().mean(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
     ),
     "dropping": lambda: mlp(model=Dropping),
     "counting": lambda: mlp(model=Counting),

@@ -209,6 +209,13 @@ class Growing(Blocks):
         return self.head(x)
 
 
+class GrowingOutside(Growing):
+    """The same, and reads the weights of a block that does not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.blocks[1][0].weight.square().mean())
+
+
 class Late(Blocks):
     """Leaves out a block once it has trained for a while."""
 
@@ -295,6 +302,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "recorded": lambda: _job(Recorded),
     "noisy": lambda: _job(Noisy),
     "growing": lambda: _job(Growing),
+    "growing outside": lambda: _job(GrowingOutside),
     "late": lambda: _job(Late),
     "record": lambda: _job(Blocks, _record, target=lambda batch: batch.y, inputs=lambda batch: ((batch.x,), {})),
     "encoding": lambda: _job(Blocks, _encoding, target=lambda batch: batch["y"]),

@@ -34,6 +34,24 @@ class Noise(nn.Module):
         return self.third(mixed) - late - early
 
 
+class OwnNoise(nn.Module):
+    """Noise from a generator of the model's own, between units and in them. Nothing of what goes in first is left where it is one noise for
+    all stages, also where a rank holds two of them and runs forward once for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.Generator().manual_seed(5)
+        self.layers = nn.ModuleList(_same() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = torch.randn(x.shape, generator=self.numbers, dtype=x.dtype)
+        x = early
+        for layer in self.layers:
+            late = torch.rand(x.shape, generator=self.numbers, dtype=x.dtype)
+            x = layer(x + late) - late
+        return x - early
+
+
 class Dropping(nn.Module):
     """Units that draw: the same numbers of the same place, whoever computes the places before."""
 

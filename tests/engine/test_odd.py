@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ CASES = [
     ("teacher", "dp=2 zero=3", "dp=2", "forward changes teacher.blocks.0.0.weight itself"),
     ("clipped", "dp=2 zero=1", "dp=2", "forward changes blocks.0.0.weight itself"),
     ("growing", "pp=2", "dp=2 zero=3 whole", "pp=2"),
+    ("growing outside", "pp=2", "dp=2 zero=3 whole", "pp=2"),
     ("sloped", "tp=2", None, ""),
     ("empty", "dp=2 zero=3", None, ""),
     ("orthogonal", "dp=2 zero=3", None, ""),
@@ -81,16 +84,22 @@ def test_calls_that_change_while_it_trains_end_a_pipeline_in_our_words(ranks: Po
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_layer_drop_of_transformers(rate: float) -> None:
+@pytest.mark.parametrize("kind", ["OPT", "Bart"])
+def test_layer_drop_of_transformers(kind: str, rate: float) -> None:
     """Drawn at every layer, and read, whatever the rate is: ZeRO gathers the model as one. A rate of zero can still be cut into stages."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.OPTConfig(
-        vocab_size=40, hidden_size=8, num_hidden_layers=3, ffn_dim=8, num_attention_heads=2, max_position_embeddings=16,
-        word_embed_proj_dim=8, layerdrop=rate,
-    )  # fmt: skip
+    sizes: dict[str, dict[str, Any]] = {
+        "OPT": {"hidden_size": 8, "num_hidden_layers": 3, "ffn_dim": 8, "num_attention_heads": 2, "word_embed_proj_dim": 8, "layerdrop": rate},
+        "Bart": {
+            "d_model": 8, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2, "encoder_layerdrop": rate, "decoder_layerdrop": rate,
+        },
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(vocab_size=40, max_position_embeddings=16, **sizes[kind])
+    head = getattr(transformers, {"OPT": "OPTForCausalLM", "Bart": "BartForConditionalGeneration"}[kind])
     ids = [{"input_ids": torch.arange(number, number + 6), "labels": torch.arange(6)} for number in range(8)]
     job = Job(
-        model=lambda: transformers.OPTForCausalLM(config),
+        model=lambda: head(config),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=ids,
         batch=4,

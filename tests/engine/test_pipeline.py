@@ -35,6 +35,12 @@ def test_what_several_stages_draw_is_one(ranks: Pool, plan: str) -> None:
         assert max(found["losses"]) < 1e-20
 
 
+@pytest.mark.parametrize("plan", ["pp=2 micro=4", "pp=2 micro=4 schedule=interleaved"])
+def test_a_generator_of_the_model_draws_the_same_on_every_stage(ranks: Pool, plan: str) -> None:
+    for found in ranks.run(2, "tests.engine.jobs:trained", "own noise", plan):
+        assert max(found["losses"]) < 1e-20
+
+
 def test_units_draw_the_same_wherever_they_lie(ranks: Pool) -> None:
     two = ranks.run(2, "tests.engine.jobs:trained", "dropping", "pp=2 micro=4")[0]
     four = ranks.run(4, "tests.engine.jobs:trained", "dropping", "pp=4 micro=4")[0]

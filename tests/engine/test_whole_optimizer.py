@@ -142,7 +142,7 @@ CASES = {
     "dp=2 zero=1": ["muon", "lamb", "d-adaptation", "looks at values"],
     "dp=2 zero=2 micro=4": ["lars from step 5", "adafactor", "sgld"],
     "dp=2 zero=3": ["shampoo", "nvlamb", "element-wise without closure", "new memory"],
-    "tp=2": ["lars", "adafactor", "clip inside", "muon", "picky"],
+    "tp=2": ["lars", "lars from step 5", "adafactor", "clip inside", "muon", "picky"],
     "pp=2 micro=4": ["d-adaptation", "nvlamb", "noise of numpy", "shampoo"],
     "dp=2 tp=2 zero=1": ["lamb", "sgld"],
     "dp=2 pp=2 micro=2": ["clip inside", "muon"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
 from echelon.flow.prepare import Prepared, Subject, prepare, receive
 from echelon.flow.train import train
 from echelon.plan.check import require
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
+from echelon.world import World
 from tests.flow.jobs import FILE, make
 from tests.simulator.cases import make_cluster, make_profile
 
@@ -261,3 +264,19 @@ def test_a_setting_that_the_model_does_not_allow_is_left_out_and_it_is_said(tmp_
     prepared = prepare(Subject(make(model=Beside, batch=16)), "dp=2 zero=3 keep")
     assert str(prepared.plan) == "dp=2"
     assert "layer.weight is held by a layer itself" in prepared.fallback
+
+
+def test_a_keras_model_is_the_same_model_each_time_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras counts its layers over all models of a process and names parameters by it: what `auto` planned was "for another model"."""
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+
+    def model() -> nn.Module:
+        layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+        return keras.Sequential(layers)
+
+    job = make(model=model, epochs=1)
+    plan = replace(Plan(), model=Subject(job).profile().model)  # as auto's plans are
+    for _ in range(2):
+        with Run(job, plan, World()) as run:
+            assert run.step(next(run.batches())).loss > 0

@@ -33,6 +33,32 @@ def test_every_rank_knows_the_world(tmp_path: Path) -> None:
     assert told(tmp_path, names, ranks=3, threads=2) == [f"{rank} 3 {rank} 3 2 2" for rank in range(3)]
 
 
+def test_ranks_hash_strings_alike_at_every_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of strings have one order: ranks that iterate over them call the same modules."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    text = f"open(os.path.join({str(tmp_path)!r}, f'{{rank}}.txt'), 'w').write(str(hash('alpha')))"
+    found = set()
+    for _ in range(2):
+        assert launch(script(tmp_path, text), 2) == 0
+        found |= {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("seed", [None, "random"])
+def test_ranks_of_other_launchers_hash_strings_alike(tmp_path: Path, seed: str | None) -> None:
+    """torchrun, Slurm and MPI leave each rank a random hash seed: it runs its script again with a fixed one."""
+    (tmp_path / "script.py").write_text("from echelon.flow.start import begin\nbegin('train')\nprint(hash('alpha'))")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "PYTHONPATH": str(Path.cwd())}
+    environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
+    found = set()
+    for rank in ("0", "1"):
+        ranked = environment | {"RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, str(tmp_path / "script.py")]
+        found.add(subprocess.run(command, env=ranked, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert len(found) == 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name is Linux's")
 def test_local_ranks_talk_on_this_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
