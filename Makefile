@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 JOB := examples/digits.py
-BENCHES := overhead startup axes memory recompute parity zoo verify gate faults resume mutations forecast planning published data damage waiting dlrm server served crashes moves hosts explore garbage
+BENCHES := overhead startup axes memory recompute parity zoo verify gate faults resume mutations launches adversary watch forecast planning published data damage waiting dlrm server served crashes moves hosts explore garbage
 
 .PHONY: help demo test check format clean $(BENCHES:%=bench-%)
 

@@ -61,8 +61,9 @@ class Command:
 
     name = "cli"
 
-    def __init__(self, work: Path, *, timeout: float) -> None:
-        self._work, self._timeout = work, timeout
+    def __init__(self, work: Path, *, timeout: float, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables on top of those that it inherits."""
+        self._work, self._timeout, self._environment = work, timeout, dict(environment or {})
 
     def train(self, job: str, plan: str, folder: Path, *, every: int | None = None) -> Outcome:
         """Train `job` in `folder`, or go on with what is there."""
@@ -79,7 +80,7 @@ class Command:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=file.parent,
-                env=environment(self._work),
+                env=environment(self._work) | self._environment,
                 start_new_session=True,
             )
             try:

@@ -243,7 +243,8 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
             continue
         kinds = {isinstance(value, DTensor) for value in group["params"]}
         kernels = FUSED_SHARDED if True in kinds else FUSED
-        floating = all(value.is_floating_point() for value in group["params"])
+        # On CPUs fused kernels (torch 2.13) compute half precision wrongly: SGD's weights hardly move.
+        floating = all(value.is_floating_point() and (value.itemsize > 2 or not value.is_cpu) for value in group["params"])
         if len(kinds) > 1:
             if "foreach" in group:
                 group["foreach"] = False  # kernels over many tensors at once take whole ones or sharded ones

@@ -86,8 +86,8 @@ def _tables(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tens
     return found
 
 
-def cast(batch: Any, device: torch.device, dtype: torch.dtype = torch.float64) -> Any:
-    """`batch` on `device`, its floating tensors in `dtype`."""
+def cast(batch: Any, device: torch.device, dtype: torch.dtype | None = torch.float64) -> Any:
+    """`batch` on `device`, its floating tensors in `dtype` (None: as they are)."""
     return to_device(
         batch, device, lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     )

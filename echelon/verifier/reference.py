@@ -73,10 +73,10 @@ class Reference:
     def __init__(
         self, job: Job, plan: Plan, feed: Feed, *, device: torch.device | str = "cpu", shake: float = 0.0,
         still: Callable[[], AbstractContextManager[object]] = nullcontext, pristine: nn.Module | None = None,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype | None = torch.float64,
     ) -> None:  # fmt: skip
         """`still` makes two runs comparable; forward, loss and backward run in it. `pristine`: a copy of the job's module from before a
-        run took it."""
+        run took it. `dtype`: of the model, its inputs and what the loss holds; None: as they are."""
         self._isolated, self._dtype = Isolated(job, dtype, pristine), dtype
         self.job, self.plan, self.feed, self.hold = self._isolated.job, plan, feed, still
         self.device = torch.device(device)
@@ -86,7 +86,7 @@ class Reference:
             initialise_lazy(made, self.job)
             recipe.fill(made, self.job)
             self.fingerprint = model_hash(made)  # of the model as it is, before float64
-            self.model: nn.Module = lift(made, dtype).to(self.device).train()
+            self.model: nn.Module = (made if dtype is None else lift(made, dtype)).to(self.device).train()
             if shake:
                 _shake(self.model, shake)
             self.optimizers = recipe.optimizers(self.job, self.model)

@@ -252,7 +252,7 @@ class SpotChecks:
         if not beyond:
             return
         # One device in the run's own precision tells what rounding does to this model at this step.
-        rough, theirs = self._reference(state, step, read, torch.get_default_dtype(), still=still)
+        rough, theirs = self._reference(state, step, read, None, still=still)
         own = {each.name: each.value for each in _differences(rough, theirs, truth, gradients, step)}
         beyond = [each for each in beyond if each.value > _ROUNDINGS * own.get(each.name, 0.0)]
         if beyond:
@@ -267,9 +267,9 @@ class SpotChecks:
             )
 
     def _reference(
-        self, state: _State, step: int, read: _Read, dtype: torch.dtype, *, still: bool
+        self, state: _State, step: int, read: _Read, dtype: torch.dtype | None, *, still: bool
     ) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Loss and gradients of one device in float64, or as the run computes them."""
+        """Loss and gradients of one device in `dtype`; None: in the precision of the run."""
         feed, plan = read
         exact = dtype == torch.float64
         held = Stillness(random=still, narrow=exact)  # some models run in float64 only so

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from echelon.engine.precision import LossScale
 from echelon.engine.run import Run
 from echelon.errors import TrainingError
+from echelon.job import Job
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 from echelon.world import World
@@ -162,3 +164,31 @@ def test_half_precision_follows_full(precision: str) -> None:
         assert all(value.dtype == torch.float32 for value in run.model.parameters())
     assert losses[precision] == pytest.approx(losses["fp32"], rel=2e-2)
     assert losses[precision] != losses["fp32"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_half_precision_step_as_in_a_plain_loop(dtype: torch.dtype, kind: Any) -> None:
+    """torch's fused kernels do not, on a CPU."""
+    inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    job = Job(
+        model=lambda: nn.Linear(64, 1).to(dtype),
+        loss=lambda output, batch: output.float().square().mean(),
+        optimizer=lambda parameters: kind(parameters, lr=0.1, **({} if kind is torch.optim.SGD else {"eps": 1e-3})),
+        data=TensorDataset(inputs, inputs),
+        batch=8,
+        epochs=3,
+    )
+    with Run(job, from_text("dp=1"), World()) as run:
+        model = nn.Linear(64, 1).to(dtype)
+        model.load_state_dict(run.model.state_dict())
+        optimizer = kind(model.parameters(), lr=0.1, **({} if kind is torch.optim.SGD else {"eps": 1e-3}))
+        for batch in run.batches():
+            run.step(batch)
+            optimizer.zero_grad()
+            model(inputs).float().square().mean().backward()
+            optimizer.step()
+        assert all(
+            torch.allclose(one.float(), two.float(), rtol=0.05, atol=0.02)
+            for one, two in zip(model.parameters(), run.model.parameters(), strict=True)
+        )
