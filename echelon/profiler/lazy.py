@@ -23,7 +23,7 @@ def initialise_lazy(model: nn.Module, job: Job) -> None:
     random numbers follow from the job's seed."""
     if not is_uninitialised(model):
         return
-    dtype = next((value.dtype for value in model.parameters() if not is_lazy(value)), torch.get_default_dtype())
+    dtype = next((value.data.dtype for value in model.parameters()), torch.get_default_dtype())
     batch = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, Example(job).batch(2))
     training = model.training
     with random_states(), torch.no_grad():

@@ -128,6 +128,8 @@ def _settle(task: Task) -> None:
             world_size=world.size,
             timeout=timedelta(seconds=task.timeout),
         )
+        # A rank that ends at once would close connections that others still make; their next group would then have another name than its own.
+        dist.barrier()
 
 
 def _tidy() -> None:
