@@ -115,16 +115,19 @@ class Subject:
             from echelon.data.source import opened
 
             self._job = dataclasses.replace(self._job, **{name: opened(getattr(self._job, name)) for name in paths})
+        if self._identity is None:  # now: building a model may change what its factory holds (transformers' configs)
+            file = Path(_split(self.spec)[0]).resolve() if self.spec is not None else None
+            read = {**self.reads.parts(), **argument_parts(self.arguments())}
+            folder = file.parent if file else None
+            self._identity = identify(self._job, function=self._function, read=read, folder=folder)
         return self._job
 
     @property
     def identity(self) -> JobIdentity:
         """What the job is made from, equal on all ranks; loads the job."""
         if self._identity is None:
-            job = self.job
-            file = Path(_split(self.spec)[0]).resolve() if self.spec is not None else None
-            read = {**self.reads.parts(), **argument_parts(self.arguments())}
-            self._identity = identify(job, function=self._function, read=read, folder=file.parent if file else None)
+            self.job  # noqa: B018 (it is found when the job is loaded)
+        assert self._identity is not None
         return self._identity
 
     def recording(self) -> AbstractContextManager[Reads]:

@@ -228,3 +228,27 @@ def test_data_of_another_content_is_another_run(tmp_path: Path) -> None:
     values = torch.zeros(8 * STEPS, 8)
     with pytest.raises(JobError, match="--override data"):
         quick(make(epochs=2, data=TensorDataset(values, values[:, :1])), folder=folder)
+
+
+class _Config:
+    """A config as transformers has it: building the model writes into it."""
+
+    def __init__(self) -> None:
+        self.width, self.built = 8, 0
+
+
+def _configured() -> Any:
+    config = _Config()
+
+    def model() -> nn.Module:
+        config.built += 1
+        return nn.Linear(config.width, 1)
+
+    return model
+
+
+def test_a_config_that_building_the_model_changes_is_no_change_of_the_job() -> None:
+    before, after = Subject(make(model=_configured())), Subject(make(model=_configured()))
+    model: Any = after.job.model
+    model()
+    assert after.identity.digest == before.identity.digest
