@@ -89,6 +89,7 @@ class Reference:
             self.model: nn.Module = (made if dtype is None else lift(made, dtype)).to(self.device).train()
             if shake:
                 _shake(self.model, shake)
+            self._names = frozenset(name for name, _ in self.model.named_parameters())
             self.optimizers = recipe.optimizers(self.job, self.model)
             self.schedules = recipe.schedules(self.job, self.optimizers, feed.total)
         #: Whether draws that cannot be held follow from the micro-batch: the plan's are then run one after another.
@@ -101,6 +102,10 @@ class Reference:
         self.held_update: set[str] = set()
         #: What the last step made.
         self.last: Record | None = None
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Of the parameters that the optimizers were made for: layers that forward makes later are in none of them, and are not trained."""
+        return {name: value.grad for name, value in self.model.named_parameters() if name in self._names}
 
     @property
     def coupled(self) -> bool:
@@ -126,7 +131,7 @@ class Reference:
         """Train on the batch of step `number`; `loss`: what `backward` of it gave, where it is done already."""
         loss = self.backward(number) if loss is None else loss
         # Copies: clipping changes gradients in place, and so do some optimizers.
-        gradients = {name: _copied(value.grad) for name, value in self.model.named_parameters()}
+        gradients = {name: _copied(value) for name, value in self.gradients().items()}
         if self.job.clip is None:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
         else:

@@ -283,7 +283,7 @@ class SpotChecks:
             state.load(made.model)
             with rough, silenced(made.model) if still else contextlib.nullcontext():
                 loss = made.backward(step)
-        return loss, {name: value.grad for name, value in made.model.named_parameters()}
+        return loss, made.gradients()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ class Trial:
             step=number,
             loss=step.loss,
             norm=size if step.norm is None else step.norm,
-            gradients={name: found.get(name) for name, _ in run.model.named_parameters()},
+            gradients={name: found.get(name) for name, _ in run.model.named_parameters() if name in run.shapes},
             parameters=parameters,
             buffers=buffers,
             optimizer=optimizer,

@@ -563,7 +563,7 @@ def in_place() -> Spec:
     return Spec(**plain(model=net(block=InPlace)))
 
 
-@job("the model changes its input in place", owner="inputs", refusable="")
+@job("the model changes its input in place", owner="inputs", refusable="recompute")
 def edits_input() -> Spec:
     class Edits(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -293,7 +293,7 @@ def stream_by_rank() -> Spec:
     return Spec(model=net(), loss=cross_entropy, optimizer=sgd(), data=RankStream(), steps=6)
 
 
-@job("a last batch of one sample", owner="inputs")
+@job("a last batch of one sample", owner="inputs", refusable="dp")
 def last_batch_of_one() -> Spec:
     return Spec(**plain(data=classes(25)))
 
