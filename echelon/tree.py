@@ -81,6 +81,11 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
+def copy_tensors(value: Any) -> Any:
+    """`value` with copies of its tensors: a forward may change its inputs in place."""
+    return map_tensors(Tensor.clone, value)
+
+
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in `value`, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -29,7 +29,7 @@ from echelon.engine.precision import autocast
 from echelon.errors import DivergenceError, JobError
 from echelon.job import call_model
 from echelon.profiler.still import Stillness
-from echelon.tree import tree_map
+from echelon.tree import copy_tensors, tree_map
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -90,7 +90,7 @@ def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: _Values)
         part = batch if stop - start == count else _slice(batch, count, start, stop)
         try:
             with autocast(run.precision, run.device):
-                call_model(run.job, run.model, part)
+                call_model(run.job, run.model, copy_tensors(part))
         except Exception:  # an error of the whole batch is raised by the step itself
             return None
         finally:

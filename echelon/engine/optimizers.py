@@ -236,6 +236,18 @@ def _settings(named: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> d
     return {name: found.get(id(value), {"optimizer": "none"}) for name, value in named.items()}
 
 
+def adopt(job: Job, model: nn.Module, optimizers: Sequence[Optimizer], late: Set[int]) -> None:
+    """Put parameters that train only now (`late`, by id) into the groups that the job's function has for them."""
+    named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    for mine, made in zip(optimizers, _as_list(_called(job, named)), strict=True):
+        for group, theirs in zip(mine.param_groups, made.param_groups, strict=True):
+            for place, value in enumerate(theirs["params"]):
+                if id(value) in late:
+                    group["params"].append(value)
+                    if "param_names" in group and "param_names" in theirs:
+                        group["param_names"].append(theirs["param_names"][place])
+
+
 def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
     for group in optimizer.param_groups:
         # A user who chose an implementation keeps it.
@@ -244,7 +256,9 @@ def _choose_kernels(optimizer: Optimizer, *, fused: bool) -> None:
         kinds = {isinstance(value, DTensor) for value in group["params"]}
         kernels = FUSED_SHARDED if True in kinds else FUSED
         # On CPUs fused kernels (torch 2.13) compute half precision wrongly: SGD's weights hardly move.
-        floating = all(value.is_floating_point() and (value.itemsize > 2 or not value.is_cpu) for value in group["params"])
+        floating = all(
+            value.is_floating_point() and (value.itemsize > 2 or not value.is_cpu) for value in group["params"]
+        )
         if len(kinds) > 1:
             if "foreach" in group:
                 group["foreach"] = False  # kernels over many tensors at once take whole ones or sharded ones

@@ -29,7 +29,7 @@ from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.intake import Mover, open_intake, own_generators, seed_step
 from echelon.engine.keeper import Elsewhere
 from echelon.engine.metrics import Kind
-from echelon.engine.optimizers import begin_late, make_optimizers, make_schedules
+from echelon.engine.optimizers import adopt, begin_late, make_optimizers, make_schedules
 from echelon.engine.outcome import Later, Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
@@ -47,6 +47,7 @@ from echelon.engine.whole_optimizer import whole_optimizers
 from echelon.errors import DivergenceError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model
 from echelon.plan.plan import Plan
+from echelon.tree import tensors
 from echelon.world import World, usable_cores
 
 
@@ -161,6 +162,7 @@ class Run:
         self._together = Group(0, 1, self.device) if plan.free else self.data
         self._statistics = StepStatistics(self.model, self._together, warn=warn)
         self._averages, self._rollback = Averages(self.device), Rollback(self.model)
+        self._frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
         #: Of an accelerator: what ranks saw of the step before, which the host looks at when it comes to the next one.
         self._seen: Later | None = None
         #: A zero that depends on the last output, for a loss that counts nothing of it.
@@ -237,11 +239,18 @@ class Run:
         self._watched = self.data.size > 1 or len(batch.micros) > 1
         again = self._watched and self.nominal is None and self.hub is None and self.device.type == "cpu"
         self.prepare(batch)
+        versions = _versions(batch)
         if again:
             self._rollback.keep()
         loss = self._accumulate(batch)
         if loss is None:
             assert again
+            if _versions(batch) != versions:
+                raise DivergenceError(
+                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time and forward changes its input in place, so "
+                    "that the step cannot be computed again with the right weights; return (sum, count) from the loss, or copy the input",
+                    cause="averages over unequal counts",
+                )
             self._undo(batch.step)
             loss = self._accumulate(batch)
         assert loss is not None
@@ -307,11 +316,29 @@ class Run:
         if self.hub is not None:
             self.hub.collect()
         self._agree_on_shortened()
+        self._adopt_thawed(batch.step)
         loss, count, counted, seen = self._received(sums)
         if self._misweighed(seen, counted, batch.step):
             self._weighing = True
             return None
         return self._finish(loss, count, counted, self._fraction(batch))
+
+    def _adopt_thawed(self, step: int) -> None:
+        """Train parameters that were frozen at the start and that forward has let train since."""
+        thawed = [(name, value) for name, value in self._frozen if value.requires_grad]
+        if not thawed:
+            return
+        if self.plan.ranks > 1 or self.whole:
+            raise DivergenceError(
+                f"step {step + 1}: {thawed[0][0]} requires a gradient from now on and was frozen at the start, when ranks agreed on what they exchange; "
+                "unfreeze it before training, or train in one process (--plan dp=1), which follows",
+                tensor=thawed[0][0],
+                cause="a parameter that is unfrozen while it trains",
+            )
+        adopt(self.job, self.model, self.optimizers, {id(value) for _, value in thawed})
+        self.assembly.parameters += [value for _, value in thawed]
+        self.assembly.copies += [1] * len(thawed)
+        self._frozen = [each for each in self._frozen if not each[1].requires_grad]
 
     def _misweighed(self, seen: Tensor, counted: bool, step: int) -> bool:
         """Whether the step must be computed again, given what all ranks saw of it."""
@@ -676,6 +703,11 @@ class Run:
         self._restore()
         self._restore = lambda: None  # by now somebody else may have set them
         self.ranks.close()
+
+
+def _versions(batch: StepBatch) -> list[int]:
+    """How often each tensor of a batch was written to."""
+    return [0 if value.is_inference() else value._version for micro in batch.micros for value in tensors(micro.batch)]
 
 
 def _batch_of(step: int) -> str:

@@ -228,8 +228,9 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
     yield from _experts(plan, profile)
     if batch < dp:
         yield Problem(
-            path="dp", value=dp, rule=f"a batch of {batch} gives some rank no sample", remedy=f"use dp={batch} or less"
-        )
+            path="dp", value=dp, rule=f"a batch of {batch} gives some rank no sample", remedy=f"use dp={batch} or less",
+            instead=(("mesh", replace(plan.mesh, dp=batch, ep=1)), ("shares", ())) if not plan.served else (),
+        )  # fmt: skip
         return
     turns, stages = rounds(batch, dp, plan.micro, plan.shares), stage_count(plan)
     share = largest_share(batch, dp, plan.shares)

@@ -19,7 +19,7 @@ import copy
 import dataclasses
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
-from echelon.engine.intake import seed_step
+from echelon.engine.intake import own_generators, seed_step
 from echelon.engine.model_state import has_extra_state
 from echelon.engine.outcome import Step
 from echelon.engine.precision import autocast
@@ -40,6 +40,7 @@ from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
 from echelon.profiler.isolation import Isolated
 from echelon.profiler.still import Stillness, silenced
+from echelon.tree import copy_tensors
 from echelon.verifier import noise
 from echelon.verifier.compare import Bounds, Difference, compare
 from echelon.verifier.drift import ALLOWED
@@ -115,13 +116,13 @@ class SpotChecks:
     def _check_all(self, batch: StepBatch) -> Tensor:
         """Forward and backward of the step itself, compared; gives its loss."""
         run = self._run
-        before, start = self._state(), self._start()
+        before, start, as_read = self._state(), self._start(), _copied(batch)
         drawn, loss = self._backward(batch)
         if drawn:
-            mine, found, held = self._silent(batch, start)
+            mine, found, held = self._silent(_copied(as_read), start)
         else:
             mine, found, held = loss, self._gradients(), True
-        feed = self._read(batch)
+        feed = self._read(as_read)
         with run.ranks.together():
             if run.world.main and held and feed is not None:
                 self._judge(batch.step, before, mine, found, (feed, run.plan), still=drawn)
@@ -134,7 +135,7 @@ class SpotChecks:
             return
         batch, plan = some
         before = self._state()
-        mine, found, held = self._silent(batch, self._start())
+        mine, found, held = self._silent(_copied(batch), self._start())
         feed = self._gather(batch)
         with run.ranks.together():
             if run.world.main and held and feed is not None:
@@ -161,10 +162,11 @@ class SpotChecks:
     def _backward(self, batch: StepBatch) -> tuple[bool, Tensor]:
         """Forward and backward as always; whether a rank drew random numbers in it."""
         run = self._run
-        seed_step(run.device, run.job.seed, batch.step, run.data.rank)
-        fresh = _generators(run.device)
+        own = own_generators(run.model)
+        seed_step(run.device, run.job.seed, batch.step, run.data.rank, generators=own if run.seeds_generators else ())
+        fresh = _generators(run.device, own)
         loss = run.backward(batch)
-        return any(run.ranks.gather(fresh != _generators(run.device))), loss
+        return any(run.ranks.gather(fresh != _generators(run.device, own))), loss
 
     def _start(self) -> _Start:
         """What a pass changes on this rank, to begin another one from."""
@@ -186,12 +188,15 @@ class SpotChecks:
         _put_attributes(run.model, start.attributes)
         for value in run.model.parameters():
             value.grad = None
+        generators = [(each, each.get_state()) for each in own_generators(run.model)]
         own, run.job = run.job, start.functions.job  # a loss that counts its calls must not count this one
         try:
             with start.functions.active(), silenced(run.model), Stillness(random=True)():
                 drawn, loss = self._backward(batch)
         finally:
             run.job = own
+            for generator, drawn_to in generators:
+                generator.set_state(drawn_to)
         found = self._gradients()
         for value in run.model.parameters():
             value.grad = None
@@ -333,9 +338,16 @@ def _differences(
     return made + compare("gradient", {name: found.get(name) for name in gradients}, gradients, step=step)
 
 
-def _generators(device: torch.device) -> list[bytes]:
-    """Where the random generators are."""
-    state = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()]
+def _copied(batch: StepBatch) -> StepBatch:
+    """The batch with tensors of its own: forward may change those that it is given."""
+    micros = tuple(dataclasses.replace(each, batch=copy_tensors(each.batch)) for each in batch.micros)
+    return dataclasses.replace(batch, micros=micros)
+
+
+def _generators(device: torch.device, own: Sequence[torch.Generator] = ()) -> list[bytes]:
+    """Where the random generators are; `own`: those of the model."""
+    state = [each.get_state().numpy().tobytes() for each in own]
+    state += [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()]
     state.append(repr(numpy.random.get_state(legacy=True)).encode())
     if device.type == "cuda":
         state.append(torch.cuda.get_rng_state(device).numpy().tobytes())

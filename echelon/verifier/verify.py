@@ -274,7 +274,7 @@ def _failing_as(plan: Plan) -> Iterator[None]:
         raise
     except Exception as error:
         raise VerificationError(
-            f'under "{plan}" the job fails where one device does not: {type(error).__name__}: {first_line(error)}; use another plan, or '
+            f'under "{plan}" the job fails where one device does not ({type(error).__name__}, "{first_line(error)}"); use another plan, or '
             "mend what it names"
         ) from error
 

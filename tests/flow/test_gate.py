@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import echelon
+from echelon.engine.run import Run
 from echelon.errors import DivergenceError, LaunchError, PlanError, UnprovedPlan
 from echelon.events import Event
 from echelon.flow import gate
@@ -25,6 +26,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
+from echelon.world import World
 from tests.flow.jobs import checked_losses, coupled, make, trained_alone
 
 
@@ -153,6 +155,61 @@ def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, mo
     assert steps[-1] == 12 * 4
     assert len(steps) < 2 * 12 * 4, "it went on, and did not begin again"
     assert len({*map(str, (tmp_path / "run").parent.glob("run*"))}) == 1
+
+
+class Edits(nn.Linear):
+    """Changes its input in place, counts its calls and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+        self.register_buffer("calls", torch.zeros(()))
+        self.draws = torch.Generator().manual_seed(5)
+
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        values.mul_(0.9)
+        return super().forward(values) + 1e-3 * torch.rand((), generator=self.draws)
+
+
+def test_inputs_that_forward_changes_are_computed_with_once(tmp_path: Path) -> None:
+    """By the step itself, the probe before it, and the checks."""
+    found = [
+        [event.data["loss"] for event in train(tmp_path / plan, make(model=Edits), plan) if event.kind == "step"]
+        for plan in ("dp=1", "dp=1 micro=4")
+    ]
+    assert found[0] == pytest.approx(found[1], rel=5e-3)  # what is drawn differs, and is small; 0.9 is not
+
+
+class Thaws(nn.Module):
+    """Lets its first layer train from the third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.calls = nn.Linear(8, 8), nn.Linear(8, 1), 0
+        self.first.requires_grad_(False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            self.first.requires_grad_(True)
+        return self.last(self.first(values))
+
+
+def test_one_process_trains_what_is_unfrozen_late(tmp_path: Path) -> None:
+    job = make(model=Thaws, clip=1.0)
+    found = [event.data["loss"] for event in train(tmp_path / "run", job, "dp=1") if event.kind == "step"]
+    with Run(make(model=Thaws), Plan(), World()) as run:
+        model, batches = run.model, [batch.micros[0].batch for batch in run.batches()]
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+        for values, wanted in batches:
+            loss = F.mse_loss(model(values), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+    assert found == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["auto", "dp=2", "dp=2 zero=3"])
