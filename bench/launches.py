@@ -51,7 +51,7 @@ def launch(work: Path, job: str, plan: str, number: int) -> str:
     outcome = Command(work, timeout=300, environment={"PYTHONHASHSEED": "random"}).train(job, plan, folder)
     if outcome.code != 0:
         return f"failed: {outcome.output.strip().splitlines()[-1][:200]}"
-    weights = folder.with_suffix(".safetensors")
+    weights = folder.parent / f"{folder.name}.safetensors"
     export_weights(folder, weights)
     digest = hashlib.sha256(repr(outcome.losses).encode() + weights.read_bytes()).hexdigest()[:16]
     shutil.rmtree(folder)
@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.add_row(job, plan, str(len(results)), failed)
     Console(width=120).print(table)
     if given.json is not None:
-        given.json.write_text(json.dumps({"launches": given.launches, "cores": os.cpu_count(), "cases": found}, indent=1))
+        given.json.write_text(
+            json.dumps({"launches": given.launches, "cores": os.cpu_count(), "cases": found}, indent=1)
+        )
     return int(any(len(each["results"]) > 1 or any(r.startswith("failed") for r in each["results"]) for each in found))  # type: ignore[arg-type,attr-defined]
 
 

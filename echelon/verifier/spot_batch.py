@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -17,15 +16,12 @@ from echelon.engine.run import Run
 from echelon.plan.plan import Plan
 from echelon.plan.split import split
 from echelon.plan.stages import stage_count
-from echelon.tree import map_tensors, tree_flatten, tree_leaves, tree_unflatten
+from echelon.tree import map_tensors, tree_leaves
+from echelon.verifier.collation import joined
 from echelon.verifier.feed import Feed
 
 #: Micro-batches of each rank in a reduced step: two show what accumulation does.
 _ROUNDS = 2
-
-
-class Unjoinable(Exception):  # noqa: N818 (says of batches what they are)
-    """Batches of several ranks that do not make one: padded to other lengths, or with values of their own."""
 
 
 class Gathered(Feed):
@@ -83,27 +79,7 @@ def gathered(run: Run, batch: StepBatch) -> Gathered | None:
     if everyone is None:
         return None
     parts = [part for _, each in sorted(everyone, key=lambda item: item[0]) for part in each]
-    return Gathered(_joined(parts), batch.samples, run.total_steps)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    trees = [tree_flatten(part) for part in parts]
-    if any(structure != trees[0][1] for _, structure in trees):
-        raise Unjoinable
-    return tree_unflatten(
-        [_together(leaves) for leaves in zip(*(leaves for leaves, _ in trees), strict=True)], trees[0][1]
-    )
-
-
-def _together(leaves: Sequence[Any]) -> Any:
-    first = leaves[0]
-    if not isinstance(first, Tensor) or first.dim() == 0:
-        raise Unjoinable
-    if any(leaf.shape[1:] != first.shape[1:] for leaf in leaves):
-        raise Unjoinable
-    return torch.cat(list(leaves))
+    return Gathered(joined(parts), batch.samples, run.total_steps)
 
 
 def reads_the_same(run: Run, batch: StepBatch, feed: Feed) -> bool:

@@ -42,12 +42,13 @@ from echelon.profiler.isolation import Isolated
 from echelon.profiler.still import Stillness, silenced
 from echelon.tree import copy_tensors
 from echelon.verifier import noise
+from echelon.verifier.collation import Unjoinable, as_ranks_collate
 from echelon.verifier.compare import Bounds, Difference, compare
 from echelon.verifier.drift import ALLOWED
 from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.reference import Reference
 from echelon.verifier.sampling import rate
-from echelon.verifier.spot_batch import Unjoinable, fewer, gathered, reads_the_same
+from echelon.verifier.spot_batch import fewer, gathered, reads_the_same
 
 #: The gate has looked at the steps before this one.
 FIRST = 3
@@ -149,7 +150,7 @@ class SpotChecks:
         again = False
         with run.ranks.together():
             if run.world.main:
-                self._feed = self._feed or open_feed(self._job)
+                self._feed = self._feed or as_ranks_collate(open_feed(self._job), run.plan)
                 again = reads_the_same(run, batch, self._feed)
         return self._feed if run.ranks.gather(again)[0] else self._gather(batch)
 

@@ -29,6 +29,7 @@ from echelon.profiler.still import Stillness
 from echelon.verifier import noise
 from echelon.verifier.basis import Basis, Referee
 from echelon.verifier.case import Case
+from echelon.verifier.collation import Parted, as_ranks_collate
 from echelon.verifier.compare import Bounds, findings
 from echelon.verifier.drift import ALLOWED, GROSS
 from echelon.verifier.feed import Feed, open_feed
@@ -106,7 +107,12 @@ def verify(
             if world.rank == world.size - 1 and not known:
                 unknown = _require(job, plan, footing)  # beside rank 0's first step: it takes about as long
             if world.main:
+                feed = as_ranks_collate(feed, plan)
                 basis = _basis(job, plan, feed, chosen, footing, ranks)
+                if isinstance(feed, Parted):
+                    basis.notes.append(
+                        "collation mixes samples or draws: one device gets the micro-batches of the plan, joined"
+                    )
         unknown = ranks.gather(unknown)[-1]
         with ranks.together():
             if basis and unknown and basis.still.seeded and parts_batches(plan, job.batch):

@@ -181,6 +181,22 @@ def test_inputs_that_forward_changes_are_computed_with_once(tmp_path: Path) -> N
     assert found[0] == pytest.approx(found[1], rel=5e-3)  # what is drawn differs, and is small; 0.9 is not
 
 
+def mixup(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    """Mixes each sample of a batch with another one of it."""
+    values, wanted = (torch.stack([row[place] for row in rows]) for place in (0, 1))
+    share, others = torch.rand(()), torch.randperm(len(rows))
+    return share * values + (1 - share) * values[others], share * wanted + (1 - share) * wanted[others]
+
+
+def test_collation_that_mixes_samples_is_proved(tmp_path: Path) -> None:
+    events = train(tmp_path / "run", make(collate=mixup), "dp=1 micro=3")
+    assert messages(events, "verified")
+    assert [event.data["count"] for event in events if event.kind == "checked"] != [0]
+    coupled = make(collate=mixup, loss=lambda output, batch: (output - batch[-1]).std())
+    with pytest.raises(UnprovedPlan, match="does not compute what one device computes"):
+        train(tmp_path / "coupled", coupled, "dp=1 micro=4")
+
+
 class Thaws(nn.Module):
     """Lets its first layer train from the third call on."""
 
