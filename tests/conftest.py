@@ -14,7 +14,6 @@ import hypothesis
 import pytest
 
 from echelon.testing.ranks import Pool
-from tests.loaded import alone
 
 # Small tensors on several threads are slower, and ranks inherit it: read by torch when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,13 +33,6 @@ def pytest_report_header() -> str:
     from tests.whole import SEED
 
     return f"samples of long tables: ECHELON_SEED={SEED} draws these again"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _as_if_run_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A file finds the same modules loaded in a full run as where it is the only one."""
-    with alone(request.module.__name__):
-        yield
 
 
 @pytest.fixture(scope="session")

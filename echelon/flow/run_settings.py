@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +94,17 @@ def source_hash() -> str:
     found = hashlib.blake2b(digest_size=16)
     for path in user_files(sys.modules):
         try:
-            found.update(ast.dump(ast.parse(path.read_bytes())).encode())
+            state = path.stat()
+            found.update(_syntax_hash(path, state.st_mtime_ns, state.st_size))
         except (OSError, SyntaxError, ValueError):
             continue
     return found.hexdigest()
+
+
+@cache
+def _syntax_hash(path: Path, changed: int, size: int) -> bytes:
+    """Of one file; `changed` and `size` tell when to look again: parsing takes milliseconds a file."""
+    return hashlib.blake2b(ast.dump(ast.parse(path.read_bytes())).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
