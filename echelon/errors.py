@@ -15,10 +15,12 @@ EchelonError                 what, where, what instead; never a traceback on the
 │   └── ForeignCheckpoint    a whole one, but of another job or format: an older one would not fit either
 ├── TrainingError            a training that cannot go on (a loss that is not a number, ...)
 │   └── DivergenceError      ranks that must compute the same do not, or compute something else than one device (.tensor, .rank)
+│       └── UnpartedState    the model keeps state that parts of a batch cannot keep as the whole does
 ├── ServerError              parameter servers that cannot be reached, refuse, or cannot go on
 │   └── ShardsLost           all replicas of some shards are gone (.shards names them)
 └── VerificationError        the answer of a proof is no
     └── UnprovedPlan         a plan that may not train: its proof failed or could not be made
+        └── InseparableBatch that parts batches, for a model that keeps UnpartedState
 """
 
 from __future__ import annotations
@@ -110,6 +112,10 @@ class DivergenceError(TrainingError):
         self.rank, self.tensor, self.cause = rank, tensor, cause
 
 
+class UnpartedState(DivergenceError):  # noqa: N818 (what the model has; its base says error)
+    """A model whose state follows from whole batches (a queue, a codebook): ranks or micro-batches cannot keep it as one device does."""
+
+
 class VerificationError(EchelonError):
     """The answer of a proof is no."""
 
@@ -118,6 +124,10 @@ class VerificationError(EchelonError):
 
 class UnprovedPlan(VerificationError):  # noqa: N818 (what the plan is; its base says error)
     """A plan that may not train, because its proof failed or could not be made."""
+
+
+class InseparableBatch(UnprovedPlan):
+    """A plan that parts batches of a model whose state follows from whole ones."""
 
 
 class ServerError(EchelonError):

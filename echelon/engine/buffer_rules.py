@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from echelon.data.loader import Micro
 from echelon.engine.buffers import Place
 from echelon.engine.precision import autocast
-from echelon.errors import DivergenceError, JobError
+from echelon.errors import JobError, UnpartedState
 from echelon.job import call_model
 from echelon.profiler.still import Stillness
 from echelon.tree import copy_tensors, tree_map
@@ -151,14 +151,14 @@ def _agreed(run: Run, name: str, found: set[str], declared: Mapping[str, str]) -
     changing = found - {"same"}
     trained = name in dict(run.model.named_parameters())
     if trained and changing:
-        raise DivergenceError(
+        raise UnpartedState(
             f"parameter {name}: forward itself changes it by this rank's samples (an initialization by the first batch, a Python flag), so that ranks "
             "or micro-batches come apart; initialize it before training, or use one process without micro-batches (dp=1)",
             tensor=name,
             cause="forward writes to a parameter",
         )
     if len(changing) > 1 or "unknown" in changing:
-        raise DivergenceError(
+        raise UnpartedState(
             f"buffer {name}: what a call leaves in it for a batch is neither the same, the mean, the sum, the largest nor the least of what calls leave "
             "for its parts (a queue, a codebook by moving sums), so that ranks or micro-batches cannot keep it as one device does; declare a rule in its "
             f"module (buffer_reductions = {{{name.rpartition('.')[2]!r}: 'mean'}}; one of {', '.join(RULES)}), add it up over ranks in forward, or use one process "

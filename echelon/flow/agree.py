@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import LaunchError, UnprovedPlan
+from echelon.errors import InseparableBatch, LaunchError, UnprovedPlan
 from echelon.flow.gate import attempts, disproved, first_proved, one_process
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan, receive
 from echelon.flow.start import require_world
@@ -69,11 +69,18 @@ def train_launched(
     """Train on ranks that a launcher started. If no plan of `auto` for all of them is proved, or the model cannot follow the plan that was given
     on so many, rank 0 trains alone and the others wait."""
     if not _chooses(wanted):
+        handed = has_plan()
         prepared = _settled(subject, wanted, world)
         if prepared.fallback and prepared.plan.ranks < world.size:
             return _train_alone(world, prepared.fallback, execute)
         require_world(prepared.plan, world)
-        return execute(prepared, world)
+        try:
+            return execute(prepared, world)
+        except InseparableBatch as error:
+            if handed:  # the process that started these ranks starts others
+                raise
+            why = str(error)
+        return _train_alone(world, why, execute) if world.size > 1 else execute(one_process(why), world)
     try:
         return first_launched(subject, wanted, world, execute)
     except Exception as error:

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import EchelonError, LaunchError, PlanError, UnprovedPlan
+from echelon.errors import EchelonError, InseparableBatch, LaunchError, PlanError, UnpartedState, UnprovedPlan
 from echelon.flow.identity import cover
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan
 from echelon.flow.start import DISPROVED
 from echelon.launchers.handover import in_words
-from echelon.plan.check import require
+from echelon.plan.check import require, undivided
 from echelon.plan.plan import Plan
 from echelon.plan.store import Store
 from echelon.world import World, cache_folder
@@ -123,6 +123,8 @@ def _verify(subject: Subject, prepared: Prepared, ranks: Ranks, limit: float) ->
             frozen = freeze(subject.job, ranks, STEPS)
             made = made if frozen is None else proved(frozen)
         return cover(made, subject.identity, prepared.profile)
+    except UnpartedState as error:
+        raise InseparableBatch(str(error)) from error
     except Exception as error:  # whatever a model does that one process may still train
         raise UnprovedPlan(
             f'"{plan}" cannot be verified, so it does not train (--plan auto ends at one process; --no-verify trains it unproved): '
@@ -200,7 +202,11 @@ def _key(subject: Subject, plan: Plan) -> str:
 def attempts(subject: Subject, wanted: PlanLike, *, ranks: int | None = None) -> Iterator[Prepared]:
     """The plan that was asked for; for `auto` the candidates, best first, and in the end one process."""
     if read_plan(wanted) is not None:
-        yield prepare(subject, wanted, ranks=ranks)
+        given = prepare(subject, wanted, ranks=ranks)
+        yield given
+        together = dataclasses.replace(given.plan, **dict(undivided(given.plan)))
+        if together != given.plan:
+            yield dataclasses.replace(given, plan=together, forecast=None, after=InseparableBatch.__name__)
         return
     try:
         first = prepare(subject, wanted, ranks=ranks)
@@ -244,10 +250,11 @@ def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T]) ->
             error = caught
         if not disproved(error) and _has_started(error):
             raise error
-        rest = [each for each in plans if each.plan != prepared.plan]
+        rest = [each for each in plans if each.plan != prepared.plan and each.after in ("", _kind(error))]
         if not rest:
             raise error
-        reasons.append(f'auto left "{prepared.plan}": {in_words(error)}')
+        instead = f'"{prepared.plan}" runs as "{rest[0].plan}"' if rest[0].after else f'auto left "{prepared.plan}"'
+        reasons.append(f"{instead}: {in_words(error)}")
         prepared, plans = (rest[0], iter(rest[1:])) if disproved(error) else (rest[-1], iter(()))
 
 
@@ -260,9 +267,12 @@ def _explained(prepared: Prepared, reasons: list[str]) -> Prepared:
 
 def disproved(error: Exception) -> bool:
     """Whether an error, perhaps of ranks that this process started, says that the plan computes something else or cannot be executed."""
-    if isinstance(error, LaunchError):
-        return error.kind in DISPROVED
-    return type(error).__name__ in DISPROVED
+    return _kind(error) in DISPROVED
+
+
+def _kind(error: Exception) -> str:
+    """The class of an error, perhaps of ranks that this process started."""
+    return error.kind if isinstance(error, LaunchError) else type(error).__name__
 
 
 def _has_started(error: Exception) -> bool:

@@ -60,6 +60,8 @@ class Prepared:
     warnings: tuple[str, ...] = ()
     #: Why this is not the plan that was asked for; one of the warnings.
     fallback: str = ""
+    #: The class of error after which alone it is tried in the place of the plan before; empty: after any that disproves that one.
+    after: str = ""
 
     def hand_over(self, folder: Path) -> Path:
         """Write to `folder` what ranks need so as not to make it again; the path of the plan, for `receive`."""

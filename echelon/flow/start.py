@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 from echelon.errors import (
     DivergenceError,
     EchelonError,
+    InseparableBatch,
     JobError,
     NothingToCut,
     PlanError,
+    UnpartedState,
     UnprovedPlan,
     WorldError,
 )
@@ -32,7 +34,9 @@ from echelon.plan.plan import Plan
 from echelon.world import World, read_world
 
 #: What ranks report to the process that started them when the plan turned out to compute something else, or cannot be executed.
-DISPROVED = tuple(kind.__name__ for kind in (UnprovedPlan, DivergenceError, PlanError, NothingToCut))
+DISPROVED = tuple(
+    kind.__name__ for kind in (UnprovedPlan, InseparableBatch, DivergenceError, UnpartedState, PlanError, NothingToCut)
+)
 
 
 def require_world(plan: Plan, world: World) -> None:

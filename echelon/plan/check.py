@@ -291,7 +291,7 @@ def _coupling(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path=path, value=value, rule="a sample's loss depends on the others of its batch: in parts another objective is trained",
             remedy="use dp=1 without micro; or give the loss as (sum, count) if it is a mean over unequal numbers of items",
-            instead=_together(plan),
+            instead=undivided(plan),
         )  # fmt: skip
     elif profile.coupled is None:
         yield Problem(
@@ -300,7 +300,7 @@ def _coupling(plan: Plan, profile: Profile) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _together(plan: Plan) -> tuple[tuple[str, Any], ...]:
+def undivided(plan: Plan) -> tuple[tuple[str, Any], ...]:
     """The changes by which all samples of a batch meet on one data rank."""
     served = (
         (("exchange", "allreduce"), ("dense", "allreduce"), ("staleness", 0), ("tables", ())) if plan.served else ()

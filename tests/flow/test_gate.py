@@ -197,6 +197,29 @@ def test_collation_that_mixes_samples_is_proved(tmp_path: Path) -> None:
         train(tmp_path / "coupled", coupled, "dp=1 micro=4")
 
 
+class Queue(nn.Linear):
+    """Keeps its last four inputs, which parts of a batch cannot do as the whole does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+        self.register_buffer("ring", torch.zeros(4, 8))
+
+    def forward(self, values: Tensor) -> Tensor:
+        found = super().forward(values) + 1e-3 * self.ring.mean()
+        with torch.no_grad():
+            self.ring.copy_(torch.cat([self.ring, values])[-4:])
+        return found
+
+
+def test_state_of_whole_batches_is_trained_undivided(tmp_path: Path) -> None:
+    for plan in ("dp=1", "dp=1 micro=4"):
+        events = train(tmp_path / plan, make(model=Queue), plan)
+        assert [event.data["plan"] for event in events if event.kind == "start"] == ["dp=1"]
+    assert any(
+        '"dp=1 micro=4" runs as "dp=1"' in message and "ring" in message for message in messages(events, "warning")
+    )
+
+
 class Thaws(nn.Module):
     """Lets its first layer train from the third call on."""
 
