@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     cases = [each for each in CASES if given.only in each[0]]
     found: list[dict[str, object]] = []
+    differs = False
     table = Table(title=f"{given.launches} fresh launches", title_justify="left")
     for heading in ("job", "plan", "different results", ""):
         table.add_column(heading)
@@ -85,14 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results[future.result()] += 1
                 progress.advance(bar)
             failed = next((each for each in results if each.startswith("failed")), "")
+            differs |= bool(failed) or len(results) > 1
             found.append({"job": job, "plan": plan, "results": dict(results)})
             table.add_row(job, plan, str(len(results)), failed)
+            if given.json is not None:
+                kept = {"launches": given.launches, "cores": os.cpu_count(), "cases": found}
+                given.json.write_text(json.dumps(kept, indent=1))
     Console(width=120).print(table)
-    if given.json is not None:
-        given.json.write_text(
-            json.dumps({"launches": given.launches, "cores": os.cpu_count(), "cases": found}, indent=1)
-        )
-    return int(any(len(each["results"]) > 1 or any(r.startswith("failed") for r in each["results"]) for each in found))  # type: ignore[arg-type,attr-defined]
+    return int(differs)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ def test_ranks_keep_state_as_one_device_does(ranks: Pool, plan: str) -> None:
 @pytest.mark.parametrize("name", kept.REFUSED)
 def test_state_without_a_rule_ends_the_run(name: str) -> None:
     found = kept.trained(World(), [name], "dp=1 micro=4")[name]
-    assert found.startswith("DivergenceError: buffer state: ")
+    assert found.startswith("UnpartedState: buffer state: ")
 
 
 def test_ranks_do_not_average_state_without_a_rule(ranks: Pool) -> None:
     for found in ranks.run(2, "tests.engine.kept:trained", list(kept.REFUSED), "dp=2"):
-        assert all(found[name].startswith("DivergenceError: buffer state: ") for name in kept.REFUSED), found
+        assert all(found[name].startswith("UnpartedState: buffer state: ") for name in kept.REFUSED), found
