@@ -42,6 +42,15 @@ def ranks() -> Iterator[Pool]:
         yield pool
 
 
+#: `echelon doctor` with less time for its trials: figures of this machine, for fewer operators. ECHELON_ZOO=all measures it all.
+_DOCTOR = """
+from echelon.cli.app import app
+from echelon.profiler import machine
+machine._SECONDS.update(cpu=2.0, cuda=4.0)
+app(["doctor", "--json"])
+"""
+
+
 @pytest.fixture(scope="session")
 def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder (ECHELON_CACHE) in which this machine is measured already; measured once for the session.
@@ -49,6 +58,7 @@ def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Workers of pytest-xdist share it: their folders have one parent, and the first to hold the lock measures.
     """
     from tests.machine import environment
+    from tests.whole import WHOLE
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "known-machine"
@@ -56,7 +66,7 @@ def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "measured").exists():
-            doctor = [sys.executable, "-m", "echelon", "doctor", "--json"]
+            doctor = [sys.executable, *(["-m", "echelon", "doctor", "--json"] if WHOLE else ["-c", _DOCTOR])]
             subprocess.run(doctor, env=environment(folder), check=True, stdout=subprocess.DEVNULL)
             (folder / "measured").touch()
     return folder

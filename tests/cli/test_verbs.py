@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from echelon.cli.app import app
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from tests.machine import environment
@@ -26,10 +29,21 @@ class Shell:
         self.folder = folder
         self._environment = environment(cache)
 
-    def __call__(
+    def __call__(self, *arguments: str, code: int = 0) -> Result:
+        """Run it in this process, which has torch loaded already, and expect an exit code."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            for name, value in self._environment.items():
+                patch.setenv(name, value)
+            done = CliRunner().invoke(app, arguments, prog_name="echelon")
+        assert done.exit_code == code, done.output
+        assert "Traceback" not in done.stderr
+        return done
+
+    def started(
         self, *arguments: str, code: int = 0, traceback: bool = False, by: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[str]:
-        """Run it, `by` a launcher where one is given, and expect an exit code."""
+        """Run it as a command, `by` a launcher where one is given."""
         done = subprocess.run(
             [sys.executable, *by, "-m", "echelon", *arguments],
             cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=600, check=False,
@@ -63,7 +77,7 @@ def test_plan_writes_the_best_one(echelon: Shell) -> None:
     assert str(Plan.load(echelon.folder / "plan.json")) == answer["plan"]
     assert 1 <= len(answer["candidates"]) <= 3
     assert all(each["fits"] for each in answer["candidates"][:1])
-    text = echelon("plan", JOB, "--cluster", "cluster.json").stdout
+    text = echelon.started("plan", JOB, "--cluster", "cluster.json").stdout
     assert answer["plan"] in text
     assert "memory per rank:" in text  # why it is the best
     assert answer["why"][0].startswith(f'"{answer["plan"]}": ')
@@ -118,7 +132,8 @@ def test_a_plan_that_cannot_be_is_wrong_use(echelon: Shell) -> None:
 
 @pytest.mark.slow
 def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
-    certificate = echelon.json("verify", JOB, "--plan", "dp=2 zero=1", "-o", "proof.json")
+    command = ["verify", JOB, "--plan", "dp=2 zero=1", "-o", "proof.json", "--json"]
+    certificate = json.loads(echelon.started(*command).stdout)
     assert certificate["verified"] is True
     assert Certificate.load(echelon.folder / "proof.json").plan.zero == 1
 
@@ -196,7 +211,7 @@ def test_a_certificate_and_a_forecast_name_the_plan_that_took_the_place_of_anoth
 @pytest.mark.slow
 def test_ranks_that_torchrun_started_share_the_cuts_that_one_found(echelon: Shell) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = echelon("verify", JOB, "--plan", "tp=2", "-o", "cut.json", "--json", by=torchrun)
+    done = echelon.started("verify", JOB, "--plan", "tp=2", "-o", "cut.json", "--json", by=torchrun)
     assert json.loads(done.stdout)["verified"] is True
     assert Certificate.load(echelon.folder / "cut.json").plan.placements
 
@@ -226,15 +241,18 @@ def job():
 @pytest.mark.slow
 def test_an_error_of_the_job_on_any_rank_names_its_line(echelon: Shell) -> None:
     (echelon.folder / "broken.py").write_text(BROKEN)
-    done = echelon("train", "broken.py", "--plan", "dp=2", code=1)
+    done = echelon.started("train", "broken.py", "--plan", "dp=2", code=1)
     assert "rank 1 failed: " in done.stderr
     assert "broken.py, line 9: KeyError: 'lost on the way'" in done.stderr
     if WHOLE:  # it starts the ranks once more
-        assert "Traceback" in echelon("train", "broken.py", "--plan", "dp=2", "--debug", code=1, traceback=True).stderr
+        assert (
+            "Traceback"
+            in echelon.started("train", "broken.py", "--plan", "dp=2", "--debug", code=1, traceback=True).stderr
+        )
 
 
 @pytest.mark.slow
 def test_of_ranks_that_torchrun_started_one_tells_the_proof(echelon: Shell) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = echelon("verify", JOB, "--plan", "dp=2", "-o", "together.json", "--json", by=torchrun)
+    done = echelon.started("verify", JOB, "--plan", "dp=2", "-o", "together.json", "--json", by=torchrun)
     assert json.loads(done.stdout) == json.loads((echelon.folder / "together.json").read_text())
