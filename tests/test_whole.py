@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.conftest import pytest_report_header
-from tests.whole import SEED, drawing, seed_of
+from tests.whole import SEED, WHOLE, drawing, one_of_each, pairs, seed_of
 
 CELLS = range(945)
 
@@ -20,3 +20,19 @@ def test_the_seed_is_the_commits_unless_one_is_asked_for_and_is_told() -> None:
     assert seed_of({"ECHELON_SEED": "1f2e"}) == "1f2e"
     assert set(seed_of({})) <= set("0123456789abcdef")
     assert f"ECHELON_SEED={SEED} draws these again" in pytest_report_header()
+
+
+def test_each_draw_has_every_kind_and_every_row_its_turn() -> None:
+    rows = ["tp a", "tp b", "pp a", "pp b", "pp c"]
+    draws = [one_of_each("rows", rows, lambda row: row[:2], f"{number:x}") for number in range(100)]
+    assert all({row[:2] for row in drawn} == {"tp", "pp"} for drawn in draws)
+    assert all(len(drawn) == (5 if WHOLE else 2) for drawn in draws)
+    assert {row for drawn in draws for row in drawn} == set(rows)
+
+
+def test_each_draw_of_pairs_has_every_row_and_column_and_every_pair_its_turn() -> None:
+    rows, columns = ["1", "2", "3", "4"], ["a", "b", "c"]
+    draws = [pairs(rows, columns, each=1, table="pairs", seed=f"{number:x}") for number in range(100)]
+    assert all({row for row, _ in drawn} == set(rows) for drawn in draws)
+    assert all({column for _, column in drawn} == set(columns) for drawn in draws)
+    assert len({pair for drawn in draws for pair in drawn}) == len(rows) * len(columns)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -37,10 +38,29 @@ def drawing(table: str, seed: str = SEED) -> random.Random:
 WHOLE = os.environ.get("ECHELON_ZOO") == "all"
 only_whole = pytest.mark.skipif(not WHOLE, reason="ECHELON_ZOO=all runs it")
 
+Row = TypeVar("Row")
 
-def pairs(rows: Iterable[str], columns: Iterable[str], *, each: int) -> list[tuple[str, str]]:
-    """(row, column): every row with `each` columns, another set of them from row to row, so that every column has its turn."""
+
+def one_of_each(table: str, rows: Iterable[Row], kind: Callable[[Row], Hashable], seed: str = SEED) -> list[Row]:
+    """A row of every kind, drawn by the commit; all rows where the whole table is asked for."""
+    kinds: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(kind(row), []).append(row)
+    draw = drawing(table, seed)
+    return [row for alike in kinds.values() for row in (alike if WHOLE else [draw.choice(alike)])]
+
+
+def pairs(
+    rows: Iterable[str], columns: Iterable[str], *, each: int, table: str = "", seed: str = SEED
+) -> list[tuple[str, str]]:
+    """(row, column): every row with `each` columns, another set of them from row to row, so that every column has its turn.
+
+    With a `table`, the commit draws where the first row begins: every pair has its turn.
+    """
     names = list(columns)
+    if table:
+        start = drawing(table, seed).randrange(len(names))
+        names = names[start:] + names[:start]
     return [
         (row, name)
         for place, row in enumerate(rows)

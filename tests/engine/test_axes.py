@@ -12,7 +12,7 @@ from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import evaluated, resumed, saved, trained
-from tests.whole import pairs
+from tests.whole import one_of_each, pairs
 
 BOUND = 1e-9
 AXES = [
@@ -38,6 +38,12 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return max((left[name] - right[name]).abs().max().item() for name in left) / scale
 
 
+def axes(plan: str) -> tuple[int, ...]:
+    """Which axes a plan has, and whether it shards over the data axis."""
+    parsed = from_text(plan)
+    return (parsed.mesh.dp > 1, parsed.mesh.tp > 1, parsed.mesh.pp > 1, parsed.zero > 0)
+
+
 @pytest.fixture(scope="module")
 def alone() -> Any:
     known: dict[str, dict[str, Any]] = {}
@@ -50,7 +56,7 @@ def alone() -> Any:
     return get
 
 
-@pytest.mark.parametrize(("plan", "name"), pairs(AXES, NAMES, each=2))
+@pytest.mark.parametrize(("plan", "name"), pairs(AXES, NAMES, each=1, table="axes"))
 def test_every_combination_of_axes_is_one_device(ranks: Pool, alone: Any, name: str, plan: str) -> None:
     one, many = alone(name), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", name, plan)
     assert many[0]["losses"] == pytest.approx(one["losses"], rel=BOUND)
@@ -61,16 +67,21 @@ def test_every_combination_of_axes_is_one_device(ranks: Pool, alone: Any, name: 
     assert all(rank["losses"] == many[0]["losses"] for rank in many)
 
 
+SCHEDULED = [
+    # As many micro-batches as there are stages: with fewer another schedule takes its place.
+    "dp=2 pp=2 micro=1 schedule=zero-bubble",
+    "dp=2 pp=2 zero=1 micro=1 schedule=interleaved",
+    "dp=2 pp=2 zero=3 micro=1 schedule=gpipe",
+    "tp=2 pp=2 micro=2 schedule=zero-bubble",
+    "tp=2 pp=2 micro=2 schedule=interleaved",
+]
+
+
 @pytest.mark.parametrize(
     "plan",
     [
         *(f"pp=2 micro=2 schedule={schedule}" for schedule in SCHEDULES),
-        # As many micro-batches as there are stages: with fewer another schedule takes its place.
-        "dp=2 pp=2 micro=1 schedule=zero-bubble",
-        "dp=2 pp=2 zero=1 micro=1 schedule=interleaved",
-        "dp=2 pp=2 zero=3 micro=1 schedule=gpipe",
-        "tp=2 pp=2 micro=2 schedule=zero-bubble",
-        "tp=2 pp=2 micro=2 schedule=interleaved",
+        *one_of_each("schedules with axes", SCHEDULED, axes),
     ],
 )
 def test_every_schedule_is_one_device(ranks: Pool, alone: Any, plan: str) -> None:
@@ -128,18 +139,24 @@ def test_evaluation_is_the_same_on_every_rank(ranks: Pool, plan: str) -> None:
         assert found == pytest.approx(one, rel=BOUND)
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        ("tp=2", "dp=1"),
-        ("pp=2 micro=2", "dp=1"),
-        ("dp=2 tp=2 zero=3", "dp=1"),
-        ("dp=2 pp=2 zero=1 micro=2", "tp=2"),
-        ("dp=1", "tp=2 pp=2 micro=2"),
-        ("tp=2 pp=2 micro=2", "dp=3 zero=2"),
-        ("dp=2 tp=2 zero=2", "pp=2 micro=2"),
-    ],
-)
+PASSED_ON = [
+    ("tp=2", "dp=1"),
+    ("pp=2 micro=2", "dp=1"),
+    ("dp=2 tp=2 zero=3", "dp=1"),
+    ("dp=2 pp=2 zero=1 micro=2", "tp=2"),
+    ("dp=1", "tp=2 pp=2 micro=2"),
+    ("tp=2 pp=2 micro=2", "dp=3 zero=2"),
+    ("dp=2 tp=2 zero=2", "pp=2 micro=2"),
+]
+
+
+def direction(row: tuple[str, str]) -> tuple[bool, bool, bool]:
+    """Whole to parts, parts of tensors or of layers to the whole, or from one cut to another."""
+    writer, reader = row
+    return writer == "dp=1", reader == "dp=1", reader == "dp=1" and "tp" in writer
+
+
+@pytest.mark.parametrize(("writer", "reader"), one_of_each("passed on", PASSED_ON, direction))
 def test_what_one_plan_saved_another_loads_exactly(ranks: Pool, tmp_path: Path, writer: str, reader: str) -> None:
     def call(plan: str, function: str, *arguments: Any) -> Any:
         count = from_text(plan).ranks
