@@ -145,10 +145,7 @@ def test_an_error_of_the_script_itself_shows_its_traceback_once(tmp_path: Path) 
 def test_a_module_that_is_run_as_a_script_fails_in_one_message(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    text = (
-        JOB
-        + "echelon.train(echelon.Job(**{n: getattr(job(), n) for n in echelon.Job.__slots__} | {'batch': 1}), 'dp=2')"
-    )
+    text = JOB + "echelon.train(job(), 'dp=2 keep')"  # `keep` without zero: a plan that is wrong in itself
     (tmp_path / "package" / "training.py").write_text(text)
     done = script(
         tmp_path, "", "-m", "package.training", environment={"PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}

@@ -95,7 +95,7 @@ def test_what_fails_under_a_plan_alone_is_an_answer() -> None:
 
     job = unusual.job(model=_OnOneDevice, loss=halves, drop_last=True)
     with pytest.raises(
-        VerificationError, match='under "dp=1 micro=3" the job fails where one device does not: RuntimeError'
+        VerificationError, match=r'under "dp=1 micro=3" the job fails where one device does not \(RuntimeError'
     ):
         judged(job, Plan(micro=3))
 
