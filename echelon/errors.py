@@ -20,7 +20,6 @@ EchelonError                 what, where, what instead; never a traceback on the
 │   └── ShardsLost           all replicas of some shards are gone (.shards names them)
 └── VerificationError        the answer of a proof is no
     └── UnprovedPlan         a plan that may not train: its proof failed or could not be made
-        └── InseparableBatch that parts batches, for a model that keeps UnpartedState
 """
 
 from __future__ import annotations
@@ -124,10 +123,6 @@ class VerificationError(EchelonError):
 
 class UnprovedPlan(VerificationError):  # noqa: N818 (what the plan is; its base says error)
     """A plan that may not train, because its proof failed or could not be made."""
-
-
-class InseparableBatch(UnprovedPlan):
-    """A plan that parts batches of a model whose state follows from whole ones."""
 
 
 class ServerError(EchelonError):

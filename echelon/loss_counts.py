@@ -59,6 +59,8 @@ _TRANSPARENT = {
     "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute", "Transpose", "T", "Expand", "Clone", "ToCopy", "Alias",
     "AliasBackward", "Copy", "CopyBackwards", "Neg", "Add", "Sub", "Rsub", "Where", "Select", "NanToNum",
 }  # fmt: skip
+#: Those of them that only look at it in another shape.
+_VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Alias"}
 _SUMS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
 #: A `reduction=` as autograd saves it.
 _REDUCED_BY_MEAN = 1
@@ -70,6 +72,20 @@ _PENALTY = 16
 _MOST = 64
 
 
+class Output(torch.autograd.Function):
+    """Marks what a model returned, where nothing of the model is in the graph: it is no parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """The same numbers."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Nothing is done to them."""
+        return gradient
+
+
 def read_counts(loss: Tensor) -> Reading:
     """The averages in `loss`, a single number; empty where it has no graph."""
     terms: list[Term] = []
@@ -77,16 +93,17 @@ def read_counts(loss: Tensor) -> Reading:
     if loss.grad_fn is None:
         return Reading()
     with torch.no_grad():
-        _walk(loss.grad_fn, 1.0, terms, opaque, divided=False)
+        _walk(loss.grad_fn, terms, opaque)
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
-def _walk(node: Any, factor: Scalar, terms: list[Term], opaque: list[str], *, divided: bool) -> None:
-    """Add the averages below `node`, whose output enters the loss multiplied by `factor`."""
-    pending = [(node, factor, divided)]
+def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
+    """Add the averages below `node`, the loss itself."""
+    #: Operators, each with the factor by which its output enters the loss, and what that was divided by on the way, if anything.
+    pending: list[tuple[Any, Scalar, Scalar | None]] = [(node, 1.0, None)]
     visits = 0
     while pending:
-        node, factor, divided = pending.pop()
+        node, factor, divisor = pending.pop()
         visits += 1
         if visits > _MOST:
             opaque.append("a loss of very many terms")
@@ -95,20 +112,33 @@ def _walk(node: Any, factor: Scalar, terms: list[Term], opaque: list[str], *, di
         found = _average(node, kind)
         if found is not None or (kind in _SUMS and not _single_inputs(node)):
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
-            if (found is not None or divided) and not _of_parameters(node):
+            if (found is not None or divisor is not None) and not _of_parameters(node):
                 name = f"{kind} / count" if found is None else kind
                 count = _over(1.0 if found is None else found, factor)
+                if found is None and _counts_nothing(node, divisor):
+                    count = 0.0
                 terms.append(Term(name=name.lower(), count=count, by_shape=found is not None and "NllLoss" not in kind))
         elif kind == "Div" and _is_single(node) and not _differentiable(node, 1):
-            pending.append((node.next_functions[0][0], _over(factor, node._saved_other), True))
+            pending.append((node.next_functions[0][0], _over(factor, node._saved_other), _plain(node._saved_other)))
         elif kind == "Mul" and _is_single(node) and _multiplies_averages(node):
             opaque.append("a product of averages")  # which no weight of its parts makes that of the whole batch
         elif kind == "Mul" and _is_single(node):
-            pending.extend(_factors(node, factor, divided))
+            pending.extend(_factors(node, factor, divisor))
         elif kind in ("Mean", "Sum", "Stack", "Cat") or (kind in _TRANSPARENT and _is_single(node)):
-            pending.extend((each, factor, divided) for each, _ in reversed(node.next_functions) if each is not None)
+            pending.extend((each, factor, divisor) for each, _ in reversed(node.next_functions) if each is not None)
         elif not _is_leaf(node):
             opaque.append(node.name())
+
+
+def _counts_nothing(node: Any, divisor: Scalar | None) -> bool:
+    """Whether a sum is over nothing and was divided by 1, as by `mask.sum().clamp(min=1)`: the part has no weight then."""
+    below = node.next_functions[0][0]
+    if isinstance(divisor, Tensor) or divisor != 1 or below is None:
+        return False
+    if _elements(below) == 0:
+        return True
+    masks = [getattr(below, name, None) for name in ("_saved_self", "_saved_other")] if _kind(below) == "Mul" else []
+    return any(isinstance(mask, Tensor) and mask.device.type == "cpu" and not mask.any() for mask in masks)
 
 
 def _average(node: Any, kind: str) -> Scalar | None:
@@ -138,7 +168,12 @@ def _of_parameters(node: Any) -> bool:
             continue
         kind, inner = _kind(node), [each for each, _ in node.next_functions]
         constant = None in inner and not _scalar_side(node)
-        if seen > _PENALTY or not inner or kind.endswith(("Loss", "Loss2D", "Logits", "Entropy")):
+        if (
+            seen > _PENALTY
+            or not inner
+            or kind == Output.__name__
+            or kind.endswith(("Loss", "Loss2D", "Logits", "Entropy"))
+        ):
             return False
         if "Convolution" in kind or (constant and (kind in _MIXING or _grows(node))):
             return False
@@ -169,7 +204,7 @@ def _multiplies_averages(node: Any) -> bool:
     return len(sides) > 1 and not any(_of_parameters(each) for each in sides)
 
 
-def _factors(node: Any, factor: Scalar, divided: bool) -> Iterator[tuple[Any, Scalar, bool]]:
+def _factors(node: Any, factor: Scalar, divisor: Scalar | None) -> Iterator[tuple[Any, Scalar, Scalar | None]]:
     """The differentiable sides of a product of single numbers, each with the other side as its factor."""
     sides = [each for each, _ in node.next_functions]
     for place, side in enumerate(sides):
@@ -180,7 +215,7 @@ def _factors(node: Any, factor: Scalar, divided: bool) -> Iterator[tuple[Any, Sc
             other = 1.0
         # A number times a sum is a coefficient; a tensor times a sum may be the reciprocal of a count.
         data = isinstance(other, Tensor) and other.dtype.is_floating_point
-        yield side, _times(factor, other), divided or data
+        yield side, _times(factor, other), _plain(other) if divisor is None and data else divisor
 
 
 def _kind(node: Any) -> str:
@@ -198,7 +233,17 @@ def _single_inputs(node: Any) -> bool:
     inner = [each for each, _ in node.next_functions if each is not None]
     if inner and _kind(inner[0]) in ("Stack", "Cat"):
         inner = [each for each, _ in inner[0].next_functions if each is not None]
-    return bool(inner) and all(_is_single(each) for each in inner)
+        return bool(inner) and all(_is_single(each) for each in inner)
+    return bool(inner) and all(_is_scalar(each) for each in inner)
+
+
+def _is_scalar(node: Any) -> bool:
+    """Whether the output is one number without dimensions, or a view of such a one; a batch of one sample has a dimension too."""
+    while _is_single(node) and node._input_metadata[0].shape and _kind(node) in _VIEWS:
+        node = node.next_functions[0][0]
+        if node is None:
+            return False
+    return _is_single(node) and not node._input_metadata[0].shape
 
 
 def _differentiable(node: Any, place: int) -> bool:

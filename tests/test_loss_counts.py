@@ -85,3 +85,11 @@ def test_what_is_no_sum_of_means_is_named(loss: Callable[[Tensor], Tensor]) -> N
 
 def test_without_a_graph_nothing_is_read() -> None:
     assert not read_counts(torch.ones(())).terms
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_batch_of_one_sample_reads_like_any_other(rows: int) -> None:
+    each = F.mse_loss(X[:rows] @ nn.Parameter(torch.eye(4)), X[:rows], reduction="none").sum(1)
+    for loss in (each.mean(), each.sum() / rows, each.sum().reshape(1).mean() / rows):
+        (term,) = read_counts(loss).terms
+        assert term.count == rows

@@ -127,6 +127,9 @@ def chosen(given: argparse.Namespace) -> list[tuple[Entry, str]]:
         for plan in plans
         if not entry.plans or any(fnmatch.fnmatch(plan, glob) for glob in entry.plans)
     ]
+    part, parts = (int(each) for each in given.part.split("/"))
+    mine = {job for place, job in enumerate(dict.fromkeys(entry.name for entry, _ in cells)) if place % parts == part}
+    cells = [each for each in cells if each[0].name in mine]
     if given.sample is not None:
         cells = random.Random(given.seed).sample(
             cells, min(given.sample, len(cells))
@@ -141,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plans", default="", help="plans instead of all of them, separated by commas")
     parser.add_argument("--sample", type=int, help="draw this many cells")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument(
+        "--part", default="0/1", help="every N-th job, from the I-th: I/N, for several machines or processes"
+    )
     parser.add_argument("--parallel", type=int, default=1, help="cells at once; each takes up to 4 processes")
     parser.add_argument("--fast", action="store_true", help="in reused ranks instead of the command line")
     parser.add_argument("--json", type=Path, help="keep cells here; those that are there for the same code are skipped")

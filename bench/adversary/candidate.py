@@ -125,6 +125,8 @@ class Reused:
             raised, said = ("" if expected else str(error)), f"error: {error.error}"
         printed = "\n".join(self._pool.outputs)
         events = read_events(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        (folder.parent / f"{folder.name}.log").write_text("\n".join([printed, said]))
         warned = "\n".join(str(each.get("message", "")) for each in events if each["kind"] == "warning")
         return Outcome(
             code=code,

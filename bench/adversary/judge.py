@@ -94,8 +94,8 @@ def parts(samples: list[Any], split: Mapping[str, Any]) -> list[list[Any]]:
     return found
 
 
-def run(spec: Spec, split: Mapping[str, Any]) -> dict[str, Any]:
-    """Train from start to end; losses, metrics and every tensor of the model."""
+def run(spec: Spec, splits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Train from start to end; losses, metrics and every tensor of the model. `splits`: how batches are divided, each from a step on."""
     torch.manual_seed(spec.seed)
     model = spec.model if isinstance(spec.model, nn.Module) else spec.model()
     collate = spec.collate or default_collate
@@ -112,6 +112,9 @@ def run(spec: Spec, split: Mapping[str, Any]) -> dict[str, Any]:
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         value = 0.0
+        split = next(each for each in reversed(splits) if each.get("from", 0) < step)
+        if spec.restart is not None and step > 1 and split.get("from") == step - 1:
+            spec.restart()
         for part in parts(samples, split) if spec.splits else [samples]:
             loss, _ = objective(spec, model, collate(part))
             share = len(part) / len(samples)
@@ -199,7 +202,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         spec = load(request["job"])
         if "weights" in request:
             return restored(spec, request["weights"])
-        return run(spec, request["split"])
+        return run(spec, request["splits"])
     except Exception:
         return {"error": traceback.format_exc()}
 

@@ -47,6 +47,8 @@ class Spec:
     tolerance: float = 1e-8
     #: The model normalises over micro-batches (batch norm): the judge splits the batch as the plan does, as DDP would.
     splits: bool = False
+    #: What ends with a process, as globals do: the judge calls it where a resumed run began another.
+    restart: Callable[[], Any] | None = None
     #: The optimizer is given `(name, parameter)` pairs.
     named: bool = False
     #: `echelon train --every`.

@@ -59,11 +59,11 @@ class Judge:
         self._process: subprocess.Popen[str] | None = None
         self._known: dict[str, dict[str, Any]] = {}
 
-    def trained(self, job: str, split: Mapping[str, Any]) -> dict[str, Any]:
-        """What training `job` on one device gives."""
-        key = json.dumps([job, split])
+    def trained(self, job: str, splits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What training `job` on one device gives. `splits`: how batches are divided, from which step on."""
+        key = json.dumps([job, splits])
         if key not in self._known:
-            self._known[key] = self._ask({"job": job, "split": split})
+            self._known[key] = self._ask({"job": job, "splits": splits})
         return self._known[key]
 
     def metrics(self, job: str, weights: Path) -> dict[str, float]:
@@ -81,8 +81,8 @@ class Judge:
         with self._lock:
             if self._process is None:
                 command = [sys.executable, "-m", "bench.adversary.judge"]
-                pipe, folder = subprocess.PIPE, environment(self._work)
-                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=folder)
+                pipe, variables = subprocess.PIPE, environment(self._work) | {"PYTHONHASHSEED": "0"}  # as ranks have
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=variables)
             self._count += 1
             out = self._work / f"judge-{self._count}.pt"
             assert self._process.stdin is not None
@@ -106,6 +106,14 @@ def split_of(plan: str) -> dict[str, Any]:
         "shares": [int(each) for each in shares[1].split(":")] if shares else [1] * dp,
         "micro": int(micro[1]) if micro else None,
     }
+
+
+def divided(spec: Spec, outcome: Outcome, plan: str) -> list[dict[str, Any]]:
+    """How the processes that ran divided batches, each from its first step on; whole and one process where neither matters."""
+    if not spec.splits and spec.restart is None:
+        return [{"shares": [1], "micro": None}]
+    found = [(int(each["step"] or 0), str(each["plan"])) for each in outcome.events if each["kind"] == "start"]
+    return [split_of(ran) | {"from": step} for step, ran in found or [(0, plan)]]
 
 
 def decide(entry: Entry, spec: Spec, plan: str, outcome: Outcome, judge: Judge) -> tuple[str, str, float, str]:
@@ -163,7 +171,7 @@ def compare(entry: Entry, spec: Spec, plan: str, outcome: Outcome, judge: Judge)
             return math.inf, f"a loss is not finite: {outcome.losses}"
         if spec.check == "consistent":
             return _worst([_metrics(reported, judge.metrics(entry.name, weights), spec)])
-        truth = judge.trained(entry.name, split_of(plan) if spec.splits else {"shares": [1], "micro": None})
+        truth = judge.trained(entry.name, divided(spec, outcome, plan))
         return _worst(
             [
                 _tensors(load_file(weights), truth, spec),

@@ -38,6 +38,13 @@ def train(
         bool | None,
         typer.Option("--verify/--no-verify", help="Prove a new job and plan before the first step (default), or not."),
     ] = None,
+    fallback: Annotated[
+        bool | None,
+        typer.Option(
+            "--fallback/--no-fallback",
+            help="For a plan that is disproved, train the nearest proved one (default), or end with the error.",
+        ),
+    ] = None,
     require_certificate: Annotated[
         str | None, typer.Option(metavar="FILE", help="Train only if this certificate covers the run.")
     ] = None,
@@ -65,7 +72,7 @@ def train(
 
     given = {
         "plan": plan, "out": out, "keep": keep, "every": every, "resume": resume,
-        "override": override or None, "verify": verify, "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
+        "override": override or None, "verify": verify, "fallback": fallback, "require_certificate": require_certificate, "quiet": True if json else quiet, "workers": workers,
         "servers": servers, "secret_file": secret_file,
     }  # fmt: skip
     settings = resolve(given, read_settings(), Path(FILE), defaults())
@@ -83,7 +90,7 @@ def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
 
     options = {
         "folder": values["out"], "keep": values["keep"], "every": values["every"], "resume": values["resume"],
-        "override": list(values["override"]), "verify": values["verify"], "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
+        "override": list(values["override"]), "verify": values["verify"], "fallback": values["fallback"], "certificate": values["require_certificate"], "quiet": values["quiet"], "workers": values["workers"],
         "servers": values["servers"], "secret_file": values["secret_file"],
     }  # fmt: skip
     tell = json and read_world().main
@@ -120,7 +127,7 @@ def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, d
     if world.main:
         require_writable(Path(options["folder"] or "runs"))
     # The ranks of a second attempt have to find the folder of the first.
-    if tell or (wanted == "auto" and not options["resume"] and not world.launched):
+    if tell or (not options["resume"] and not world.launched):
         options["folder"] = str(_folder(options, subject))
 
     def start(prepared: Prepared, settings: Settings) -> int:
@@ -133,7 +140,10 @@ def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, d
             return 0
         if wanted == "auto":
             measured()  # planning needs it; here it is done in sight
-        ended = first_proved(attempts(subject, wanted), Attempt(subject, world, Settings(**options), start=start))
+        ended = first_proved(
+            attempts(subject, wanted, fallback=options["fallback"]),
+            Attempt(subject, world, Settings(**options), start=start),
+        )
     except SystemExit as stopped:  # interrupted, and saved
         return int(stopped.code or 0)
     return ended if isinstance(ended, int) else 0

@@ -82,6 +82,7 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
         "optimizers": [{"groups": each, **kept} for each, kept in zip(groups, optimizers, strict=True)],
         "schedules": [schedule_state.common(each) for each in run.schedules],
         "extra_state": extra_state,
+        "attributes": run.attributes.collect(),
     }
     with run.ranks.together():
         if run.world.main:
@@ -145,6 +146,7 @@ def load(run: Run, folder: Path) -> None:
         if made := model_state.derived(run, tensors):
             run.model.load_state_dict({name: tensors[name] for name in made}, strict=False)
         extra.finish()
+        run.attributes.restore(manifest["attributes"])
         optimizers.finish()
         for index, schedule in enumerate(run.schedules):
             own = own_groups(run, run.optimizers[index], manifest["optimizers"][index]["groups"])

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
+from echelon.engine.averages import weighed
 from echelon.engine.metrics import (
     Kind,
     Metric,
     Part,
     UnjoinableError,
     classify,
+    differentiable,
     joined,
     moved,
     number,
@@ -28,6 +30,7 @@ from echelon.engine.metrics import (
 from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
+from echelon.loss_counts import Reading, read_counts
 from echelon.plan.split import sizes
 from echelon.world import usable_memory
 
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 
+Ratios = tuple[float, ...]
+#: Relative rounding of counts that are sums of float32.
+_ROUNDING = 1e-5
 #: Micro-batches of the first evaluation by which metrics are told apart: means, and others.
 _TRIED = 4
 #: Bytes of outputs and batches that are collected for metrics over the whole set, at most: this much, and this part of the memory.
@@ -73,8 +79,9 @@ class _Sums:
         #: The first parts, by which metrics are told apart; then those of metrics over the whole set.
         self._parts: list[Part] = []
         self._turns = self._bytes = 0
-        #: Metrics taken for means that later batches show to be none.
+        #: Metrics taken for means that later batches show to be none, and the loss if its averages have no common weight.
         self._doubted: set[str] = set()
+        self._ratios: Ratios = ()
         self._bound = min(_BOUND, usable_memory() // _PART)
 
     def add(self, batch: Any, values: tuple[Tensor, Any] | None, samples: int) -> None:
@@ -82,6 +89,13 @@ class _Sums:
         kinds = self._run.metric_kinds
         if values is not None:
             loss, output = values
+            if samples and self._run.ratios:
+                self._ratios = self._ratios or self._run.ratios
+                same = len(self._ratios) == len(self._run.ratios)
+                if not same or not all(
+                    math.isclose(*each, rel_tol=_ROUNDING) for each in zip(self._ratios, self._run.ratios, strict=True)
+                ):
+                    self._doubted.add("loss")  # averages over unequal counts, which no one weight joins
             # A part is gathered by all ranks that hold one, whatever counts.
             later = self._turns >= _TRIED and self._turns.bit_count() == 1
             wanted = self._metrics and (later or not self._decided("pair", "mean"))
@@ -155,11 +169,10 @@ class _Sums:
         share after the other."""
         run = self._run
         self._settle()
-        if self._metrics:
-            doubted = set().union(*run.ranks.gather(self._doubted))
-            if doubted:
-                run.metric_kinds.update(dict.fromkeys(doubted, "whole"))
-                return None
+        doubted = set().union(*run.ranks.gather(self._doubted))
+        if doubted:
+            run.metric_kinds.update({name: "mean" if name == "loss" else "whole" for name in doubted})
+            return None
         refused = self._whole(turns=turns)
         sums = self._sums
         run.data.sum(sums)
@@ -225,18 +238,30 @@ def _pairs(values: Tensor, samples: int) -> Tensor:
     return torch.where(means[:, None], torch.stack([values[:, 0] * samples, means.double() * samples], 1), values)
 
 
-def measured(job: Job, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    """The loss of a batch as (sum, count) or (mean, NaN), and the model's output, from which metrics are computed."""
+def measured(job: Job, model: nn.Module, batch: Any, *, weigh: bool = True) -> tuple[Tensor, Any, Ratios]:
+    """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, and the counts of the averages that
+    the loss adds up, as multiples of the first: one weight is right where these are the same in every batch."""
     output = call_model(job, model, batch)
-    loss = call_loss(job, output, batch, model)
+    # The loss's own graph says what it averages over: class weights and masks count otherwise than by samples.
+    with torch.enable_grad():
+        loss = call_loss(job, output if job.loss is None else differentiable(output), batch, model)
+    ratios: Ratios = ()
+    reading = read_counts(loss) if weigh and not isinstance(loss, tuple) else Reading()
+    if reading.terms and not reading.opaque and not isinstance(loss, tuple):
+        first = reading.terms[0]
+        if all(isinstance(each.count, float) for each in reading.terms) and first.count:
+            ratios = tuple(float(each.count / first.count) for each in reading.terms[1:])
+        if len(reading.terms) == 1 or ratios or not first.count:
+            loss = weighed(loss, first)
     where = (loss[0] if isinstance(loss, tuple) else loss).device
-    return _row("loss", loss, where), output
+    return _row("loss", loss, where), output, ratios
 
 
 def _row(name: str, value: Any, device: torch.device) -> Tensor:
     pair = value if isinstance(value, tuple) else (value, math.nan)
     # Half precision has too few digits for a sum over a batch.
-    return torch.stack([torch.as_tensor(scalar(part, name), dtype=torch.float64, device=device) for part in pair])
+    parts = [torch.as_tensor(scalar(part, name), dtype=torch.float64, device=device) for part in pair]
+    return torch.stack([part.detach() for part in parts])
 
 
 def _micros(run: Run, data: Any) -> Iterator[Micro]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine.logits import Logits
 from echelon.errors import JobError
+from echelon.loss_counts import Output
 
 #: How a metric is added up: pairs and means batch by batch, others over the whole set.
 Kind = Literal["pair", "mean", "whole"]
@@ -178,6 +179,19 @@ def plain(tree: Any) -> Any:
         if isinstance(value, Logits):
             return value.copied() if value._whole is None else value.gathered()
         return value.full_tensor() if isinstance(value, DTensor) else value
+
+    return _map(leaf, tree)
+
+
+def differentiable(tree: Any) -> Any:
+    """`tree` with its numbers as leaves of a graph, so that what is computed from them has one."""
+
+    def leaf(value: Any) -> Any:
+        if type(value) is Logits and value._whole is None:
+            return Logits(leaf(value._local), value._dim, value._sizes, value._axis)
+        if type(value) is not Tensor or not value.is_floating_point():
+            return value
+        return Output.apply(value.detach().requires_grad_())
 
     return _map(leaf, tree)
 

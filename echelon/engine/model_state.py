@@ -47,7 +47,7 @@ def derived(run: Run, found: Mapping[str, Tensor]) -> list[str]:
 def collect_extra(run: Run, extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The extra state of all stages for JSON, and the tensors in it that this rank is to write. Every rank must call it."""
     tensors: dict[str, Tensor] = {}
-    mine = _spoken_for(run, extra)
+    mine = spoken_for(run, extra)
 
     def put(path: str, value: Tensor) -> list[str]:
         if isinstance(value, DTensor):
@@ -69,8 +69,8 @@ def collect_extra(run: Run, extra: Mapping[str, Any]) -> tuple[dict[str, Any], d
     return found, tensors
 
 
-def _spoken_for(run: Run, names: Iterable[str]) -> set[str]:
-    """Of which modules this rank stores the extra state: of replicas the first does, of stages the first that computes the module."""
+def spoken_for(run: Run, names: Iterable[str]) -> set[str]:
+    """Of which modules (as "path.anything") this rank stores the state: of replicas the first does, of stages the first that computes the module."""
     units = run.assembly.pipeline.units if run.assembly.pipeline is not None else [""]
     here = {
         n for n in names if any(f"{n.rpartition('.')[0]}.".startswith(f"{unit}." if unit else "") for unit in units)

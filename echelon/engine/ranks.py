@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -20,8 +22,11 @@ from echelon.world import World
 #: Longer than any step or checkpoint should take; the launcher ends ranks that wait for a dead one much sooner.
 TIMEOUT = timedelta(minutes=30)
 _CPU = "cpu"
-#: How often this process has joined ranks at an address.
-_JOINS: Counter[str] = Counter()
+#: By address, the store at which this process meets other ranks. Kept to the end: the last of a file's stores deletes the file when it goes,
+#: and with it what a faster rank has written there for the next meeting.
+_STORES: dict[str, dist.Store] = {}
+#: How often ranks have met at an address, by purpose.
+_MEETINGS: Counter[tuple[str, str]] = Counter()
 
 
 class Group:
@@ -126,11 +131,7 @@ class Ranks(Group):
     def _join(self) -> None:
         rank, size = self.world.rank, self.world.size
         try:
-            found, _, _ = next(dist.rendezvous(self.world.address, rank, size, timeout=TIMEOUT))
-            found.set_timeout(TIMEOUT)
-            # A second training in one script meets at the same place, where addresses of the first one's sockets may still lie.
-            store = dist.PrefixStore(f"echelon-{_JOINS[self.world.address]}", found)
-            _JOINS[self.world.address] += 1
+            store = meet(self.world, "echelon")
             mine = f"{hash('echelon')} {_name(self.device)}"
             hashes, devices = zip(*(each.split(" ", 1) for each in _exchange(store, rank, size, mine)), strict=True)
             self.mixed_hashes = len(set(hashes)) > 1
@@ -170,6 +171,31 @@ class Ranks(Group):
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
         self._owner = False
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave it after an error that other ranks may not have, so that they do not wait for this one. Connections close with the last reference to
+        the group, and the frames of the error's causes have some: these are kept as text. (gloo's own abort() closes nothing.)"""
+        cause = error.__cause__ or error.__context__
+        if cause is not None:
+            error.add_note("".join(traceback.format_exception(cause)))
+        while cause is not None:
+            cause.__traceback__ = None
+            cause = cause.__cause__ or cause.__context__
+        if error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+        self.close()
+        gc.collect()
+
+
+def meet(world: World, purpose: str) -> dist.Store:
+    """A store that all ranks of the world share, empty at each meeting: every rank must come as often."""
+    if world.address not in _STORES:
+        found, _, _ = next(dist.rendezvous(world.address, world.rank, world.size, timeout=TIMEOUT))
+        found.set_timeout(TIMEOUT)
+        _STORES[world.address] = found
+    number = _MEETINGS[world.address, purpose]
+    _MEETINGS[world.address, purpose] += 1
+    return dist.PrefixStore(f"{purpose}-{number}", _STORES[world.address])
 
 
 def choose_backend(devices: Sequence[str]) -> str:

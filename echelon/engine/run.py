@@ -23,6 +23,7 @@ from echelon.data.loader import Micro, StepBatch
 from echelon.engine import checkpoint, norm, state
 from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly
+from echelon.engine.attributes import Attributes
 from echelon.engine.averages import Averages, nothing, weighed
 from echelon.engine.buffer_rules import CallState, find_rules
 from echelon.engine.evaluate import evaluate, measured
@@ -177,8 +178,9 @@ class Run:
         self.warn = warn
         #: How each metric is added up (metrics.py), once the first evaluation has told.
         self.metric_kinds: dict[str, Kind] = {}
-        #: Of the batch that was evaluated last.
+        #: Of the batch that was evaluated last: its output, and the counts of its loss's averages by the first of them.
         self._output: Any = None
+        self.ratios: tuple[float, ...] = ()
         #: Batches that a pipeline has evaluated.
         self._measured = 0
         self._previous: Step | None = None
@@ -188,6 +190,8 @@ class Run:
         self._asked = self._one
         #: Whether optimizer state is yet to be looked at, which is made by the first step.
         self._unchecked_state = require_storable(self)
+        #: Counters and flags of modules and optimizers, for checkpoints.
+        self.attributes = Attributes(self)
         self._restore = self._set_up()
 
     # What it is made of
@@ -661,7 +665,8 @@ class Run:
     def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
         """The loss; the output is kept aside. Metrics are not computed here: stages also call it without values, to learn shapes."""
         with autocast(self.precision, self.device):
-            loss, self._output = measured(self.job, model, batch)
+            weigh = self.metric_kinds.get("loss") != "mean"
+            loss, self._output, self.ratios = measured(self.job, model, batch, weigh=weigh)
         return (loss,)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:

@@ -98,6 +98,8 @@ def _receive(rank: int, way: torch.device, shape: torch.Size, dtype: torch.dtype
 def _place(full: dict[str, Tensor], parts: Mapping[str, _Held]) -> None:
     """Put numbers where they belong in the whole."""
     for name, (shape, stretches) in parts.items():
+        if 0 in shape:
+            full[name] = torch.empty(shape)  # nothing to put there
         for place, numbers in stretches:
             if tuple(numbers.shape) == shape:
                 full[name] = numbers

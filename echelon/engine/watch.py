@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 #: What comparing replicas may cost: of a step's time, or seconds a step, whichever is more.
-SHARE, SECONDS = 0.002, 1e-4
+SHARE, SECONDS = 0.002, 5e-5
 #: Steps between comparisons of replicas, at most.
 _RARELY = 1000
 #: Numbers of a tensor that a step's digest looks at.

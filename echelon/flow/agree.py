@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import InseparableBatch, LaunchError, UnprovedPlan
-from echelon.flow.gate import attempts, disproved, first_proved, one_process
+from echelon.errors import LaunchError, UnprovedPlan
+from echelon.flow.gate import attempts, disproved, first_proved, has_started, one_process, require_as_given, stand_ins
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan, receive
 from echelon.flow.start import require_world
 from echelon.launchers.handover import has_plan, in_words, take_plan
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 #: Ranks without work wait for the one that trains alone, however long that takes.
 _FOREVER = timedelta(days=365)
-_ENDED, _READ = "echelon/alone/ended", "echelon/alone/read"
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+_ENDED, _READ = "ended", "read"
 #: Seconds that rank 0 waits in the end for ranks that may be gone.
 _LINGER = 30.0
 
@@ -64,51 +67,61 @@ def first_launched(subject: Subject, wanted: PlanLike, world: World, execute: Ca
 
 
 def train_launched(
-    subject: Subject, wanted: PlanLike, world: World, execute: Callable[[Prepared, World], Trained]
+    subject: Subject,
+    wanted: PlanLike,
+    world: World,
+    execute: Callable[[Prepared, World], Trained],
+    *,
+    fallback: bool = True,
 ) -> Trained:
-    """Train on ranks that a launcher started. If no plan of `auto` for all of them is proved, or the model cannot follow the plan that was given
-    on so many, rank 0 trains alone and the others wait."""
+    """Train on ranks that a launcher started. If no plan for all of them is proved, or the model cannot follow the plan that was given on so
+    many, rank 0 trains alone and the others wait."""
     if not _chooses(wanted):
         handed = has_plan()
         prepared = _settled(subject, wanted, world)
+        if not fallback and not handed:
+            require_as_given(prepared)
         if prepared.fallback and prepared.plan.ranks < world.size:
-            return _train_alone(world, prepared.fallback, execute)
+            return _train_alone(subject, world, prepared.fallback, execute)
         require_world(prepared.plan, world)
-        try:
+        if handed or not fallback:  # the process that started these ranks starts others
             return execute(prepared, world)
-        except InseparableBatch as error:
-            if handed:  # the process that started these ranks starts others
+        try:
+            together = (each for each in stand_ins(prepared) if each.plan.ranks == world.size)
+            return first_proved(chain([prepared], together), lambda each: execute(each, world))
+        except Exception as error:
+            if world.size == 1 or not disproved(error) or has_started(error):
                 raise
-            why = str(error)
-        return _train_alone(world, why, execute) if world.size > 1 else execute(one_process(why), world)
+            why = in_words(error)
+        return _train_alone(subject, world, why, execute)
     try:
         return first_launched(subject, wanted, world, execute)
     except Exception as error:
         if world.size == 1 or not disproved(error):
             raise
         why = str(error)
-    return _train_alone(world, f"no plan for {world.size} ranks is proved: {why}", execute)
+    return _train_alone(subject, world, f"no plan for {world.size} ranks is proved: {why}", execute)
 
 
-def _train_alone(world: World, why: str, execute: Callable[[Prepared, World], Trained]) -> Trained:
+def _train_alone(subject: Subject, world: World, why: str, execute: Callable[[Prepared, World], Trained]) -> Trained:
     """Rank 0 trains in one process; every rank returns what it came to."""
-    import torch.distributed as dist
-
+    from echelon.engine.ranks import meet
     from echelon.flow.training import Trained
 
-    store, _, _ = next(dist.rendezvous(world.address, world.rank, world.size))
+    store = meet(world, "alone")
     if not world.main:
         store.wait([_ENDED], _FOREVER)
         values = json.loads(store.get(_ENDED))
         store.add(_READ, 1)
         if "error" in values:
             raise LaunchError(f"rank 0, which trained alone, failed: {values['error']}")
-        return Trained(**values | {"folder": Path(values["folder"])})
+        return Trained.from_plain(values)
     values = {"error": "it was interrupted"}
     try:
-        trained = execute(one_process(why), World(launched=True))
-        values = {"folder": str(trained.folder), "step": trained.step, "loss": trained.loss, "metrics": trained.metrics}
-        values |= {"seconds": trained.seconds}
+        with _as_one_process():
+            subject.make_again()  # it may have divided its data by the number of ranks
+            trained = execute(one_process(why), World(launched=True))
+        values = trained.to_plain()
         return trained
     except Exception as error:
         values = {"error": in_words(error)}
@@ -116,6 +129,17 @@ def _train_alone(world: World, why: str, execute: Callable[[Prepared, World], Tr
     finally:
         store.set(_ENDED, json.dumps(values))
         _wait_for_readers(store, world.size - 1)
+
+
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Have the environment describe one process, for code of the user's that reads it."""
+    before = {name: os.environ[name] for name in _ALONE if name in os.environ}
+    os.environ |= {name: _ALONE[name] for name in before}
+    try:
+        yield
+    finally:
+        os.environ |= before
 
 
 def _wait_for_readers(store: Store, readers: int) -> None:
@@ -146,7 +170,8 @@ def _plans_of_rank_0(subject: Subject, wanted: PlanLike, world: World) -> list[P
         with ranks.together():
             if world.main:
                 found = list(attempts(subject, wanted, ranks=world.size))
-                mine = [each for each in found if each.plan.ranks == world.size] or found[-1:]
+                mine = [each for each in found if each.plan.ranks == world.size and not each.stands_in]
+                mine = mine or [each for each in found if not each.stands_in][-1:]
         texts = _broadcast(ranks, [(each.plan.to_json(), each.fallback) for each in mine])
     finally:
         ranks.close()

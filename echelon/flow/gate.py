@@ -5,7 +5,7 @@
     anything else                  verified now, on the first steps' own data, in a bounded time
 
 `auto` walks down its candidates until one is proved and ends at one process, so it refuses no job that one process trains.
-A plan that the user wrote stops there, with the first divergent tensor.
+A plan that the user gave and that is disproved here is replaced by the nearest that is proved, with the reason; `fallback=False` raises it instead.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.errors import EchelonError, InseparableBatch, LaunchError, PlanError, UnpartedState, UnprovedPlan
+from echelon.errors import EchelonError, LaunchError, PlanError, UnpartedState, UnprovedPlan
 from echelon.flow.identity import cover
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan
 from echelon.flow.start import DISPROVED
@@ -89,6 +90,9 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
         if world.main:
             keep(subject, certificate)
         return _judged(certificate, plan, seconds=time.perf_counter() - begin)
+    except Exception as error:
+        ranks.abandon(error)
+        raise
     finally:
         ranks.close()
 
@@ -124,11 +128,10 @@ def _verify(subject: Subject, prepared: Prepared, ranks: Ranks, limit: float) ->
             made = made if frozen is None else proved(frozen)
         return cover(made, subject.identity, prepared.profile)
     except UnpartedState as error:
-        raise InseparableBatch(str(error)) from error
+        raise UnprovedPlan(str(error)) from error
     except Exception as error:  # whatever a model does that one process may still train
         raise UnprovedPlan(
-            f'"{plan}" cannot be verified, so it does not train (--plan auto ends at one process; --no-verify trains it unproved): '
-            f"{in_words(error)}"
+            f'"{plan}" cannot be verified (--no-verify trains it unproved): {in_words(error)}'
         ) from error
 
 
@@ -143,8 +146,8 @@ def _judged(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
         raise UnprovedPlan(f'"{plan}" cannot be proved: {certificate.divergent}; --no-verify trains it as it is')
     if not certificate.verified:
         raise UnprovedPlan(
-            f'"{plan}" does not compute what {certificate.against} computes, first at {certificate.divergent}; train with '
-            "--plan auto, which uses proved plans only, or mend the cause; --no-verify trains it as it is"
+            f'"{plan}" does not compute what {certificate.against} computes, first at {certificate.divergent}; mend the cause, or '
+            "use another plan; --no-verify trains it as it is"
         )
     worst = max((finding.worst for finding in certificate.findings), default=0.0)
     how = f"in {seconds:.1f} s" if seconds else "by an earlier start"
@@ -199,14 +202,16 @@ def _key(subject: Subject, plan: Plan) -> str:
 # Which plan is tried after which
 
 
-def attempts(subject: Subject, wanted: PlanLike, *, ranks: int | None = None) -> Iterator[Prepared]:
-    """The plan that was asked for; for `auto` the candidates, best first, and in the end one process."""
+def attempts(
+    subject: Subject, wanted: PlanLike, *, ranks: int | None = None, fallback: bool = True
+) -> Iterator[Prepared]:
+    """The plan that was asked for and what stands in for it; for `auto` the candidates, best first. In the end one process."""
     if read_plan(wanted) is not None:
         given = prepare(subject, wanted, ranks=ranks)
+        if not fallback:
+            require_as_given(given)
         yield given
-        together = dataclasses.replace(given.plan, **dict(undivided(given.plan)))
-        if together != given.plan:
-            yield dataclasses.replace(given, plan=together, forecast=None, after=InseparableBatch.__name__)
+        yield from stand_ins(given) if fallback else ()
         return
     try:
         first = prepare(subject, wanted, ranks=ranks)
@@ -220,13 +225,34 @@ def attempts(subject: Subject, wanted: PlanLike, *, ranks: int | None = None) ->
             raise
         yield one_process(f"the job could not be profiled ({type(error).__name__}: {error})")
         return
+    begin = time.monotonic()
     yield first
     for candidate in first.candidates[1:]:
+        if time.monotonic() - begin > bound(subject.job, first):  # proofs of all of them together
+            break
         warnings = tuple(map(str, require(candidate.plan, first.profile, first.cluster)))
         yield dataclasses.replace(
             first, plan=candidate.plan, forecast=candidate.forecast, warnings=warnings, candidates=()
         )
     yield dataclasses.replace(one_process(""), profile=first.profile, cluster=first.cluster)
+
+
+def require_as_given(prepared: Prepared) -> None:
+    """Raise where another plan than the given one was prepared."""
+    if prepared.fallback:
+        raise UnprovedPlan(f"{prepared.fallback} (--no-fallback: another plan may not stand in)")
+
+
+def stand_ins(given: Prepared) -> Iterator[Prepared]:
+    """What may take the place of a plan that the user gave, nearest first: without recomputation, with whole batches, one process."""
+    plans = [
+        dataclasses.replace(given.plan, recompute="none"),
+        dataclasses.replace(given.plan, **dict(undivided(given.plan))),
+        Plan(),
+    ]
+    for plan in dict.fromkeys(plans):
+        if plan != given.plan:
+            yield Prepared(plan=plan, profile=given.profile, cluster=given.cluster, stands_in=True)
 
 
 def one_process(why: str) -> Prepared:
@@ -238,8 +264,8 @@ def one_process(why: str) -> Prepared:
 def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T]) -> T:
     """What `execute` returns for the first plan that is not disproved; each next one says why those before it were left.
 
-    A plan that fails in another way before its first step is followed by the last one, one process: if the job is at fault, it fails
-    there too, and that error counts.
+    A plan of `auto` that fails in another way before its first step is followed by the last one, one process: if the job is at fault, it
+    fails there too, and that error counts.
     """
     reasons: list[str] = []
     prepared = next(plans)
@@ -248,14 +274,16 @@ def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T]) ->
             return execute(_explained(prepared, reasons))
         except Exception as caught:
             error = caught
-        if not disproved(error) and _has_started(error):
+        left, wrong = prepared.plan, disproved(error)
+        if not wrong and has_started(error):
             raise error
-        rest = [each for each in plans if each.plan != prepared.plan and each.after in ("", _kind(error))]
-        if not rest:
+        rest = (each for each in plans if each.plan != left)
+        following = next(rest, None) if wrong else next(iter(deque(rest, maxlen=1)), None)
+        if following is None or (following.stands_in and (not wrong or has_started(error))):
             raise error
-        instead = f'"{prepared.plan}" runs as "{rest[0].plan}"' if rest[0].after else f'auto left "{prepared.plan}"'
+        prepared = following
+        instead = f'"{left}" runs as "{prepared.plan}"' if prepared.stands_in else f'auto left "{left}"'
         reasons.append(f"{instead}: {in_words(error)}")
-        prepared, plans = (rest[0], iter(rest[1:])) if disproved(error) else (rest[-1], iter(()))
 
 
 def _explained(prepared: Prepared, reasons: list[str]) -> Prepared:
@@ -275,6 +303,6 @@ def _kind(error: Exception) -> str:
     return error.kind if isinstance(error, LaunchError) else type(error).__name__
 
 
-def _has_started(error: Exception) -> bool:
+def has_started(error: Exception) -> bool:
     """Whether steps were trained before the error: then another plan would repeat or hide it."""
     return bool(getattr(error, "started", False))

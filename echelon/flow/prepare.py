@@ -60,8 +60,8 @@ class Prepared:
     warnings: tuple[str, ...] = ()
     #: Why this is not the plan that was asked for; one of the warnings.
     fallback: str = ""
-    #: The class of error after which alone it is tried in the place of the plan before; empty: after any that disproves that one.
-    after: str = ""
+    #: Whether it stands in for a plan that the user gave, should that one be disproved before it trains.
+    stands_in: bool = False
 
     def hand_over(self, folder: Path) -> Path:
         """Write to `folder` what ranks need so as not to make it again; the path of the plan, for `receive`."""
@@ -77,7 +77,7 @@ class Subject:
     """A job and its file; the job is loaded only when somebody looks at it."""
 
     def __init__(self, job: JobLike) -> None:
-        self._job = job
+        self._given = self._job = job
         self.spec = job if isinstance(job, str) else main_file()
         #: Under which its documents are kept; None: they are not.
         self.key: str | None = None
@@ -123,6 +123,10 @@ class Subject:
             folder = file.parent if file else None
             self._identity = identify(self._job, function=self._function, read=read, folder=folder)
         return self._job
+
+    def make_again(self) -> None:
+        """Forget the job, so that it is made in the environment as it is now; one that was given as an object stays."""
+        self._job, self._identity, self.reads = self._given, None, Reads()
 
     @property
     def identity(self) -> JobIdentity:

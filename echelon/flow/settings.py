@@ -23,6 +23,7 @@ KINDS: dict[str, type] = {
     "resume": bool,
     "override": list,
     "verify": bool,
+    "fallback": bool,
     "require_certificate": str,
     "quiet": bool,
     "workers": int,
@@ -74,6 +75,8 @@ class Settings:
     override: tuple[str, ...] = ()
     #: Prove a new job and plan before the first step.
     verify: bool = True
+    #: Have the nearest proved plan stand in for a given one that is disproved; else raise.
+    fallback: bool = True
     certificate: str | Path | None = None
     quiet: bool = False
     #: Processes that read data ahead, per rank.
@@ -90,8 +93,9 @@ class Settings:
         if isinstance(self.override, str) or not all(isinstance(name, str) and name for name in self.override):
             raise JobError(f'override={self.override!r}: a list of names of settings, as ["optimizer.lr"]')
         object.__setattr__(self, "override", tuple(self.override))  # a list from JSON or a file
-        if type(self.verify) is not bool:
-            raise JobError(f"verify={self.verify!r}: True or False")
+        for name in ("verify", "fallback"):
+            if type(getattr(self, name)) is not bool:
+                raise JobError(f"{name}={getattr(self, name)!r}: True or False")
         if (self.servers is None) != (self.secret_file is None):
             given, missing = ("servers", "secret_file") if self.secret_file is None else ("secret_file", "servers")
             raise JobError(

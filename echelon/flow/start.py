@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from echelon.errors import (
     DivergenceError,
     EchelonError,
-    InseparableBatch,
     JobError,
     NothingToCut,
     PlanError,
@@ -34,9 +33,16 @@ from echelon.plan.plan import Plan
 from echelon.world import World, read_world
 
 #: What ranks report to the process that started them when the plan turned out to compute something else, or cannot be executed.
-DISPROVED = tuple(
-    kind.__name__ for kind in (UnprovedPlan, InseparableBatch, DivergenceError, UnpartedState, PlanError, NothingToCut)
-)
+DISPROVED = tuple(kind.__name__ for kind in (UnprovedPlan, DivergenceError, UnpartedState, PlanError, NothingToCut))
+
+
+#: What trainings of this script returned that this process did itself.
+_DONE: list[dict[str, Any]] = []
+
+
+def note_done(result: dict[str, Any]) -> None:
+    """Remember what a training in this process returned, for ranks that a later one starts."""
+    _DONE.append(result)
 
 
 def require_world(plan: Plan, world: World) -> None:
@@ -74,7 +80,7 @@ def _launch(command: list[str], prepared: Prepared, *, in_turn: bool = False) ->
     plan = prepared.plan
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as folder:
         path = prepared.hand_over(Path(folder))
-        environment = {handover.PLAN: str(path), **tell_command()}
+        environment = {handover.PLAN: str(path), handover.DONE: json.dumps(_DONE), **tell_command()}
         return launch(command, plan.ranks, threads=plan.threads, environment=environment, in_turn=in_turn)
 
 

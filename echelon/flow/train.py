@@ -15,8 +15,9 @@ from echelon.flow.folder import require_writable
 from echelon.flow.gate import attempts, disproved, first_proved, require_proof
 from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject
 from echelon.flow.settings import Settings, settle
-from echelon.flow.start import begin, run_script_again
+from echelon.flow.start import begin, note_done, run_script_again
 from echelon.flow.training import Trained, Training
+from echelon.launchers.handover import take_done
 from echelon.world import World
 
 if TYPE_CHECKING:
@@ -32,18 +33,22 @@ def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] 
 
     A plan that no certificate covers yet is verified first, in a bounded time. Started alone with a plan for several ranks, it runs
     the script again in each of them and then ends the process. `settings`: folder, keep (last N checkpoints and the best), every
-    (steps), resume, override, verify, certificate (required), quiet, workers; what is not given here is taken from ECHELON_*
+    (steps), resume, override, verify, fallback, certificate (required), quiet, workers; what is not given here is taken from ECHELON_*
     variables, else from echelon.toml, as the command line does.
     """
     world = begin("train")
+    if world.launched and (done := take_done()) is not None:
+        return Trained.from_plain(done)
     wanted, chosen = settle(plan, settings)
     if world.main:
         require_writable(Path("runs" if chosen.folder is None else chosen.folder))
     subject = Subject(job)
     attempt = Attempt(subject, world, chosen, listeners)
     if world.launched:
-        return train_launched(subject, wanted, world, attempt)
-    return first_proved(attempts(subject, wanted), attempt)
+        return train_launched(subject, wanted, world, attempt, fallback=chosen.fallback)
+    trained: Trained = first_proved(attempts(subject, wanted, fallback=chosen.fallback), attempt)
+    note_done(trained.to_plain())
+    return trained
 
 
 class Attempt:

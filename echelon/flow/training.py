@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,15 @@ class Trained:
     loss: float | None  #: of the last step, whenever that was; None: its log is lost
     metrics: dict[str, float]  #: of the last evaluation
     seconds: float
+
+    def to_plain(self) -> dict[str, Any]:
+        """For another process, as JSON."""
+        return asdict(self) | {"folder": str(self.folder)}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Trained:
+        """What `to_plain` returned."""
+        return cls(**{**values, "folder": Path(values["folder"])})
 
 
 class Training:

@@ -15,6 +15,8 @@ from echelon.errors import EchelonError
 
 #: Path of the plan that the launching process made, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
 PLAN = "ECHELON_HANDED_PLAN"
+#: What trainings returned that a script did before it started ranks, as JSON: ranks, which run it from its beginning, do not repeat them.
+DONE = "ECHELON_DONE"
 #: Folder where a rank leaves word of its own failure: the launcher then shows one message instead of N tracebacks.
 FAILURES = "ECHELON_FAILURES"
 _STARTED = "started"
@@ -29,6 +31,16 @@ def take_plan() -> Path | None:
 def has_plan() -> bool:
     """Whether the launcher handed a plan to this rank that was not taken yet."""
     return PLAN in os.environ
+
+
+def take_done() -> dict[str, Any] | None:
+    """What the next training of this script returned in the process that started this rank; None: that process did not do it."""
+    left: list[dict[str, Any]] = json.loads(os.environ.pop(DONE, "[]"))
+    if not left:
+        return None
+    if left[1:]:
+        os.environ[DONE] = json.dumps(left[1:])
+    return left[0]
 
 
 def note_start() -> None:

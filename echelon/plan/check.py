@@ -263,6 +263,7 @@ def _with_model(plan: Plan, profile: Profile) -> Iterator[Problem]:
         yield Problem(
             path="dp", value=dp, rule=f"the last batch of an epoch has {tail} of {profile.samples:,} samples",
             remedy=f"use dp={tail} or less, or another batch",
+            instead=(("mesh", replace(plan.mesh, dp=tail, ep=1)), ("shares", ())) if not plan.served else (),
         )  # fmt: skip
     if plan.sharded and profile.unsharded:
         yield Problem(

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from echelon.errors import LaunchError
 from echelon.launchers.environment import child_environment
-from echelon.testing.worker import Answer, Task
+from echelon.testing.worker import STACKS, Answer, Task
 from echelon.world import World
 
 #: Seconds that the other ranks get to notice a failure by themselves before they are replaced.
@@ -150,6 +150,8 @@ class Pool:
             )
             worker.pipe.send_bytes(pickle.dumps(task))
         answers, busy, late = _collect(team, timeout)
+        if late:
+            _print_stacks([team[rank] for rank in busy])
         self.outputs = [_read_from(worker.log, mark) for worker, mark in zip(team, marks, strict=True)]
         codes = [worker.process.poll() for worker in team]
         self._replace(team, busy)
@@ -224,6 +226,14 @@ def _collect(team: Sequence[_Worker], timeout: float) -> tuple[list[Answer | Non
             if all(answers):
                 deadline = time.monotonic() + GRACE  # only tidying is left, and that must not cost the answers
     return answers, [], False
+
+
+def _print_stacks(workers: Sequence[_Worker]) -> None:
+    """Have ranks that hang print where they are, into their output."""
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            worker.process.send_signal(STACKS)
+    time.sleep(0.5)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -6,12 +6,14 @@ even out of a collective that hangs.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
 import pickle
 import queue
 import random
+import signal
 import sys
 import threading
 import time
@@ -27,6 +29,9 @@ import torch
 import torch.distributed as dist
 
 from echelon.world import STORE, World
+
+#: Has a rank print the stacks of its threads.
+STACKS = signal.SIGRTMIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,7 @@ class Answer:
 def main(fd: int) -> None:
     """Serve the tasks that come through file descriptor `fd` until it closes."""
     pipe = Connection(fd)
+    faulthandler.register(STACKS, all_threads=True)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
     pipe.send_bytes(pickle.dumps("ready"))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
 from echelon.engine.intake import own_generators, seed_step
+from echelon.engine.layout import local
 from echelon.engine.model_state import has_extra_state
 from echelon.engine.outcome import Step
 from echelon.engine.precision import autocast
@@ -71,7 +72,11 @@ class SpotChecks:
         self._run, self._profile = run, profile
         self._job, self._pristine = dataclasses.replace(job, warmup_data=None), pristine
         self._began, self.seconds, self.count = time.perf_counter(), 0.0, 0
-        self._attributes = _attributes(run.model)
+        restored = run.attributes.restored  # which a fresh model does not have
+        self._attributes = {
+            path: {name: value for name, value in values.items() if name not in restored.get(path, {})}
+            for path, values in _attributes(run.model).items()
+        }
         self._steps = _chosen(job.seed, run.total_steps)
         self._feed: Feed | None = None
         #: Why there are no more checks; empty: there are.
@@ -173,7 +178,7 @@ class SpotChecks:
         """What a pass changes on this rank, to begin another one from."""
         run = self._run
         return _Start(
-            buffers={name: value.clone() for name, value in _buffers(run.model).items()},
+            tensors=_copies(run.model),
             attributes=_attributes(run.model),
             functions=Isolated(run.job, keep=run.model),
         )
@@ -183,9 +188,9 @@ class SpotChecks:
         run = self._run
         named = [(name, value) for name, value in run.model.named_parameters() if value.grad is not None]
         kept = [(value, value.grad, None if value.grad is None else value.grad.clone()) for _, value in named]
-        after = {name: value.clone() for name, value in _buffers(run.model).items()}
+        after = _copies(run.model)
         later = _attributes(run.model)
-        _put_buffers(run.model, start.buffers)
+        _put_tensors(run.model, start.tensors)
         _put_attributes(run.model, start.attributes)
         for value in run.model.parameters():
             value.grad = None
@@ -206,7 +211,7 @@ class SpotChecks:
             assert copied is not None
             grad.copy_(copied)  # in its place: the exchange keeps gradients in buckets of its own
             value.grad = grad
-        _put_buffers(run.model, after)
+        _put_tensors(run.model, after)
         _put_attributes(run.model, later)
         return loss, found, not drawn
 
@@ -316,9 +321,9 @@ class _State:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What a pass changes on one rank: buffers, attributes of modules, and what the job's functions hold."""
+    """What a pass may change on one rank: buffers, parameters (a teacher's), attributes of modules, and what the job's functions hold."""
 
-    buffers: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     attributes: dict[str, dict[str, Any]]
     functions: Isolated
 
@@ -387,6 +392,24 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.named_buffers() if not value.is_meta}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of parameters and buffers."""
+    parameters = {name: local(value.detach()) for name, value in model.named_parameters()}
+    return {name: value for name, value in parameters.items() if not value.is_meta} | _buffers(model)
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.to("cpu", copy=True) for name, value in _tensors(model).items()}
+
+
+@torch.no_grad()
+def _put_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give parameters and buffers these values; those that have them already stay untouched."""
+    for name, value in _tensors(model).items():
+        if name in values and values[name].shape == value.shape and not torch.equal(value, values[name].to(value)):
+            value.copy_(values[name])
 
 
 @torch.no_grad()

@@ -158,9 +158,44 @@ class Keeping(nn.Module):
             self.calls, self.scale = state["calls"], state["scale"]
 
 
+class Counting(nn.Module):
+    """A counter and a flag that state_dict() does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.begun = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.begun, first = True, not self.begun
+        return x * (1 + 0.01 * self.calls + 0.5 * first)
+
+
+class Assorted(nn.Module):
+    """State of many types that state_dict() does not hold; `share` is held elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.first, self.recent = np.float64(1), None, deque([0.0], maxlen=3)
+        self.share: dict[str, Any] = {"calls": 0, "seen": [1, (2, "a")]}
+        self.read = lambda held=self.share: held["calls"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.number = self.number * np.float64(0.99)
+            self.first = 0.5 if self.first is None else self.first
+            self.recent.append(len(self.recent) / 10)
+            self.share["calls"] += 1
+        return x * float(self.number) + 0.01 * (self.first or 0.0) + 0.001 * sum(self.recent) + 0.01 * self.read()
+
+
 def keeping(tensor: bool = False) -> nn.Module:
+    return with_layer(Keeping(tensor))
+
+
+def with_layer(layer: nn.Module) -> nn.Module:
     model = MLP(width=12, layers=3, inputs=8, classes=4)
-    model.insert(1, Keeping(tensor))
+    model.insert(1, layer)
     return model
 
 
@@ -222,12 +257,31 @@ def scheduled(schedule: Callable[..., Any]) -> Callable[[], Job]:
     return lambda: mlp(optimizer=sgd, schedule=schedule, epochs=2)
 
 
+class Shaking(SGD):
+    """Adds noise of a generator of its own, after a number of steps that it counts itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.draws = torch.Generator().manual_seed(5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps = getattr(self, "steps", 0) + 1
+        noise = 1e-2 * float(torch.rand((), generator=self.draws)) if self.steps > 2 else 0.0
+        for group in self.param_groups:
+            group["lr"] = 1e-2 + noise
+        super().step()
+
+
 STATEFUL: dict[str, Callable[[], Job]] = {
     "nested": lambda: mlp(optimizer=Nested),
     "shared": lambda: mlp(optimizer=Shared),
     "looking": lambda: mlp(optimizer=Looking),
     "extra": lambda: mlp(model=keeping),
     "extra tensor": lambda: mlp(model=lambda: keeping(tensor=True)),
+    "counting": lambda: mlp(model=lambda: with_layer(Counting())),
+    "assorted": lambda: mlp(model=lambda: with_layer(Assorted())),
+    "shaking": lambda: mlp(optimizer=Shaking),
     "plain": scheduled(Plain),
     "curve": scheduled(lambda optimizer: LambdaLR(optimizer, Curve())),
     "warming": scheduled(lambda optimizer: Warming(optimizer, ExponentialLR(optimizer, 0.7))),

@@ -126,6 +126,48 @@ def test_metrics_that_are_no_means_are_exact_under_every_plan(ranks: Pool, plan:
         assert {name: found[name] for name in UNEVEN} == pytest.approx(exact(), rel=1e-6)
 
 
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5])
+
+
+def masked(output: Tensor, batch: Any) -> Tensor:
+    """Whole batches count nothing."""
+    counted = (batch[-1] == 1).to(output.dtype)
+    return 2 * ((output[:, 0] ** 2) * counted).sum() / counted.sum().clamp(min=1)
+
+
+LOSSES = {
+    "weights": lambda output, batch: F.cross_entropy(output, batch[-1], weight=WEIGHTS),
+    "smoothed": lambda output, batch: F.cross_entropy(
+        output, batch[-1], weight=WEIGHTS, ignore_index=1, label_smoothing=0.1
+    ),
+    "masked": masked,
+}
+
+
+def weighed(loss: str) -> Any:
+    data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53).sort().values)
+    return mlp(data=data, evaluation=data, batch=8, loss=LOSSES[loss])
+
+
+def weighed_under(world: World, plan: str, loss: str) -> float:
+    """On one rank: the loss of an evaluation."""
+    job = weighed(loss)
+    with Run(job, complete(from_text(plan), job), world) as run:
+        return run.evaluate()["loss"]
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=1 micro=3", "dp=2", "pp=2 micro=4", "tp=2"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_counts_by_its_own_weights(ranks: Pool, plan: str, loss: str) -> None:
+    job, count = weighed(loss), from_text(plan).ranks
+    with Run(job, Plan(), World()) as run, torch.no_grad():
+        run.model.eval()
+        wanted = float(job.loss(run.model(job.data.tensors[0]), job.data.tensors))
+    name = "tests.engine.test_evaluate:weighed_under"
+    for found in ranks.run(count, name, plan, loss) if count > 1 else [weighed_under(World(), plan, loss)]:
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def test_a_metric_that_fails_on_the_whole_set_says_so() -> None:
     data = torch.utils.data.TensorDataset(numbers(53, 8), torch.ones(53, dtype=torch.long))
     with (

@@ -30,6 +30,9 @@ WHOLE = [
     "looking",
     "extra",
     "extra tensor",
+    "counting",
+    "assorted",
+    "shaking",
     "plain",
     "curve",
     "warming",
@@ -60,6 +63,7 @@ def test_a_resumed_run_goes_on_with_all_state(tmp_path: Path, name: str) -> None
         ("looking", "dp=2 zero=3", "dp=1"),
         ("extra", "dp=2 zero=3", "dp=1"),
         ("extra tensor", "pp=2 micro=2", "tp=2"),
+        ("counting", "dp=2 zero=3", "tp=2"),
         ("warming", "pp=2 micro=2", "dp=2"),
     ],
 )

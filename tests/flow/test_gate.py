@@ -24,6 +24,7 @@ from echelon.flow import gate
 from echelon.flow.prepare import Prepared, Subject
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
+from echelon.planner import Candidate
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
@@ -116,14 +117,20 @@ def leaky_loss(output: Tensor, batch: Any) -> Tensor:
 
 def test_a_plan_that_computes_something_else_does_not_train(tmp_path: Path) -> None:
     job = make(loss=leaky_loss, optimizer=lambda parameters: Leaky(parameters, lr=0.01))
-    with pytest.raises(
-        UnprovedPlan, match=r'"dp=1 micro=4" does not compute what one device computes, first at .*parameter'
-    ):
-        train(tmp_path / "run", job, "dp=1 micro=4")
+    wrong = '"dp=1 micro=4" does not compute what one device computes, first at '
+    with pytest.raises(UnprovedPlan, match=f"{wrong}.*parameter"):
+        train(tmp_path / "run", job, "dp=1 micro=4", fallback=False)
     assert not (tmp_path / "run").exists()
     with pytest.raises(UnprovedPlan):  # from the cache
-        train(tmp_path / "run", job, "dp=1 micro=4")
-    assert not messages(train(tmp_path / "run", job, "dp=1"), "verified")
+        train(tmp_path / "run", job, "dp=1 micro=4", fallback=False)
+    # By default the job trains all the same, without what is wrong, and the reason is logged.
+    events = train(tmp_path / "run", job, "dp=1 micro=4")
+    assert [event.data["plan"] for event in events if event.kind == "start"] == ["dp=1"]
+    assert any(f'"dp=1 micro=4" runs as "dp=1": {wrong}' in message for message in messages(events, "warning"))
+    plain = train(tmp_path / "plain", job, "dp=1")
+    assert not messages(plain, "verified")
+    losses = [[event.data["loss"] for event in each if event.kind == "step"] for each in (events, plain)]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("samples", ["all", "some"])
@@ -139,14 +146,14 @@ def test_behaviour_that_begins_late_stops_the_run(
     assert saved, "the last good checkpoint stays"
     # The proof of the first steps is withdrawn.
     with pytest.raises(UnprovedPlan, match="off what one device computes"):
-        train(tmp_path / "again", job, "dp=1 micro=4")
+        train(tmp_path / "again", job, "dp=1 micro=4", fallback=False)
 
 
 def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second plan is proved at first, computes something else later, and is left with what it trained until then."""
     job = make(model=lambda: Late(20), epochs=12)
     texts = ("dp=1 micro=4", "dp=1")
-    monkeypatch.setattr(sys.modules["echelon.flow.train"], "attempts", lambda *_: plans(*texts))
+    monkeypatch.setattr(sys.modules["echelon.flow.train"], "attempts", lambda *_, **__: plans(*texts))
     events = train(tmp_path / "run", job, "auto", every=2)
     starts = [(event.data["plan"], event.step) for event in events if event.kind == "start"]
     assert [plan for plan, _ in starts] == list(texts)
@@ -194,7 +201,7 @@ def test_collation_that_mixes_samples_is_proved(tmp_path: Path) -> None:
     assert [event.data["count"] for event in events if event.kind == "checked"] != [0]
     coupled = make(collate=mixup, loss=lambda output, batch: (output - batch[-1]).std())
     with pytest.raises(UnprovedPlan, match="does not compute what one device computes"):
-        train(tmp_path / "coupled", coupled, "dp=1 micro=4")
+        train(tmp_path / "coupled", coupled, "dp=1 micro=4", fallback=False)
 
 
 class Queue(nn.Linear):
@@ -322,6 +329,41 @@ def test_other_errors_before_the_first_step_lead_to_one_process() -> None:
     assert taken.plan == Plan()
     with pytest.raises(LaunchError, match="dp=1 is wrong"):  # the job itself is at fault
         gate.first_proved(plans("dp=4", "dp=2", "dp=1"), failing("JobError", "JobError"))
+
+
+def test_without_fallback_the_given_plan_runs_or_nothing(tmp_path: Path) -> None:
+    """Also where the profile alone shows that it cannot."""
+    with pytest.raises(UnprovedPlan, match=r'"dp=1 micro=4" runs as "dp=1": .* \(--no-fallback'):
+        train(tmp_path / "run", coupled(), "dp=1 micro=4", fallback=False)
+
+
+def test_only_a_disproof_before_the_first_step_replaces_a_given_plan() -> None:
+    def asked() -> Iterator[Prepared]:
+        given = Prepared(plan=from_text("dp=2 tp=2 micro=4 recompute=block"))
+        return iter([given, *gate.stand_ins(given)])
+
+    assert [str(each.plan) for each in asked()] == [
+        "dp=2 tp=2 micro=4 recompute=block", "dp=2 tp=2 micro=4", "dp=1 tp=2 recompute=block", "dp=1"
+    ]  # fmt: skip
+    taken = gate.first_proved(asked(), failing("UnprovedPlan", "UnpartedState", "DivergenceError"))
+    assert taken.plan == Plan()
+    assert '"dp=1 tp=2 recompute=block" runs as "dp=1"' in taken.fallback
+    for kind, started in (("WorldError", False), ("DivergenceError", True)):
+        with pytest.raises(LaunchError):
+            gate.first_proved(asked(), failing(kind, started=started))
+
+
+def test_auto_stops_looking_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.observer.runs import forecast
+
+    expected = forecast()
+    several = tuple(Candidate(plan=from_text(text), forecast=expected) for text in ("dp=2", "tp=2", "pp=2 micro=2"))
+    first = Prepared(plan=several[0].plan, forecast=expected, candidates=several)
+    monkeypatch.setattr(gate, "prepare", lambda *_, **__: first)
+    monkeypatch.setattr(gate, "require", lambda *_: ())
+    assert len(list(gate.attempts(Subject(make()), "auto"))) == 4
+    monkeypatch.setattr(gate, "bound", lambda *_: -1.0)
+    assert [str(each.plan) for each in gate.attempts(Subject(make()), "auto")] == ["dp=2", "dp=1"]
 
 
 def test_errors_of_a_running_training_end_it() -> None:

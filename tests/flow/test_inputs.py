@@ -21,7 +21,7 @@ from echelon.flow.identity import JobIdentity
 from echelon.flow.job_code import describe_code, describe_data
 from echelon.flow.job_inputs import Reads, recording
 from echelon.flow.prepare import Subject, prepare
-from echelon.flow.settings import Settings, resolve
+from echelon.flow.settings import Settings, defaults, resolve
 from echelon.flow.train import train
 from echelon.flow.verify import verify
 from echelon.plan.inputs import argument_parts, differences, digest_file
@@ -231,11 +231,10 @@ def test_override_and_verify_are_settings_everywhere(tmp_path: Path) -> None:
         Settings(verify=1)
     file = tmp_path / "echelon.toml"
     file.write_text('[train]\nverify = false\noverride = ["clip"]\n')
-    defaults: dict[str, Any] = dict.fromkeys(["plan", "out", "keep", "every", "resume", "override", "verify", "require_certificate", "quiet",
-        "workers", "servers", "secret_file"])  # fmt: skip
-    stored = resolve({}, {}, file, defaults)
+    nothing: dict[str, Any] = dict.fromkeys(defaults())
+    stored = resolve({}, {}, file, nothing)
     assert (stored["verify"].value, stored["override"].value) == (False, ["clip"])
-    told = resolve({}, {"verify": "1", "override": "clip, optimizer.lr"}, file, defaults)
+    told = resolve({}, {"verify": "1", "override": "clip, optimizer.lr"}, file, nothing)
     assert (told["verify"].value, told["override"].value) == (True, ["clip", "optimizer.lr"])
 
 
