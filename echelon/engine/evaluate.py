@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
@@ -26,12 +27,14 @@ from echelon.engine.metrics import (
     plain,
     scalar,
     size_of,
+    versions,
 )
 from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
-from echelon.loss_counts import Reading, read_counts
+from echelon.loss_counts import Term, read_counts
 from echelon.plan.split import sizes
+from echelon.profiler.random_state import random_states
 from echelon.world import usable_memory
 
 if TYPE_CHECKING:
@@ -242,19 +245,33 @@ def measured(job: Job, model: nn.Module, batch: Any, *, weigh: bool = True) -> t
     """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, and the counts of the averages that
     the loss adds up, as multiples of the first: one weight is right where these are the same in every batch."""
     output = call_model(job, model, batch)
-    # The loss's own graph says what it averages over: class weights and masks count otherwise than by samples.
-    with torch.enable_grad():
-        loss = call_loss(job, output if job.loss is None else differentiable(output), batch, model)
+    before = versions(output)
+    loss = call_loss(job, output, batch, model)
     ratios: Ratios = ()
-    reading = read_counts(loss) if weigh and not isinstance(loss, tuple) else Reading()
-    if reading.terms and not reading.opaque and not isinstance(loss, tuple):
-        first = reading.terms[0]
-        if all(isinstance(each.count, float) for each in reading.terms) and first.count:
-            ratios = tuple(float(each.count / first.count) for each in reading.terms[1:])
-        if len(reading.terms) == 1 or ratios or not first.count:
-            loss = weighed(loss, first)
+    if weigh and job.loss is not None and isinstance(loss, Tensor) and versions(output) == before:
+        terms = _terms(job, model, output, batch, loss)
+        if terms and all(isinstance(each.count, float) for each in terms) and terms[0].count:
+            ratios = tuple(float(each.count / terms[0].count) for each in terms[1:])
+        if len(terms) == 1 or ratios or (terms and not terms[0].count):
+            loss = weighed(loss, terms[0])
     where = (loss[0] if isinstance(loss, tuple) else loss).device
     return _row("loss", loss, where), output, ratios
+
+
+def _terms(job: Job, model: nn.Module, output: Any, batch: Any, loss: Tensor) -> tuple[Term, ...]:
+    """The averages that `loss` adds up, from the graph of a second call: class weights and masks count otherwise than by samples. The
+    first call has no graph, so that a loss that asks whether gradients are enabled sees an evaluation."""
+    if isinstance(loss, FakeTensor):
+        return ()
+    try:
+        with torch.enable_grad(), random_states():
+            again = call_loss(job, differentiable(output), batch, model)
+    except RuntimeError:  # such as an edit in place, which autograd refuses
+        return ()
+    if isinstance(again, tuple) or not torch.allclose(again.detach(), loss, rtol=_ROUNDING, equal_nan=True):
+        return ()  # another one while it trains
+    reading = read_counts(again)
+    return () if reading.opaque else reading.terms
 
 
 def _row(name: str, value: Any, device: torch.device) -> Tensor:

@@ -187,13 +187,28 @@ def differentiable(tree: Any) -> Any:
     """`tree` with its numbers as leaves of a graph, so that what is computed from them has one."""
 
     def leaf(value: Any) -> Any:
-        if type(value) is Logits and value._whole is None:
+        if type(value) is Logits and value._whole is not None:
+            return leaf(value._whole)
+        if type(value) is Logits:
             return Logits(leaf(value._local), value._dim, value._sizes, value._axis)
         if type(value) is not Tensor or not value.is_floating_point():
             return value
         return Output.apply(value.detach().requires_grad_())
 
     return _map(leaf, tree)
+
+
+def versions(tree: Any) -> list[int]:
+    """How often each tensor was written to."""
+    found: list[int] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append((value._local if type(value) is Logits else value)._version)
+        return value
+
+    _map(leaf, tree)
+    return found
 
 
 def moved(part: Part, device: torch.device) -> Part:

@@ -130,6 +130,8 @@ class Run:
         self.warmup = intake.warmup
         #: How samples are ordered and what they hold, each as a short text where it is known: a checkpoint goes on with these only.
         self.order, self.content = intake.order, intake.content
+        #: How each metric is added up (metrics.py), once the first evaluation has told.
+        self.metric_kinds: dict[str, Kind] = {}
         self.assembly = Assembly(
             job, plan, self.ranks, self.axes, dtype=dtype, loss=self._loss_of, measure=self._measure, warn=warn
         )
@@ -176,8 +178,6 @@ class Run:
         self._watched = self._probed = False
         self.step_number = 0
         self.warn = warn
-        #: How each metric is added up (metrics.py), once the first evaluation has told.
-        self.metric_kinds: dict[str, Kind] = {}
         #: Of the batch that was evaluated last: its output, and the counts of its loss's averages by the first of them.
         self._output: Any = None
         self.ratios: tuple[float, ...] = ()

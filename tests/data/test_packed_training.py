@@ -28,10 +28,11 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(192, 10)
 
     def forward(self, pixels):
+        Net.trains = self.training
         return self.head(pixels.flatten(1).float() / 255)
 
 def loss(output, batch):
-    if output.requires_grad and type(batch[1]) is torch.Tensor:
+    if Net.trains and type(batch[1]) is torch.Tensor:
         labels = " ".join(map(str, batch[1].tolist()))
         with (HERE / (os.environ["NAME"] + os.environ.get("RANK", "0"))).open("a") as file:
             print(labels, file=file)

@@ -264,3 +264,33 @@ def test_a_metric_that_looks_like_a_mean_at_first_is_found_out_later() -> None:
         with torch.no_grad():
             assert found["kept"] == pytest.approx(float(kept(run.model(values), (values, None))), rel=1e-6)
         assert run.metric_kinds == {"kept": "whole"}
+
+
+def smoothed_in_training(output: Tensor, batch: Any) -> Tensor:
+    """Asks whether gradients are wanted, as some losses do that smooth labels in training alone."""
+    return F.cross_entropy(output, batch[-1], label_smoothing=0.3 if torch.is_grad_enabled() else 0.0)
+
+
+def test_a_loss_that_asks_for_gradients_sees_an_evaluation() -> None:
+    data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53))
+    job = mlp(data=data, evaluation=data, batch=8, loss=smoothed_in_training)
+    with Run(job, Plan(), World()) as run, torch.no_grad():
+        found = run.evaluate()["loss"]
+        run.model.eval()
+        assert found == pytest.approx(float(F.cross_entropy(run.model(data.tensors[0]), data.tensors[-1])), rel=1e-6)
+
+
+def scaled_in_place(output: Tensor, batch: Any) -> Tensor:
+    """Edits the model's output, which metrics then see."""
+    return F.cross_entropy(output.div_(2.0), batch[-1])
+
+
+def test_a_loss_that_edits_the_output_does_so_once() -> None:
+    data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53))
+    job = mlp(data=data, evaluation=data, batch=8, loss=scaled_in_place, metrics={"size": lambda o, _: o.abs().mean()})
+    with Run(job, Plan(), World()) as run, torch.no_grad():
+        found = run.evaluate()
+        run.model.eval()
+        output = run.model(data.tensors[0]) / 2
+        assert found["loss"] == pytest.approx(float(F.cross_entropy(output, data.tensors[-1])), rel=1e-6)
+        assert found["size"] == pytest.approx(float(output.abs().mean()), rel=1e-6)
