@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from echelon.observer import read_events
+
 JOB = """
 import json, sys, torch, echelon
 from torch import nn
@@ -97,6 +99,25 @@ for folder, plan in (("one", "dp=2"), ("two", "dp=2 zero=1")):
     done = script(tmp_path, text)
     assert done.returncode == 0, done.stderr
     assert [json.loads((tmp_path / folder / "plan.json").read_text())["zero"] for folder in ("one", "two")] == [0, 1]
+
+
+def test_trainings_before_ranks_start_are_not_repeated(tmp_path: Path) -> None:
+    text = """
+first = echelon.train(job, 'dp=1', folder='a', resume=False)
+second = echelon.train(job, 'dp=2', folder='b', resume=False)
+print(json.dumps([str(first.folder), first.loss, second.loss]))
+"""
+    done = script(tmp_path, text, environment={"ECHELON_VERIFY": "0", "ECHELON_QUIET": "1"})
+    assert done.returncode == 0, done.stderr
+    folder, first, second = json.loads(done.stdout.splitlines()[-1])
+    assert first == pytest.approx(second, rel=1e-5)
+    found = {}
+    for name in ("a", "b"):
+        (run,) = [event.parent for event in (tmp_path / name).rglob("events.jsonl")]
+        starts = [event for event in read_events(run) if event.kind == "start"]
+        found[name] = [event.data["plan"] for event in starts]
+    assert Path(folder).parts[0] == "a"
+    assert found == {"a": ["dp=1"], "b": ["dp=2"]}
 
 
 def test_a_script_is_profiled_for_what_it_passes(tmp_path: Path) -> None:
