@@ -79,6 +79,8 @@ class SpotChecks:
         }
         self._steps = _chosen(job.seed, run.total_steps)
         self._feed: Feed | None = None
+        #: The last step (from 1) that was compared and agreed, on rank 0. The gate compared those before FIRST.
+        self._agreed = FIRST - 1
         #: Why there are no more checks; empty: there are.
         self.left_out = ""
         #: Of a step's samples what one device can compute in time; None: not known yet.
@@ -261,6 +263,7 @@ class SpotChecks:
         zero = set(noise.zeros(gradients))
         beyond = [each for each in differences if not bounds.hold(each) and each.name not in zero]
         if not beyond:
+            self._agreed = step + 1
             return
         # One device in the run's own precision tells what rounding does to this model at this step.
         rough, theirs = self._reference(state, step, read, None, still=still)
@@ -272,10 +275,12 @@ class SpotChecks:
             raise DivergenceError(
                 f'step {step + 1}: {what} under "{self._run.plan}" is {worst.value:.2g} off what one device computes from the same state '
                 f"and samples ({len(beyond)} of {len(differences)} values differ), and the first steps agreed: something that begins "
-                "later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step",
+                f"later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step. Step {self._agreed} is the last one "
+                "that was checked and agreed: go on from a checkpoint up to it, because later ones may carry the error",
                 tensor=worst.name,
                 cause="behaviour that begins after the first steps",
             )
+        self._agreed = step + 1
 
     def _reference(
         self, state: _State, step: int, read: _Read, dtype: torch.dtype | None, *, still: bool
