@@ -121,6 +121,10 @@ def _cut(plan: Plan, job: Job) -> Plan:
     if not found.placements:
         why = next(iter(found.whole.values()), "it has no parameters")
         raise _uncut(plan, "tp", f"nothing of the model can be cut ({why})")
+    there = {name.rpartition(".")[0] for name, _ in _built(job).named_parameters(remove_duplicate=False)}
+    late = {each.path for each in found.placements} - there
+    if late:
+        raise _uncut(plan, "tp", f"forward itself makes {min(late)}, which the model does not have when it is cut")
     uncut = tuple(Uncut(path=path, why=why) for path, why in found.whole.items())
     return dataclasses.replace(plan, placements=found.placements, uncut=uncut)
 

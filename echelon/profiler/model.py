@@ -50,6 +50,7 @@ class _Traced:
     model: nn.Module
     first: Trace
     second: Trace
+    parameters: tuple[Parameter, ...]  #: before the first forward, which may make layers
     run: Run | None = None
 
 
@@ -83,7 +84,7 @@ def _profiled(job: Job, device: str) -> Profile:
         with contextlib.suppress(Exception):  # a model that cannot be cut into stages; who asks for them is told why
             visits = chain(job, example, traced.run)
     return _assemble(
-        job, example, model, first, second, device=device, how=how, coupled=coupled, uncompared=uncompared,
+        job, example, model, first, second, parameters=traced.parameters, device=device, how=how, coupled=coupled, uncompared=uncompared,
         visits=visits, notes=notes, unsharded=beside or (_TWICE if second.twice else "") or _lost(model, second),
     )  # fmt: skip
 
@@ -121,6 +122,7 @@ def _assemble(
     first: Trace,
     second: Trace,
     *,
+    parameters: tuple[Parameter, ...],
     device: str,
     how: Literal["fake", "real"],
     coupled: bool | None,
@@ -129,8 +131,9 @@ def _assemble(
     notes: list[str],
     unsharded: str,
 ) -> Profile:
-    parameters = _parameters(model)
-    optimizers, guesses = rules(job, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    names = {each.name for each in parameters if each.trainable}
+    trained = {name: value for name, value in model.named_parameters() if name in names}
+    optimizers, guesses = rules(job, trained)
     blocks = units(module_tree(model))
     if len(first.calls) != len(second.calls):
         notes.append("the operators differ between batch sizes: figures are taken in proportion to the samples")
@@ -204,6 +207,7 @@ def _traced(job: Job, example: Example, device: str) -> _Traced:
     large = max(min(job.batch, _INPUTS // max(example.bytes, 1)), 4)
     with random_states(), FakeTensorMode(allow_non_fake_inputs=True) as mode, unquestioned():
         model = built(job)
+        parameters = _parameters(model)
         batches = {}
         for samples in (2, large):
             with unset_fake_temporarily():
@@ -218,9 +222,9 @@ def _traced(job: Job, example: Example, device: str) -> _Traced:
                 few = _steps(job, model, mode, batches, device, blocks)
             traces = stretched(few, run)
             if traces is not None:
-                return _Traced(model, traces[0], traces[1], run)
+                return _Traced(model, traces[0], traces[1], parameters, run)
         first, second = _steps(job, model, mode, batches, device, blocks)
-    return _Traced(model, first, second)
+    return _Traced(model, first, second, parameters)
 
 
 def _steps(
@@ -290,11 +294,12 @@ def _ran(job: Job, example: Example) -> _Traced:
         raise JobError(
             "the model is on the meta device and cannot be traced on fake tensors; build it on the CPU to profile it"
         )
+    parameters = _parameters(model)
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     blocks = units(module_tree(model))
     traces = [_step(job, model, tensors, example.batch(samples), samples, "cpu", blocks, own=True) for samples in _REAL]
     torch.random.set_rng_state(torch_state)
-    return _Traced(model, traces[0], traces[1])
+    return _Traced(model, traces[0], traces[1], parameters)
 
 
 def _memory(value: Tensor) -> int:

@@ -12,10 +12,12 @@ jump ahead, so that behaviour that begins late shows. An optimizer that cannot b
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
@@ -86,8 +88,25 @@ def meta_parameters(parameters: Mapping[str, Tensor]) -> dict[str, nn.Parameter]
     }  # fmt: skip
 
 
+#: By the job's function, for the shapes that it was tried with last: a proof and the run that follows it ask for the same.
+_TRIED: MutableMapping[Any, tuple[Any, tuple[OptimizerClass, ...]]] = WeakKeyDictionary()
+
+
 def classify(job: Job, parameters: Mapping[str, Tensor]) -> tuple[OptimizerClass, ...]:
     """The class of each of the job's optimizers; `parameters`: the trainable ones, on any device."""
+    shapes = {name: value.shape for name, value in parameters.items()}
+    try:
+        known, found = _TRIED.get(job.optimizer, (None, ()))
+    except TypeError:  # an object of the user's that is not hashable
+        return _classified(job, parameters)
+    if known != shapes:
+        found = _classified(job, parameters)
+        with contextlib.suppress(TypeError):
+            _TRIED[job.optimizer] = shapes, found
+    return found
+
+
+def _classified(job: Job, parameters: Mapping[str, Tensor]) -> tuple[OptimizerClass, ...]:
     standins = meta_parameters(parameters)
     try:
         made = made_for(job, standins)

@@ -106,6 +106,27 @@ def test_a_model_that_looks_at_its_numbers_has_no_stages() -> None:
     assert sorted(each.cut for each in plan.placements) == ["gather", "stored"]
 
 
+class Growing(nn.Module):
+    """Makes a layer when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.late = nn.Linear(5, 5), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.late, nn.Identity):
+            self.late = nn.Linear(5, 5).to(x.dtype)
+        return self.head(self.late(x))
+
+
+def test_layers_that_forward_makes_are_neither_profiled_nor_cut() -> None:
+    job = small(Growing)
+    known = profile(job)
+    assert [each.name for each in known.parameters] == ["head.weight", "head.bias"]
+    with pytest.raises(NothingToCut, match=r"tp=2: forward itself makes late.*dp=2 zero=3"):
+        complete(from_text("tp=2"), job, known)
+
+
 class Peeking(nn.Module):
     """Reads a weight of a block that the block does not call."""
 
