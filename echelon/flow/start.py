@@ -36,11 +36,11 @@ from echelon.world import World, read_world
 DISPROVED = tuple(kind.__name__ for kind in (UnprovedPlan, DivergenceError, UnpartedState, PlanError, NothingToCut))
 
 
-#: What trainings of this script returned that this process did itself.
-_DONE: list[dict[str, Any]] = []
+#: What each training in this process returned; None: a loop of the user's own, which ranks could not skip.
+_DONE: list[dict[str, Any] | None] = []
 
 
-def note_done(result: dict[str, Any]) -> None:
+def note_done(result: dict[str, Any] | None) -> None:
     """Remember what a training in this process returned, for ranks that a later one starts."""
     _DONE.append(result)
 
@@ -61,6 +61,11 @@ def run_script_again(prepared: Prepared) -> NoReturn:
         raise JobError(
             f'the plan "{plan}" needs {plan.ranks} processes, which are started by running your script again, and this is not a script: '
             'write the job to file.py and say `echelon train file.py`, or use plan="dp=1"'
+        )
+    if None in _DONE:
+        raise JobError(
+            f'the plan "{plan}" needs {plan.ranks} processes, which are started by running your script again, and this script has already called '
+            "parallelize() for one process, which they would repeat; move one of the two to a script of its own"
         )
     try:
         code = _launch([sys.executable, *sys.orig_argv[1:]], prepared)

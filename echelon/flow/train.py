@@ -116,4 +116,6 @@ def parallelize(
 
     if world.launched:
         return first_launched(subject, plan, world, execute)
-    return first_proved(attempts(subject, plan), execute)
+    run: Run = first_proved(attempts(subject, plan), execute)
+    note_done(None)
+    return run

@@ -120,6 +120,13 @@ print(json.dumps([str(first.folder), first.loss, second.loss]))
     assert found == {"a": ["dp=1"], "b": ["dp=2"]}
 
 
+def test_a_loop_before_ranks_start_is_not_repeated(tmp_path: Path) -> None:
+    done = script(tmp_path, LOOP.replace("PLAN", "'dp=1'") + "echelon.train(job, 'dp=2')")
+    assert done.returncode == 2
+    assert "has already called parallelize() for one process" in done.stderr
+    assert (tmp_path / "losses.json").is_file()
+
+
 def test_a_script_is_profiled_for_what_it_passes(tmp_path: Path) -> None:
     """Its model may follow from a loop or from its arguments, of which the file's text knows nothing."""
     text = """
