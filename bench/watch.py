@@ -89,7 +89,7 @@ def race(world: World, name: str, rounds: int) -> list[Round]:
     return found
 
 
-def error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
     """The standard error of the median, by resampling."""
     draw = random.Random(0)
     return statistics.stdev(statistics.median(draw.choices(values, k=len(values))) for _ in range(300))
@@ -118,13 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 statistics.median(costs),
                 statistics.median(watched - without for _, _, watched, without in found),
             )
+            spread = standard_error(costs)
             limit = SHARE * off if off >= LONG else SECONDS
             rows.append(
-                {"workload": name, "plan": CASES[name][0], "step_ms": off * 1e3, "cost_ms": cost * 1e3, "error_ms": error(costs) * 1e3,
+                {"workload": name, "plan": CASES[name][0], "step_ms": off * 1e3, "cost_ms": cost * 1e3, "error_ms": spread * 1e3,
                  "cpu_ms": cpu * 1e3, "percent": 100 * cost / off, "limit_ms": limit * 1e3, "holds": cost <= limit}
             )  # fmt: skip
             print(
-                f"{name:10} {CASES[name][0]:12} step {off * 1e3:8.2f} ms  watch {cost * 1e3:7.3f} ± {error(costs) * 1e3:.3f} ms "
+                f"{name:10} {CASES[name][0]:12} step {off * 1e3:8.2f} ms  watch {cost * 1e3:7.3f} ± {spread * 1e3:.3f} ms "
                 f"({100 * cost / off:.2f} %), CPU {cpu * 1e3:.3f} ms  limit {limit * 1e3:.2f} ms",
                 flush=True,
             )

@@ -72,7 +72,7 @@ _PENALTY = 16
 _MOST = 64
 
 
-class Output(torch.autograd.Function):
+class ModelOutput(torch.autograd.Function):
     """Marks what a model returned, where nothing of the model is in the graph: it is no parameter."""
 
     @staticmethod
@@ -115,7 +115,10 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             if (found is not None or divisor is not None) and not _of_parameters(node):
                 name = f"{kind} / count" if found is None else kind
                 count = _over(1.0 if found is None else found, factor)
-                if found is None and _counts_nothing(node, divisor):
+                nothing = found is None and _counts_nothing(node, divisor)
+                if isinstance(nothing, Tensor):
+                    count = torch.where(nothing, 0.0, count)
+                elif nothing:
                     count = 0.0
                 terms.append(Term(name=name.lower(), count=count, by_shape=found is not None and "NllLoss" not in kind))
         elif kind == "Div" and _is_single(node) and not _differentiable(node, 1):
@@ -130,15 +133,22 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             opaque.append(node.name())
 
 
-def _counts_nothing(node: Any, divisor: Scalar | None) -> bool:
-    """Whether a sum is over nothing and was divided by 1, as by `mask.sum().clamp(min=1)`: the part has no weight then."""
+def _counts_nothing(node: Any, divisor: Scalar | None) -> bool | Tensor:
+    """Whether a sum is over nothing and was divided by 1, as by `mask.sum().clamp(min=1)`: the part has no weight then.
+
+    One sample whose targets are all zero looks the same where a sum is divided by the number of samples.
+    """
     below = node.next_functions[0][0]
-    if isinstance(divisor, Tensor) or divisor != 1 or below is None:
+    if divisor is None or below is None or (not isinstance(divisor, Tensor) and divisor != 1):
         return False
     if _elements(below) == 0:
-        return True
-    masks = [getattr(below, name, None) for name in ("_saved_self", "_saved_other")] if _kind(below) == "Mul" else []
-    return any(isinstance(mask, Tensor) and mask.device.type == "cpu" and not mask.any() for mask in masks)
+        return divisor == 1
+    saved = [getattr(below, name, None) for name in ("_saved_self", "_saved_other")] if _kind(below) == "Mul" else []
+    empty = [~mask.any() for mask in saved if type(mask) is Tensor]
+    if not empty:
+        return False
+    nothing = torch.stack(empty).any() & (divisor == 1)
+    return nothing if isinstance(divisor, Tensor) or nothing.device.type != "cpu" else bool(nothing)
 
 
 def _average(node: Any, kind: str) -> Scalar | None:
@@ -171,7 +181,7 @@ def _of_parameters(node: Any) -> bool:
         if (
             seen > _PENALTY
             or not inner
-            or kind == Output.__name__
+            or kind == ModelOutput.__name__
             or kind.endswith(("Loss", "Loss2D", "Logits", "Entropy"))
         ):
             return False

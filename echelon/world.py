@@ -71,6 +71,13 @@ def read_world(environment: Mapping[str, str] | None = None) -> World:
     return World()
 
 
+def variables_of_one(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of launchers that are set, with the values that describe a world of one."""
+    env = os.environ if environment is None else environment
+    one = {"rank": "0", "size": "1", "local_rank": "0", "local_size": "1"}
+    return {name: one[part] for names in _SOURCES.values() for part, name in names.items() if name in env}
+
+
 def _started_by_srun(env: Mapping[str, str]) -> bool:
     """Slurm describes the allocation to any shell in it, whatever its size; only what `srun` starts is a task of a step."""
     step = env.get("SLURM_STEP_ID", "")

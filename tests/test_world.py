@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.errors import WorldError
-from echelon.world import World, read_world
+from echelon.world import World, read_world, variables_of_one
 
 TORCHRUN = {
     "RANK": "3",
@@ -30,6 +30,10 @@ def test_torchrun() -> None:
 
 def test_our_launcher_meets_in_a_file() -> None:
     assert read_world({"RANK": "0", "WORLD_SIZE": "2", "ECHELON_STORE": "/tmp/x"}).address == "file:///tmp/x"
+
+
+def test_variables_of_one_process_cover_every_launcher_that_is_set() -> None:
+    assert variables_of_one({"RANK": "3", "SLURM_NTASKS": "8", "HOME": "/"}) == {"RANK": "0", "SLURM_NTASKS": "1"}
 
 
 def test_slurm_and_mpi() -> None:

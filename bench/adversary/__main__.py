@@ -8,6 +8,7 @@ import hashlib
 import json
 import queue
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -155,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="keep run folders and logs here")
     parser.add_argument("--list", action="store_true", help="print the jobs and end")
     given = parser.parse_args(arguments)
+    if not re.fullmatch(r"\d+/[1-9]\d*", given.part) or int(given.part.split("/")[0]) >= int(given.part.split("/")[1]):
+        parser.error("--part: I/N with I from 0 to N - 1, as 0/4")
     cells = chosen(given)
     if given.list:
         for entry in {entry.name: entry for entry, _ in cells}.values():

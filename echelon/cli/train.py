@@ -42,7 +42,7 @@ def train(
         bool | None,
         typer.Option(
             "--fallback/--no-fallback",
-            help="For a plan that is disproved, train the nearest proved one (default), or end with the error.",
+            help="If the given plan is disproved, train the nearest proved one (default), or exit with the error.",
         ),
     ] = None,
     require_certificate: Annotated[
@@ -115,7 +115,7 @@ def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
 def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, debug: bool) -> int:
     """Train in this process, or in ranks that it starts; the exit code. `tell`: the folder is settled beforehand, to be read after."""
     from echelon.flow.folder import require_writable
-    from echelon.flow.gate import attempts, first_proved
+    from echelon.flow.gate import attempts, bound, first_proved
     from echelon.flow.prepare import Prepared, Subject
     from echelon.flow.settings import Settings
     from echelon.flow.start import run_ranks
@@ -143,6 +143,7 @@ def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, d
         ended = first_proved(
             attempts(subject, wanted, fallback=options["fallback"]),
             Attempt(subject, world, Settings(**options), start=start),
+            lambda each: bound(subject.job, each),
         )
     except SystemExit as stopped:  # interrupted, and saved
         return int(stopped.code or 0)

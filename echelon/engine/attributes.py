@@ -1,7 +1,7 @@
 """Counters, flags and generators: numbers, strings and random states that modules and optimizers keep as plain attributes and change while they
 train.
 
-No `state_dict()` has them. A checkpoint holds those that changed since the job was made, and a resumed run gets them back.
+`state_dict()` does not include them. A checkpoint holds those that changed since the job was made, and a resumed run gets them back.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Mapping, Sized
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from echelon.engine.model_state import spoken_for
 from echelon.engine.values import Unstorable, decode, encode, from_inline
+from echelon.tree import tensors
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -25,13 +27,10 @@ Values = Mapping[str, Any]
 #: Types of attributes that are kept; containers if they hold nothing else and are small.
 _KEPT = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Generator, list, tuple, dict, set, deque)
 _SMALL = 1000
-#: Attributes that torch keeps in every module and optimizer; schedules add the last two.
-_TORCHS = frozenset(vars(nn.Module()))
-_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "_step_count"}
 
 
 class Attributes:
-    """Those of one run."""
+    """Saves and restores the plain attributes of one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -55,18 +54,20 @@ class Attributes:
             found |= {path: values for path, values in theirs.items() if path in spoken or path not in found}
         return {"modules": found, "optimizers": everyone[0][2]}
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
-        """Give back what `collect` returned."""
+    def restore(self, stored: Mapping[str, Any] | None) -> None:
+        """Give back what `collect` returned; None: the checkpoint is from before attributes were kept."""
+        if stored is None:
+            return
         run, self.restored = self._run, stored["modules"]
         for path, module in run.model.named_modules():
             if path in self._modules:
-                _give_back(module, self.restored.get(path, {}))
+                _restore_attributes(module, self.restored.get(path, {}))
         for optimizer, values in zip(run.optimizers, stored["optimizers"], strict=True):
-            _give_back(optimizer, values)
+            _restore_attributes(optimizer, values)
 
 
-def _give_back(owner: Any, values: Values) -> None:
-    """In place where others may hold the same object."""
+def _restore_attributes(owner: Any, values: Values) -> None:
+    """Set attributes; containers and generators in place, because other objects may refer to them."""
     for name, stored in values.items():
         value, held = decode(stored, from_inline), vars(owner)
         there = held.get(name)
@@ -86,26 +87,40 @@ def _changed(values: Values, first: Values) -> dict[str, Any]:
 
 
 def _of_modules(model: nn.Module) -> dict[str, Values]:
-    """Not of modules that keep tensors outside of state_dict(): such a cache starts empty, and so must the numbers about it."""
-    found: dict[str, Values] = {}
-    for path, module in model.named_modules():
-        held = vars(module)
-        if not module._non_persistent_buffers_set and not any(isinstance(value, Tensor) for value in held.values()):
-            found[path] = _encoded({name: value for name, value in held.items() if name not in _TORCHS})
-    return found
+    """Encoded attributes by module. Modules that cache tensors outside of state_dict() are left out: the cache is empty after a resume, so
+    what counts its entries must start over too."""
+    return {
+        path: _encoded(module, _module_attributes())
+        for path, module in model.named_modules()
+        if not module._non_persistent_buffers_set
+    }
 
 
 def _of_optimizers(run: Run) -> list[Values]:
-    return [
-        _encoded({name: value for name, value in vars(each).items() if name not in _OPTIMIZERS})
-        for each in run.optimizers
-    ]
+    return [_encoded(each, _optimizer_attributes()) for each in run.optimizers]
 
 
-def _encoded(values: Values) -> Values:
-    """Those of them that are kept, for JSON."""
+@cache
+def _module_attributes() -> frozenset[str]:
+    """Those that torch gives every module."""
+    return frozenset(vars(nn.Module()))
+
+
+@cache
+def _optimizer_attributes() -> frozenset[str]:
+    """Those that torch gives every optimizer; schedules add two."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "_step_count"}
+
+
+def _encoded(owner: Any, torchs: frozenset[str]) -> Values:
+    """Attributes that are kept, for JSON; none of an owner that caches tensors."""
+    own = {
+        name: value for name, value in vars(owner).items() if name not in torchs and not isinstance(value, nn.Module)
+    }
+    if tensors(own):
+        return {}
     found = {}
-    for name, value in values.items():
+    for name, value in own.items():
         if isinstance(value, _KEPT) and (not isinstance(value, Sized) or len(value) <= _SMALL):
             with contextlib.suppress(Unstorable):
                 found[name] = encode(value, name, _refuse)

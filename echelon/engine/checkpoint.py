@@ -146,7 +146,7 @@ def load(run: Run, folder: Path) -> None:
         if made := model_state.derived(run, tensors):
             run.model.load_state_dict({name: tensors[name] for name in made}, strict=False)
         extra.finish()
-        run.attributes.restore(manifest["attributes"])
+        run.attributes.restore(manifest.get("attributes"))
         optimizers.finish()
         for index, schedule in enumerate(run.schedules):
             own = own_groups(run, run.optimizers[index], manifest["optimizers"][index]["groups"])

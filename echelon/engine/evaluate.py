@@ -60,7 +60,7 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     run.model.eval()
     try:
         found = None
-        while found is None:  # again where a metric turned out to be no mean
+        while found is None:  # again where a metric is no mean, or the loss has no common weight
             sums = _Sums(run)
             for micro in _micros(run, data):
                 batch = run.move(micro.batch)
@@ -84,7 +84,9 @@ class _Sums:
         self._turns = self._bytes = 0
         #: Metrics taken for means that later batches show to be none, and the loss if its averages have no common weight.
         self._doubted: set[str] = set()
-        self._ratios: Ratios = ()
+        #: By how many averages each batch's loss is weighed, and their counts; None: by samples. Unset before the first batch that counts.
+        self._ratios: Ratios | None = None
+        self._weighed = False
         self._bound = min(_BOUND, usable_memory() // _PART)
 
     def add(self, batch: Any, values: tuple[Tensor, Any] | None, samples: int) -> None:
@@ -92,13 +94,10 @@ class _Sums:
         kinds = self._run.metric_kinds
         if values is not None:
             loss, output = values
-            if samples and self._run.ratios:
-                self._ratios = self._ratios or self._run.ratios
-                same = len(self._ratios) == len(self._run.ratios)
-                if not same or not all(
-                    math.isclose(*each, rel_tol=_ROUNDING) for each in zip(self._ratios, self._run.ratios, strict=True)
-                ):
-                    self._doubted.add("loss")  # averages over unequal counts, which no one weight joins
+            if samples and float(loss[1]):  # else nothing counts
+                if self._weighed and not _alike(self._ratios, self._run.ratios):
+                    self._doubted.add("loss")
+                self._ratios, self._weighed = self._run.ratios, True
             # A part is gathered by all ranks that hold one, whatever counts.
             later = self._turns >= _TRIED and self._turns.bit_count() == 1
             wanted = self._metrics and (later or not self._decided("pair", "mean"))
@@ -168,23 +167,28 @@ class _Sums:
             self._parts = []
 
     def total(self, *, turns: bool) -> dict[str, float] | None:
-        """What it all comes to; None: a metric is no mean, and it must be evaluated again. `turns`: ranks took samples in turn, not one
+        """What it all comes to; None: a metric is no mean, or the loss has no common weight, and it must be evaluated again. `turns`: ranks took samples in turn, not one
         share after the other."""
         run = self._run
         self._settle()
-        doubted = set().union(*run.ranks.gather(self._doubted))
+        everyone = run.ranks.gather((self._doubted, self._ratios, self._weighed))
+        doubted = set[str]().union(*(each for each, _, _ in everyone))
+        found = [ratios for _, ratios, weighed in everyone if weighed]
+        if any(not _alike(found[0], each) for each in found):
+            doubted.add("loss")
         if doubted:
-            run.metric_kinds.update({name: "mean" if name == "loss" else "whole" for name in doubted})
+            run.loss_by_samples |= "loss" in doubted
+            run.metric_kinds.update({name: "whole" for name in doubted if name != "loss"})
             return None
         refused = self._whole(turns=turns)
         sums = self._sums
         run.data.sum(sums)
         run.core.sum(sums if run.tells else sums.zero_())
-        found = {
+        means = {
             name: float(total / count) if count else float("nan")
             for name, (total, count) in zip(self._names, sums, strict=True)
         }
-        return found | dict.fromkeys(refused, float("nan"))
+        return means | dict.fromkeys(refused, float("nan"))
 
     def _whole(self, *, turns: bool) -> list[str]:
         """Compute the metrics that are no means over all samples, on the first data rank; the names of those that cannot be."""
@@ -241,19 +245,27 @@ def _pairs(values: Tensor, samples: int) -> Tensor:
     return torch.where(means[:, None], torch.stack([values[:, 0] * samples, means.double() * samples], 1), values)
 
 
-def measured(job: Job, model: nn.Module, batch: Any, *, weigh: bool = True) -> tuple[Tensor, Any, Ratios]:
+def _alike(one: Ratios | None, other: Ratios | None) -> bool:
+    """Whether one weight joins losses whose averages have these counts: the same kind of count, in the same proportions."""
+    if one is None or other is None or len(one) != len(other):
+        return one is None and other is None
+    return all(math.isclose(*each, rel_tol=_ROUNDING) for each in zip(one, other, strict=True))
+
+
+def measured(job: Job, model: nn.Module, batch: Any, *, weigh: bool = True) -> tuple[Tensor, Any, Ratios | None]:
     """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, and the counts of the averages that
-    the loss adds up, as multiples of the first: one weight is right where these are the same in every batch."""
+    the loss adds up, as multiples of the first; None where it is weighed by samples."""
     output = call_model(job, model, batch)
-    before = versions(output)
+    before = versions((output, batch))
     loss = call_loss(job, output, batch, model)
-    ratios: Ratios = ()
-    if weigh and job.loss is not None and isinstance(loss, Tensor) and versions(output) == before:
+    ratios: Ratios | None = None
+    if weigh and job.loss is not None and isinstance(loss, Tensor) and versions((output, batch)) == before:
         terms = _terms(job, model, output, batch, loss)
-        if terms and all(isinstance(each.count, float) for each in terms) and terms[0].count:
-            ratios = tuple(float(each.count / terms[0].count) for each in terms[1:])
-        if len(terms) == 1 or ratios or (terms and not terms[0].count):
-            loss = weighed(loss, terms[0])
+        if terms:
+            first, *others = (float(each.count) for each in terms)
+            if first or not any(others):
+                ratios = tuple(each / first for each in others) if first else ()
+                loss = weighed(loss, terms[0])
     where = (loss[0] if isinstance(loss, tuple) else loss).device
     return _row("loss", loss, where), output, ratios
 
@@ -266,10 +278,10 @@ def _terms(job: Job, model: nn.Module, output: Any, batch: Any, loss: Tensor) ->
     try:
         with torch.enable_grad(), random_states():
             again = call_loss(job, differentiable(output), batch, model)
-    except RuntimeError:  # such as an edit in place, which autograd refuses
+    except Exception:  # a loss that cannot be called twice, or edits in place, which autograd refuses
         return ()
-    if isinstance(again, tuple) or not torch.allclose(again.detach(), loss, rtol=_ROUNDING, equal_nan=True):
-        return ()  # another one while it trains
+    if not isinstance(again, Tensor) or not torch.allclose(again.detach(), loss, rtol=_ROUNDING, equal_nan=True):
+        return ()  # it differs with gradients enabled, as label smoothing in training does
     reading = read_counts(again)
     return () if reading.opaque else reading.terms
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine.logits import Logits
 from echelon.errors import JobError
-from echelon.loss_counts import Output
+from echelon.loss_counts import ModelOutput
 
 #: How a metric is added up: pairs and means batch by batch, others over the whole set.
 Kind = Literal["pair", "mean", "whole"]
@@ -193,7 +193,7 @@ def differentiable(tree: Any) -> Any:
             return Logits(leaf(value._local), value._dim, value._sizes, value._axis)
         if type(value) is not Tensor or not value.is_floating_point():
             return value
-        return Output.apply(value.detach().requires_grad_())
+        return ModelOutput.apply(value.detach().requires_grad_())
 
     return _map(leaf, tree)
 
@@ -204,7 +204,8 @@ def versions(tree: Any) -> list[int]:
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            found.append((value._local if type(value) is Logits else value)._version)
+            held = value._local if type(value) is Logits else value
+            found.append(0 if held.is_inference() else held._version)
         return value
 
     _map(leaf, tree)

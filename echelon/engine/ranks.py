@@ -26,7 +26,7 @@ _CPU = "cpu"
 #: and with it what a faster rank has written there for the next meeting.
 _STORES: dict[str, dist.Store] = {}
 #: How often ranks have met at an address, by purpose.
-_MEETINGS: Counter[tuple[str, str]] = Counter()
+_OPENED: Counter[tuple[str, str]] = Counter()
 
 
 class Group:
@@ -131,7 +131,7 @@ class Ranks(Group):
     def _join(self) -> None:
         rank, size = self.world.rank, self.world.size
         try:
-            store = meet(self.world, "echelon")
+            store = shared_store(self.world, "echelon")
             mine = f"{hash('echelon')} {_name(self.device)}"
             hashes, devices = zip(*(each.split(" ", 1) for each in _exchange(store, rank, size, mine)), strict=True)
             self.mixed_hashes = len(set(hashes)) > 1
@@ -187,14 +187,14 @@ class Ranks(Group):
         gc.collect()
 
 
-def meet(world: World, purpose: str) -> dist.Store:
-    """A store that all ranks of the world share, empty at each meeting: every rank must come as often."""
+def shared_store(world: World, purpose: str) -> dist.Store:
+    """A store that all ranks of the world share, empty at each call: every rank must call it as often."""
     if world.address not in _STORES:
         found, _, _ = next(dist.rendezvous(world.address, world.rank, world.size, timeout=TIMEOUT))
         found.set_timeout(TIMEOUT)
         _STORES[world.address] = found
-    number = _MEETINGS[world.address, purpose]
-    _MEETINGS[world.address, purpose] += 1
+    number = _OPENED[world.address, purpose]
+    _OPENED[world.address, purpose] += 1
     return dist.PrefixStore(f"{purpose}-{number}", _STORES[world.address])
 
 

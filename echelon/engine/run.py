@@ -132,6 +132,8 @@ class Run:
         self.order, self.content = intake.order, intake.content
         #: How each metric is added up (metrics.py), once the first evaluation has told.
         self.metric_kinds: dict[str, Kind] = {}
+        #: Whether evaluations weigh the loss by samples, because no other weight joins its batches.
+        self.loss_by_samples = False
         self.assembly = Assembly(
             job, plan, self.ranks, self.axes, dtype=dtype, loss=self._loss_of, measure=self._measure, warn=warn
         )
@@ -180,7 +182,7 @@ class Run:
         self.warn = warn
         #: Of the batch that was evaluated last: its output, and the counts of its loss's averages by the first of them.
         self._output: Any = None
-        self.ratios: tuple[float, ...] = ()
+        self.ratios: tuple[float, ...] | None = None
         #: Batches that a pipeline has evaluated.
         self._measured = 0
         self._previous: Step | None = None
@@ -665,8 +667,7 @@ class Run:
     def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
         """The loss; the output is kept aside. Metrics are not computed here: stages also call it without values, to learn shapes."""
         with autocast(self.precision, self.device):
-            weigh = self.metric_kinds.get("loss") != "mean"
-            loss, self._output, self.ratios = measured(self.job, model, batch, weigh=weigh)
+            loss, self._output, self.ratios = measured(self.job, model, batch, weigh=not self.loss_by_samples)
         return (loss,)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:

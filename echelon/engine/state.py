@@ -66,7 +66,7 @@ def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dist.gather_object(told, everyone)
         way = torch.device("cpu") if "cpu:" in dist.get_backend_config() else run.device
         if not run.world.main:
-            for numbers in (each for _, parts in mine.values() for _, each in parts):
+            for numbers in (each for _, parts in mine.values() for _, each in parts if each.numel()):
                 dist.send(numbers.to(way), 0)
         for rank, theirs in enumerate(everyone or []):
             for name, shape, heads in theirs:
@@ -91,15 +91,14 @@ def _heads(stretches: Sequence[tuple[tuple[slice, ...], Tensor]]) -> list[Any]:
 
 def _receive(rank: int, way: torch.device, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     numbers = torch.empty(shape, dtype=dtype, device=way)
-    dist.recv(numbers, rank)
+    if numbers.numel():
+        dist.recv(numbers, rank)
     return numbers.cpu()
 
 
 def _place(full: dict[str, Tensor], parts: Mapping[str, _Held]) -> None:
     """Put numbers where they belong in the whole."""
     for name, (shape, stretches) in parts.items():
-        if 0 in shape:
-            full[name] = torch.empty(shape)  # nothing to put there
         for place, numbers in stretches:
             if tuple(numbers.shape) == shape:
                 full[name] = numbers
@@ -138,8 +137,11 @@ def _speaks(run: Run, name: str, value: Tensor) -> bool:
 
 def _held(run: Run, name: str, value: Tensor) -> _Held:
     piece = piece_of(run, name, value)
+    shape = tuple(whole_shape(value, piece))
+    if 0 in shape:
+        return shape, [((), torch.empty(shape, dtype=value.dtype))]
     stretches = [(each.place, each.values.to("cpu", copy=True).contiguous()) for each in regions(value, piece)]
-    return tuple(whole_shape(value, piece)), stretches
+    return shape, stretches
 
 
 def optimizer_tensors(run: Run) -> dict[str, Tensor]:

@@ -12,12 +12,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from echelon.errors import LaunchError, UnprovedPlan
-from echelon.flow.gate import attempts, disproved, first_proved, has_started, one_process, require_as_given, stand_ins
+from echelon.flow.gate import attempts, disproved, fallback_plans, first_proved, one_process, require_as_given
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan, receive
 from echelon.flow.start import require_world
 from echelon.launchers.handover import has_plan, in_words, take_plan
 from echelon.plan.plan import Plan
-from echelon.world import World
+from echelon.world import World, variables_of_one
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 #: Ranks without work wait for the one that trains alone, however long that takes.
 _FOREVER = timedelta(days=365)
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _ENDED, _READ = "ended", "read"
 #: Seconds that rank 0 waits in the end for ranks that may be gone.
 _LINGER = 30.0
@@ -76,39 +75,41 @@ def train_launched(
 ) -> Trained:
     """Train on ranks that a launcher started. If no plan for all of them is proved, or the model cannot follow the plan that was given on so
     many, rank 0 trains alone and the others wait."""
+
+    def together_or_alone(prepared: Prepared) -> Trained:
+        if prepared.plan.ranks == world.size:
+            return execute(prepared, world)
+        return _train_alone(subject, world, prepared, execute)
+
     if not _chooses(wanted):
         handed = has_plan()
         prepared = _settled(subject, wanted, world)
         if not fallback and not handed:
             require_as_given(prepared)
         if prepared.fallback and prepared.plan.ranks < world.size:
-            return _train_alone(subject, world, prepared.fallback, execute)
+            return _train_alone(subject, world, one_process(prepared.fallback), execute)
         require_world(prepared.plan, world)
-        if handed or not fallback:  # the process that started these ranks starts others
+        if handed or not fallback:  # handed over: the process that started these ranks tries the next plan
             return execute(prepared, world)
-        try:
-            together = (each for each in stand_ins(prepared) if each.plan.ranks == world.size)
-            return first_proved(chain([prepared], together), lambda each: execute(each, world))
-        except Exception as error:
-            if world.size == 1 or not disproved(error) or has_started(error):
-                raise
-            why = in_words(error)
-        return _train_alone(subject, world, why, execute)
+        possible = (each for each in fallback_plans(prepared) if each.plan.ranks in (1, world.size))
+        return first_proved(chain([prepared], possible), together_or_alone)
     try:
         return first_launched(subject, wanted, world, execute)
     except Exception as error:
         if world.size == 1 or not disproved(error):
             raise
-        why = str(error)
-    return _train_alone(subject, world, f"no plan for {world.size} ranks is proved: {why}", execute)
+        why = one_process(f"no plan for {world.size} ranks is proved: {error}")
+    return _train_alone(subject, world, why, execute)
 
 
-def _train_alone(subject: Subject, world: World, why: str, execute: Callable[[Prepared, World], Trained]) -> Trained:
+def _train_alone(
+    subject: Subject, world: World, prepared: Prepared, execute: Callable[[Prepared, World], Trained]
+) -> Trained:
     """Rank 0 trains in one process; every rank returns what it came to."""
-    from echelon.engine.ranks import meet
+    from echelon.engine.ranks import shared_store
     from echelon.flow.training import Trained
 
-    store = meet(world, "alone")
+    store = shared_store(world, "alone")
     if not world.main:
         store.wait([_ENDED], _FOREVER)
         values = json.loads(store.get(_ENDED))
@@ -119,8 +120,8 @@ def _train_alone(subject: Subject, world: World, why: str, execute: Callable[[Pr
     values = {"error": "it was interrupted"}
     try:
         with _as_one_process():
-            subject.make_again()  # it may have divided its data by the number of ranks
-            trained = execute(one_process(why), World(launched=True))
+            subject.reload()  # the job may have divided its data by the number of ranks
+            trained = execute(prepared, World(launched=True))
         values = trained.to_plain()
         return trained
     except Exception as error:
@@ -134,8 +135,9 @@ def _train_alone(subject: Subject, world: World, why: str, execute: Callable[[Pr
 @contextmanager
 def _as_one_process() -> Iterator[None]:
     """Have the environment describe one process, for code of the user's that reads it."""
-    before = {name: os.environ[name] for name in _ALONE if name in os.environ}
-    os.environ |= {name: _ALONE[name] for name in before}
+    alone = variables_of_one()
+    before = {name: os.environ[name] for name in alone}
+    os.environ |= alone
     try:
         yield
     finally:
@@ -170,8 +172,8 @@ def _plans_of_rank_0(subject: Subject, wanted: PlanLike, world: World) -> list[P
         with ranks.together():
             if world.main:
                 found = list(attempts(subject, wanted, ranks=world.size))
-                mine = [each for each in found if each.plan.ranks == world.size and not each.stands_in]
-                mine = mine or [each for each in found if not each.stands_in][-1:]
+                mine = [each for each in found if each.plan.ranks == world.size and not each.is_fallback]
+                mine = mine or [each for each in found if not each.is_fallback][-1:]
         texts = _broadcast(ranks, [(each.plan.to_json(), each.fallback) for each in mine])
     finally:
         ranks.close()

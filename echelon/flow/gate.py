@@ -5,7 +5,7 @@
     anything else                  verified now, on the first steps' own data, in a bounded time
 
 `auto` walks down its candidates until one is proved and ends at one process, so it refuses no job that one process trains.
-A plan that the user gave and that is disproved here is replaced by the nearest that is proved, with the reason; `fallback=False` raises it instead.
+A given plan that is disproved before it trains is replaced by the nearest proved one, and the reason is logged; `fallback=False` raises instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from echelon.errors import EchelonError, LaunchError, PlanError, UnpartedState, UnprovedPlan
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
 
 T = TypeVar("T")
+Limit = Callable[["Prepared"], float]
 
 #: Verification may take this many seconds, or this share of the run that it precedes, whichever is more.
 LEAST, SHARE = 30.0, 0.05
@@ -146,7 +148,7 @@ def _judged(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
         raise UnprovedPlan(f'"{plan}" cannot be proved: {certificate.divergent}; --no-verify trains it as it is')
     if not certificate.verified:
         raise UnprovedPlan(
-            f'"{plan}" does not compute what {certificate.against} computes, first at {certificate.divergent}; mend the cause, or '
+            f'"{plan}" does not compute what {certificate.against} computes, first at {certificate.divergent}; fix the cause, or '
             "use another plan; --no-verify trains it as it is"
         )
     worst = max((finding.worst for finding in certificate.findings), default=0.0)
@@ -211,7 +213,7 @@ def attempts(
         if not fallback:
             require_as_given(given)
         yield given
-        yield from stand_ins(given) if fallback else ()
+        yield from fallback_plans(given) if fallback else ()
         return
     try:
         first = prepare(subject, wanted, ranks=ranks)
@@ -225,11 +227,8 @@ def attempts(
             raise
         yield one_process(f"the job could not be profiled ({type(error).__name__}: {error})")
         return
-    begin = time.monotonic()
     yield first
     for candidate in first.candidates[1:]:
-        if time.monotonic() - begin > bound(subject.job, first):  # proofs of all of them together
-            break
         warnings = tuple(map(str, require(candidate.plan, first.profile, first.cluster)))
         yield dataclasses.replace(
             first, plan=candidate.plan, forecast=candidate.forecast, warnings=warnings, candidates=()
@@ -240,10 +239,12 @@ def attempts(
 def require_as_given(prepared: Prepared) -> None:
     """Raise where another plan than the given one was prepared."""
     if prepared.fallback:
-        raise UnprovedPlan(f"{prepared.fallback} (--no-fallback: another plan may not stand in)")
+        raise UnprovedPlan(
+            f"{prepared.fallback} (--no-fallback forbids that: leave it out, or give the plan named here)"
+        )
 
 
-def stand_ins(given: Prepared) -> Iterator[Prepared]:
+def fallback_plans(given: Prepared) -> Iterator[Prepared]:
     """What may take the place of a plan that the user gave, nearest first: without recomputation, with whole batches, one process."""
     plans = [
         dataclasses.replace(given.plan, recompute="none"),
@@ -252,7 +253,7 @@ def stand_ins(given: Prepared) -> Iterator[Prepared]:
     ]
     for plan in dict.fromkeys(plans):
         if plan != given.plan:
-            yield Prepared(plan=plan, profile=given.profile, cluster=given.cluster, stands_in=True)
+            yield dataclasses.replace(given, plan=plan, forecast=None, candidates=(), is_fallback=True)
 
 
 def one_process(why: str) -> Prepared:
@@ -261,15 +262,17 @@ def one_process(why: str) -> Prepared:
     return Prepared(plan=Plan(), warnings=(line,) if line else (), fallback=line)
 
 
-def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T]) -> T:
+def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T], limit: Limit | None = None) -> T:
     """What `execute` returns for the first plan that is not disproved; each next one says why those before it were left.
 
     A plan of `auto` that fails in another way before its first step is followed by the last one, one process: if the job is at fault, it
-    fails there too, and that error counts.
+    fails there too, and that error counts. One process also follows once failed proofs took longer together than `limit` of the last of them.
     """
     reasons: list[str] = []
     prepared = next(plans)
+    spent = 0.0
     while True:
+        begin = time.monotonic()
         try:
             return execute(_explained(prepared, reasons))
         except Exception as caught:
@@ -277,12 +280,16 @@ def first_proved(plans: Iterator[Prepared], execute: Callable[[Prepared], T]) ->
         left, wrong = prepared.plan, disproved(error)
         if not wrong and has_started(error):
             raise error
+        spent += 0.0 if has_started(error) else time.monotonic() - begin
         rest = (each for each in plans if each.plan != left)
-        following = next(rest, None) if wrong else next(iter(deque(rest, maxlen=1)), None)
-        if following is None or (following.stands_in and (not wrong or has_started(error))):
+        following = next(rest, None)
+        late = limit is not None and spent > limit(prepared)
+        if following is not None and not following.is_fallback and (late or not wrong):
+            following = deque(chain([following], rest), maxlen=1)[0]
+        if following is None or (following.is_fallback and (not wrong or has_started(error))):
             raise error
         prepared = following
-        instead = f'"{left}" runs as "{prepared.plan}"' if prepared.stands_in else f'auto left "{left}"'
+        instead = f'"{left}" runs as "{prepared.plan}"' if prepared.is_fallback else f'auto left "{left}"'
         reasons.append(f"{instead}: {in_words(error)}")
 
 
@@ -295,12 +302,8 @@ def _explained(prepared: Prepared, reasons: list[str]) -> Prepared:
 
 def disproved(error: Exception) -> bool:
     """Whether an error, perhaps of ranks that this process started, says that the plan computes something else or cannot be executed."""
-    return _kind(error) in DISPROVED
-
-
-def _kind(error: Exception) -> str:
-    """The class of an error, perhaps of ranks that this process started."""
-    return error.kind if isinstance(error, LaunchError) else type(error).__name__
+    kind = error.kind if isinstance(error, LaunchError) else type(error).__name__
+    return kind in DISPROVED
 
 
 def has_started(error: Exception) -> bool:

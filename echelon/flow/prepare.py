@@ -61,7 +61,7 @@ class Prepared:
     #: Why this is not the plan that was asked for; one of the warnings.
     fallback: str = ""
     #: Whether it stands in for a plan that the user gave, should that one be disproved before it trains.
-    stands_in: bool = False
+    is_fallback: bool = False
 
     def hand_over(self, folder: Path) -> Path:
         """Write to `folder` what ranks need so as not to make it again; the path of the plan, for `receive`."""
@@ -124,7 +124,7 @@ class Subject:
             self._identity = identify(self._job, function=self._function, read=read, folder=folder)
         return self._job
 
-    def make_again(self) -> None:
+    def reload(self) -> None:
         """Forget the job, so that it is made in the environment as it is now; one that was given as an object stays."""
         self._job, self._identity, self.reads = self._given, None, Reads()
 

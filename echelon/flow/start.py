@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from echelon.world import World, read_world
 DISPROVED = tuple(kind.__name__ for kind in (UnprovedPlan, DivergenceError, UnpartedState, PlanError, NothingToCut))
 
 
-#: What each training in this process returned; None: a loop of the user's own, which ranks could not skip.
+#: What each training in this process returned, or its error; None: a loop of the user's own, which ranks could not skip.
 _DONE: list[dict[str, Any] | None] = []
 
 
@@ -68,7 +68,7 @@ def run_script_again(prepared: Prepared) -> NoReturn:
             "parallelize() for one process, which they would repeat; move one of the two to a script of its own"
         )
     try:
-        code = _launch([sys.executable, *sys.orig_argv[1:]], prepared)
+        code = _launch([sys.executable, *sys.orig_argv[1:]], prepared, done=_DONE)
     except KeyboardInterrupt as interrupt:
         print(interrupt, file=sys.stderr)  # noqa: T201
         code = INTERRUPTED
@@ -81,11 +81,15 @@ def run_ranks(verb: str, spec: str, prepared: Prepared, options: Mapping[str, An
     return _launch([*command, "--debug"] if debug else command, prepared, in_turn=verb == "verify")
 
 
-def _launch(command: list[str], prepared: Prepared, *, in_turn: bool = False) -> int:
+def _launch(command: list[str], prepared: Prepared, *, in_turn: bool = False, done: Sequence[Any] = ()) -> int:
     plan = prepared.plan
     with tempfile.TemporaryDirectory(prefix="echelon-plan-") as folder:
         path = prepared.hand_over(Path(folder))
-        environment = {handover.PLAN: str(path), handover.DONE: json.dumps(_DONE), **tell_command()}
+        environment = {handover.PLAN: str(path), **tell_command()}
+        if done:
+            results = Path(folder, "done.json")
+            results.write_text(json.dumps(done), encoding="utf-8")
+            environment[handover.DONE] = str(results)
         return launch(command, plan.ranks, threads=plan.threads, environment=environment, in_turn=in_turn)
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import EchelonError, UnprovedPlan
+from echelon.errors import EchelonError, LaunchError, UnprovedPlan
 from echelon.events import Listener
 from echelon.flow.agree import first_launched, train_launched
 from echelon.flow.folder import require_writable
-from echelon.flow.gate import attempts, disproved, first_proved, require_proof
+from echelon.flow.gate import attempts, bound, disproved, first_proved, require_proof
 from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject
 from echelon.flow.settings import Settings, settle
 from echelon.flow.start import begin, note_done, run_script_again
 from echelon.flow.training import Trained, Training
-from echelon.launchers.handover import take_done
+from echelon.launchers.handover import in_words, take_done
 from echelon.world import World
 
 if TYPE_CHECKING:
@@ -37,8 +37,25 @@ def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] 
     variables, else from echelon.toml, as the command line does.
     """
     world = begin("train")
-    if world.launched and (done := take_done()) is not None:
-        return Trained.from_plain(done)
+    if not world.launched:
+        try:
+            trained = _trained(job, plan, world, listeners, settings)
+        except Exception as error:  # a script may go on with another training
+            note_done({"error": in_words(error)})
+            raise
+        note_done(trained.to_plain())
+        return trained
+    done = take_done()
+    if done is None:
+        return _trained(job, plan, world, listeners, settings)
+    if "error" in done:
+        raise LaunchError(f"this training failed before the script started its ranks: {done['error']}")
+    return Trained.from_plain(done)
+
+
+def _trained(
+    job: JobLike, plan: PlanLike, world: World, listeners: Sequence[Listener], settings: Mapping[str, Any]
+) -> Trained:
     wanted, chosen = settle(plan, settings)
     if world.main:
         require_writable(Path("runs" if chosen.folder is None else chosen.folder))
@@ -46,8 +63,8 @@ def train(job: JobLike, plan: PlanLike = None, *, listeners: Sequence[Listener] 
     attempt = Attempt(subject, world, chosen, listeners)
     if world.launched:
         return train_launched(subject, wanted, world, attempt, fallback=chosen.fallback)
-    trained: Trained = first_proved(attempts(subject, wanted, fallback=chosen.fallback), attempt)
-    note_done(trained.to_plain())
+    plans = attempts(subject, wanted, fallback=chosen.fallback)
+    trained: Trained = first_proved(plans, attempt, lambda each: bound(subject.job, each))
     return trained
 
 
@@ -98,16 +115,17 @@ def parallelize(
 ) -> Run:
     """The job under a plan on this rank, for people who keep their own loop: `for batch in run.batches(): run.step(batch)`.
 
-    A plan that no certificate covers yet is verified first, as `train` does; `verify=False` (or ECHELON_VERIFY=0) leaves that out.
+    A plan that no certificate covers yet is verified first, as `train` does; `verify=False` (or ECHELON_VERIFY=0) leaves that out. One that is
+    disproved is replaced by the nearest proved one where this process starts the ranks itself; under torchrun it raises UnprovedPlan.
     """
     world = begin("parallelize")
     subject = Subject(job)
-    proving = settle(plan, {} if verify is None else {"verify": verify})[1].verify
+    chosen = settle(plan, {} if verify is None else {"verify": verify})[1]
 
     def execute(prepared: Prepared, world: World = world) -> Run:
         if not world.launched and prepared.plan.ranks > 1:
             run_script_again(prepared)
-        require_proof(subject, prepared, world, verify=proving)
+        require_proof(subject, prepared, world, verify=chosen.verify)
         if prepared.fallback and world.main:
             warnings.warn(prepared.fallback, stacklevel=4)
         from echelon.engine.run import Run
@@ -116,6 +134,8 @@ def parallelize(
 
     if world.launched:
         return first_launched(subject, plan, world, execute)
-    run: Run = first_proved(attempts(subject, plan), execute)
+    run: Run = first_proved(
+        attempts(subject, plan, fallback=chosen.fallback), execute, lambda each: bound(subject.job, each)
+    )
     note_done(None)
     return run

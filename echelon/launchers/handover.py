@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sysconfig
@@ -15,7 +16,7 @@ from echelon.errors import EchelonError
 
 #: Path of the plan that the launching process made, so that no rank makes it again. Not ECHELON_PLAN: that is the user's setting.
 PLAN = "ECHELON_HANDED_PLAN"
-#: What trainings returned that a script did before it started ranks, as JSON: ranks, which run it from its beginning, do not repeat them.
+#: Path of what trainings returned that a script did before it started ranks: ranks, which run it from its beginning, do not repeat them.
 DONE = "ECHELON_DONE"
 #: Folder where a rank leaves word of its own failure: the launcher then shows one message instead of N tracebacks.
 FAILURES = "ECHELON_FAILURES"
@@ -33,14 +34,18 @@ def has_plan() -> bool:
     return PLAN in os.environ
 
 
+#: Trainings of the process that started this rank that were asked for here.
+_taken = itertools.count()
+
+
 def take_done() -> dict[str, Any] | None:
-    """What the next training of this script returned in the process that started this rank; None: that process did not do it."""
-    left: list[dict[str, Any]] = json.loads(os.environ.pop(DONE, "[]"))
-    if not left:
+    """What the next training of this script returned in the process that started this rank, or its error; None: that process did not do it."""
+    path = os.environ.get(DONE)
+    if path is None:
         return None
-    if left[1:]:
-        os.environ[DONE] = json.dumps(left[1:])
-    return left[0]
+    done: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    place = next(_taken)
+    return done[place] if place < len(done) else None
 
 
 def note_start() -> None:

@@ -124,7 +124,7 @@ def _cut(plan: Plan, job: Job) -> Plan:
     there = {name.rpartition(".")[0] for name, _ in _built(job).named_parameters(remove_duplicate=False)}
     late = {each.path for each in found.placements} - there
     if late:
-        raise _uncut(plan, "tp", f"forward itself makes {min(late)}, which the model does not have when it is cut")
+        raise _uncut(plan, "tp", f"{min(late)} is created in forward, so it does not exist yet when the model is cut")
     uncut = tuple(Uncut(path=path, why=why) for path, why in found.whole.items())
     return dataclasses.replace(plan, placements=found.placements, uncut=uncut)
 

@@ -12,7 +12,6 @@ jump ahead, so that behaviour that begins late shows. An optimizer that cannot b
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -88,25 +87,12 @@ def meta_parameters(parameters: Mapping[str, Tensor]) -> dict[str, nn.Parameter]
     }  # fmt: skip
 
 
-#: By the job's function, for the shapes that it was tried with last: a proof and the run that follows it ask for the same.
+#: By the job's function: what it made last, and the classes of that. A proof and the run that follows it ask for the same.
 _TRIED: MutableMapping[Any, tuple[Any, tuple[OptimizerClass, ...]]] = WeakKeyDictionary()
 
 
 def classify(job: Job, parameters: Mapping[str, Tensor]) -> tuple[OptimizerClass, ...]:
     """The class of each of the job's optimizers; `parameters`: the trainable ones, on any device."""
-    shapes = {name: value.shape for name, value in parameters.items()}
-    try:
-        known, found = _TRIED.get(job.optimizer, (None, ()))
-    except TypeError:  # an object of the user's that is not hashable
-        return _classified(job, parameters)
-    if known != shapes:
-        found = _classified(job, parameters)
-        with contextlib.suppress(TypeError):
-            _TRIED[job.optimizer] = shapes, found
-    return found
-
-
-def _classified(job: Job, parameters: Mapping[str, Tensor]) -> tuple[OptimizerClass, ...]:
     standins = meta_parameters(parameters)
     try:
         made = made_for(job, standins)
@@ -117,7 +103,16 @@ def _classified(job: Job, parameters: Mapping[str, Tensor]) -> tuple[OptimizerCl
         return (
             OptimizerClass(name="the optimizer", reads="model", draws=True, untried=why, parameters=frozenset(parameters)),
         )  # fmt: skip
-    return classes(job, standins, made)
+    shapes = {name: (value.shape, value.dtype) for name, value in parameters.items()}
+    key = shapes, [(type(each), _options(standins, made, place)) for place, each in enumerate(made)]
+    try:
+        known, found = _TRIED.get(job.optimizer, (None, ()))
+    except TypeError:  # an object of the user's that is not hashable
+        return classes(job, standins, made)
+    if known != key:
+        found = classes(job, standins, made)
+        _TRIED[job.optimizer] = key, found
+    return found
 
 
 def classes(job: Job, standins: Mapping[str, nn.Parameter], made: Sequence[Optimizer]) -> tuple[OptimizerClass, ...]:

@@ -233,7 +233,7 @@ def _print_stacks(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             worker.process.send_signal(STACKS)
-    time.sleep(0.5)
+    time.sleep(0.5)  # until they are in the output, which is read next
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from echelon.world import STORE, World
 
 #: Has a rank print the stacks of its threads.
-STACKS = signal.SIGRTMIN
+STACKS = signal.SIGUSR1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

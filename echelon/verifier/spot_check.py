@@ -192,7 +192,7 @@ class SpotChecks:
         kept = [(value, value.grad, None if value.grad is None else value.grad.clone()) for _, value in named]
         after = _copies(run.model)
         later = _attributes(run.model)
-        _put_tensors(run.model, start.tensors)
+        _put(_tensors(run.model), start.tensors)
         _put_attributes(run.model, start.attributes)
         for value in run.model.parameters():
             value.grad = None
@@ -213,7 +213,7 @@ class SpotChecks:
             assert copied is not None
             grad.copy_(copied)  # in its place: the exchange keeps gradients in buckets of its own
             value.grad = grad
-        _put_tensors(run.model, after)
+        _put(_tensors(run.model), after)
         _put_attributes(run.model, later)
         return loss, found, not drawn
 
@@ -275,8 +275,8 @@ class SpotChecks:
             raise DivergenceError(
                 f'step {step + 1}: {what} under "{self._run.plan}" is {worst.value:.2g} off what one device computes from the same state '
                 f"and samples ({len(beyond)} of {len(differences)} values differ), and the first steps agreed: something that begins "
-                f"later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step. Step {self._agreed} is the last one "
-                "that was checked and agreed: go on from a checkpoint up to it, because later ones may carry the error",
+                f"later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step. The last step that this "
+                f"start checked and found equal is {self._agreed}: resume from a checkpoint at or before it, because later ones may contain the error",
                 tensor=worst.name,
                 cause="behaviour that begins after the first steps",
             )
@@ -318,7 +318,7 @@ class _State:
         """Give it to a fresh model."""
         for name, value in model.named_parameters():
             value.copy_(self.parameters[name])
-        _put_buffers(model, self.buffers)
+        _put(_buffers(model), self.buffers)
         for path, module in _with_extra_state(model):
             module.set_extra_state(copy.deepcopy(self.extra[path]))
         _put_attributes(model, self.attributes)
@@ -410,16 +410,8 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _put_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give parameters and buffers these values; those that have them already stay untouched."""
-    for name, value in _tensors(model).items():
-        if name in values and values[name].shape == value.shape and not torch.equal(value, values[name].to(value)):
-            value.copy_(values[name])
-
-
-@torch.no_grad()
-def _put_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give buffers these values; those that have them already stay untouched."""
-    for name, value in _buffers(model).items():
+def _put(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Give tensors these values; those that have them already stay untouched."""
+    for name, value in held.items():
         if name in values and values[name].shape == value.shape and not torch.equal(value, values[name].to(value)):
             value.copy_(values[name])

@@ -183,7 +183,7 @@ def store(tmp_path: Path) -> str:
 
 
 def cached(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix == ".arrow")
+    return sum(_size(path) for path in folder.iterdir() if path.suffix == ".arrow")
 
 
 def test_remote_batches_are_the_same(store: str, tmp_path: Path) -> None:

@@ -171,6 +171,22 @@ class Counting(nn.Module):
         return x * (1 + 0.01 * self.calls + 0.5 * first)
 
 
+class Caching(nn.Module):
+    """A cache of tensors that state_dict() does not hold, and how much is in it: both start over together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: list[Tensor] = []
+        self.filled = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.filled == len(self.cache)
+        if self.training:
+            self.cache.append(x.detach().mean())
+            self.filled += 1
+        return x
+
+
 class Assorted(nn.Module):
     """State of many types that state_dict() does not hold; `share` is held elsewhere too."""
 
@@ -280,6 +296,7 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "extra": lambda: mlp(model=keeping),
     "extra tensor": lambda: mlp(model=lambda: keeping(tensor=True)),
     "counting": lambda: mlp(model=lambda: with_layer(Counting())),
+    "caching": lambda: mlp(model=lambda: with_layer(Caching())),
     "assorted": lambda: mlp(model=lambda: with_layer(Assorted())),
     "shaking": lambda: mlp(optimizer=Shaking),
     "plain": scheduled(Plain),

@@ -294,3 +294,44 @@ def test_a_loss_that_edits_the_output_does_so_once() -> None:
         output = run.model(data.tensors[0]) / 2
         assert found["loss"] == pytest.approx(float(F.cross_entropy(output, data.tensors[-1])), rel=1e-6)
         assert found["size"] == pytest.approx(float(output.abs().mean()), rel=1e-6)
+
+
+def sometimes(output: Tensor, batch: Any) -> Tensor:
+    """Averages over what a mask leaves, and over nothing readable where that is nothing."""
+    counted = batch[-1] == 1
+    return F.cross_entropy(output[counted], batch[-1][counted]) if counted.any() else (output * 0).sum()
+
+
+def two_counts(output: Tensor, batch: Any) -> Tensor:
+    """Two averages over unequal counts, the first of which is zero in some batches."""
+    counted = (batch[-1] == 1).to(output.dtype)
+    return (output[:, 0] * counted).sum() / counted.sum().clamp(min=1) + F.cross_entropy(output, batch[-1])
+
+
+@pytest.mark.parametrize("loss", [sometimes, two_counts])
+def test_a_loss_without_a_common_weight_counts_by_samples(loss: Any) -> None:
+    data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53).sort().values)
+    job = mlp(data=data, evaluation=data, batch=8, loss=loss)
+    with Run(job, Plan(), World()) as run, torch.no_grad():
+        found = run.evaluate()["loss"]
+        run.model.eval()
+        total = 0.0
+        for first in range(0, 53, 8):
+            batch = [each[first : first + 8] for each in data.tensors]
+            total += float(loss(run.model(batch[0]), batch)) * len(batch[0])
+    assert found == pytest.approx(total / 53, rel=1e-5)
+
+
+def edits_labels(output: Tensor, batch: Any) -> Tensor:
+    batch[-1].add_(1).remainder_(4)
+    return F.cross_entropy(output, batch[-1])
+
+
+def test_a_loss_that_edits_the_batch_does_so_once() -> None:
+    data = torch.utils.data.TensorDataset(numbers(53, 8), classes(53))
+    job = mlp(
+        data=data, evaluation=data, batch=8, loss=edits_labels, metrics={"label": lambda _, b: b[-1].float().mean()}
+    )
+    with Run(job, Plan(), World()) as run:
+        found = run.evaluate()["label"]
+    assert found == pytest.approx(float(((data.tensors[-1] + 1) % 4).float().mean()), rel=1e-6)

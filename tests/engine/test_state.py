@@ -31,6 +31,7 @@ WHOLE = [
     "extra",
     "extra tensor",
     "counting",
+    "caching",
     "assorted",
     "shaking",
     "plain",

@@ -24,7 +24,6 @@ from echelon.flow import gate
 from echelon.flow.prepare import Prepared, Subject
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.planner import Candidate
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
@@ -340,7 +339,7 @@ def test_without_fallback_the_given_plan_runs_or_nothing(tmp_path: Path) -> None
 def test_only_a_disproof_before_the_first_step_replaces_a_given_plan() -> None:
     def asked() -> Iterator[Prepared]:
         given = Prepared(plan=from_text("dp=2 tp=2 micro=4 recompute=block"))
-        return iter([given, *gate.stand_ins(given)])
+        return iter([given, *gate.fallback_plans(given)])
 
     assert [str(each.plan) for each in asked()] == [
         "dp=2 tp=2 micro=4 recompute=block", "dp=2 tp=2 micro=4", "dp=1 tp=2 recompute=block", "dp=1"
@@ -353,17 +352,13 @@ def test_only_a_disproof_before_the_first_step_replaces_a_given_plan() -> None:
             gate.first_proved(asked(), failing(kind, started=started))
 
 
-def test_auto_stops_looking_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.observer.runs import forecast
-
-    expected = forecast()
-    several = tuple(Candidate(plan=from_text(text), forecast=expected) for text in ("dp=2", "tp=2", "pp=2 micro=2"))
-    first = Prepared(plan=several[0].plan, forecast=expected, candidates=several)
-    monkeypatch.setattr(gate, "prepare", lambda *_, **__: first)
-    monkeypatch.setattr(gate, "require", lambda *_: ())
-    assert len(list(gate.attempts(Subject(make()), "auto"))) == 4
-    monkeypatch.setattr(gate, "bound", lambda *_: -1.0)
-    assert [str(each.plan) for each in gate.attempts(Subject(make()), "auto")] == ["dp=2", "dp=1"]
+def test_auto_stops_looking_when_its_time_is_over() -> None:
+    asked = ("dp=4", "dp=3", "dp=2", "dp=1")
+    kinds = ("UnprovedPlan", "UnprovedPlan")
+    assert str(gate.first_proved(plans(*asked), failing(*kinds), lambda _: 30.0).plan) == "dp=2"
+    assert str(gate.first_proved(plans(*asked), failing("UnprovedPlan"), lambda _: 0.0).plan) == "dp=1"
+    # A plan that trained before it was disproved costs nothing of that time.
+    assert str(gate.first_proved(plans(*asked), failing("DivergenceError", started=True), lambda _: 0.0).plan) == "dp=3"
 
 
 def test_errors_of_a_running_training_end_it() -> None:

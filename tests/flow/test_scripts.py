@@ -120,6 +120,21 @@ print(json.dumps([str(first.folder), first.loss, second.loss]))
     assert found == {"a": ["dp=1"], "b": ["dp=2"]}
 
 
+def test_a_training_that_failed_before_ranks_start_fails_in_them_too(tmp_path: Path) -> None:
+    text = """
+for folder, plan in (("b", "dp=1"), ("c", "bad=1"), ("d", "dp=2")):
+    try:
+        print(folder, echelon.train(job, plan, folder=folder, quiet=True).folder, flush=True)
+    except echelon.EchelonError as error:
+        print(folder, type(error).__name__, flush=True)
+"""
+    done = script(tmp_path, text, environment={"ECHELON_VERIFY": "0"})
+    assert done.returncode == 0, done.stderr
+    assert "d d" in done.stdout.splitlines()
+    assert not [line for line in done.stdout.splitlines() if line.startswith("c c")]
+    assert json.loads((tmp_path / "d" / "plan.json").read_text())["mesh"]["dp"] == 2
+
+
 def test_a_loop_before_ranks_start_is_not_repeated(tmp_path: Path) -> None:
     done = script(tmp_path, LOOP.replace("PLAN", "'dp=1'") + "echelon.train(job, 'dp=2')")
     assert done.returncode == 2

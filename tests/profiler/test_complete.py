@@ -123,7 +123,7 @@ def test_layers_that_forward_makes_are_neither_profiled_nor_cut() -> None:
     job = small(Growing)
     known = profile(job)
     assert [each.name for each in known.parameters] == ["head.weight", "head.bias"]
-    with pytest.raises(NothingToCut, match=r"tp=2: forward itself makes late.*dp=2 zero=3"):
+    with pytest.raises(NothingToCut, match=r"tp=2: late is created in forward.*dp=2 zero=3"):
         complete(from_text("tp=2"), job, known)
 
 
