@@ -23,7 +23,7 @@ demo: $(VENV)/.examples
 	@echo "its report: runs/demo/report.html"
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check .

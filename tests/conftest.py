@@ -35,6 +35,24 @@ def pytest_report_header() -> str:
     return f"samples of long tables: ECHELON_SEED={SEED} draws these again"
 
 
+#: Files that take minutes, or have a few tests that each take half of one: begun last, one of them would leave a core idle in the end.
+_LONG = (
+    "zoo/test_zoo", "verifier/test_verifier_faults", "examples/", "faults/", "flow/test_scripts", "flow/test_gate", "cli/test_verbs", "flow/",
+    "bench/", "server/test_client", "engine/test_recompute", "engine/test_axes", "engine/test_checkpoint", "data/test_packed_training", "profiler/",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first; `make test` gives files to cores in this order."""
+    here = Path(__file__).parent
+    files = {item.path: item.path.relative_to(here).as_posix() for item in items}
+    places = {
+        path: next((place for place, name in enumerate(_LONG) if file.startswith(name)), len(_LONG))
+        for path, file in files.items()
+    }
+    items.sort(key=lambda item: places[item.path])
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """Rank processes, started on first need and shared by the whole session: `ranks.run(4, function, *args)`."""

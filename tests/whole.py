@@ -41,6 +41,12 @@ only_whole = pytest.mark.skipif(not WHOLE, reason="ECHELON_ZOO=all runs it")
 Row = TypeVar("Row")
 
 
+def some(table: str, rows: Iterable[Row], count: int, seed: str = SEED) -> list[Row]:
+    """So many rows, drawn by the commit; all rows where the whole table is asked for."""
+    every = list(rows)
+    return every if WHOLE else [every[place] for place in sorted(drawing(table, seed).sample(range(len(every)), count))]
+
+
 def one_of_each(table: str, rows: Iterable[Row], kind: Callable[[Row], Hashable], seed: str = SEED) -> list[Row]:
     """A row of every kind, drawn by the commit; all rows where the whole table is asked for."""
     kinds: dict[Hashable, list[Row]] = {}

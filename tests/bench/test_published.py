@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from echelon.simulator import fitted as constants
 from echelon.simulator.distil import distil
 from echelon.simulator.fitted import Fitted, fitted, rounded
 from echelon.simulator.sheet_memory import held_by_ranks, put_together, reserved
-from tests.whole import only_whole, pairs
+from tests.whole import only_whole, some
 
 SMALL: dict[str, Any] = {
     "arch": "llama", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 320, "seq_len": 32, "gated_mlp": True,
@@ -316,7 +317,7 @@ def written_with(folder: Path, path: str, value: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arch", "core"), pairs(["gpt", "llama", "nemotron", "bert"], ["flash", "fused", "eager"], each=1)
+    ("arch", "core"), some("blocks", product(["gpt", "llama", "nemotron", "bert"], ["flash", "fused", "eager"]), 1)
 )
 def test_two_blocks_tell_of_six(arch: str, core: str) -> None:
     model = SMALL | {"arch": arch, "gated_mlp": arch == "llama", "kv_heads": 2 if arch in ("llama", "nemotron") else 4}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from echelon.plan.certificate import Certificate
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 from tests.engine.sequences import CASES, Compared, compare
-from tests.whole import only_whole
+from tests.whole import only_whole, some
 from tests.zoo.prove import completed, prove_plan
 
 
-@pytest.fixture(scope="module", params=[(ways, name) for ways in (2, 3) for name in CASES], ids=str)
+@pytest.fixture(scope="module", params=some("sequence", product((2, 3), CASES), 4), ids=str)
 def compared(ranks: Pool, request: pytest.FixtureRequest) -> list[Compared]:
     ways, name = request.param
     return ranks.run(ways, compare, name, timeout=120)

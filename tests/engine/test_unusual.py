@@ -18,18 +18,19 @@ from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS, failure, mlp, trained
 from tests.engine.staged import Hooked
+from tests.whole import some
 from tests.zoo import ZOO, prove
 
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
+    some("unusual", [
         ("channels-last", "dp=2"),  # fused kernels take it that a gradient lies as its parameter does
         ("flow", "dp=2 zero=2 whole"),  # weights in columns
         ("siamese", "dp=2 zero=3"),  # a temperature: one number cannot be sharded
         ("fourier", "dp=2 zero=1"),  # complex weights
-    ],
-)
+    ], 2),
+)  # fmt: skip
 def test_unusual_parameters_are_proved(ranks: Pool, name: str, plan: str) -> None:
     certificate = Certificate.from_json(ranks.run(2, prove.prove, name, plan, timeout=240)[0])
     assert certificate.verified, certificate.divergent

@@ -21,6 +21,7 @@ from echelon.testing.models import GPT, MLP
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import mlp, tokens
+from tests.whole import some
 
 MODEL = {"vocab": 32, "context": 9, "width": 16, "layers": 2, "heads": 2}
 
@@ -60,14 +61,14 @@ def written(folder: Path, how: str) -> str:
 
 @pytest.mark.parametrize(
     ("plan", "how"),
-    [
+    some("weights", [
         *((plan, how) for plan in ("dp=1", "dp=3 zero=3") for how in ("safetensors", "torch", "index")),
         ("dp=2", "torch"),
         ("tp=2", "safetensors"),
         ("pp=2", "index"),
         ("dp=2 tp=2 zero=3", "safetensors"),
-    ],
-)
+    ], 5),
+)  # fmt: skip
 def test_weights_arrive_whole(ranks: Pool, tmp_path: Path, how: str, plan: str) -> None:
     path, count = written(tmp_path, how), from_text(plan).ranks
     found, said = (

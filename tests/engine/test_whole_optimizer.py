@@ -22,7 +22,7 @@ from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests import optimizers as own
 from tests.optimizers import matrices_and_rest
-from tests.whole import only_whole
+from tests.whole import only_whole, some
 
 STEPS, SEED = 7, 3
 DATA = TensorDataset(
@@ -157,7 +157,7 @@ def _trains_as_plain(ranks: Pool, plan: str, names: list[str]) -> None:
     assert all(rank[name][key] == every[0][name][key] for rank in every for name in names for key in ("rates", "d"))
 
 
-@pytest.mark.parametrize("plan", CASES)
+@pytest.mark.parametrize("plan", some("whole optimizers", CASES, 4))
 def test_it_trains_as_a_plain_loop_does(ranks: Pool, plan: str) -> None:
     _trains_as_plain(ranks, plan, CASES[plan])
 

@@ -28,6 +28,7 @@ from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
 from tests.flow.jobs import checked_losses, coupled, make, trained_alone
+from tests.whole import some
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +291,7 @@ def test_spot_checks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert losses("checked", True) == losses("plain", False)
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"])
+@pytest.mark.parametrize("plan", some("checked", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"], 2))
 def test_ranks_are_checked_and_train_the_same(ranks: Pool, tmp_path: Path, plan: str) -> None:
     checked = ranks.run(2, checked_losses, str(tmp_path / "checked"), plan, True, timeout=240)
     plain = ranks.run(2, checked_losses, str(tmp_path / "plain"), plan, False, timeout=240)

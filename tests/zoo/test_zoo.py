@@ -71,7 +71,7 @@ def test_a_step(name: str) -> None:
     assert sum(moved) > 0.5 * len(trained)
 
 
-@pytest.mark.parametrize("name", GOOD if WHOLE else drawing("data").sample(GOOD, 4))
+@pytest.mark.parametrize("name", GOOD if WHOLE else drawing("data").sample(GOOD, 3))
 def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
     require_proved(ranks, name)
 
