@@ -35,6 +35,16 @@ def pytest_report_header() -> str:
     return f"samples of long tables: ECHELON_SEED={SEED} draws these again"
 
 
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """Whatever a test did, or had done, torch's default is as it was: proofs work in another one."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_default_dtype() is not torch.float32:
+        torch.set_default_dtype(torch.float32)
+        pytest.fail("torch's default dtype was left changed")
+
+
 #: Files that take minutes, or have a few tests that each take half of one: begun last, one of them would leave a core idle in the end.
 _LONG = (
     "zoo/test_zoo", "verifier/test_verifier_faults", "examples/", "faults/", "flow/test_scripts", "flow/test_gate", "cli/test_verbs", "flow/",

@@ -207,7 +207,7 @@ def _key(subject: Subject, plan: Plan) -> str:
 def attempts(
     subject: Subject, wanted: PlanLike, *, ranks: int | None = None, fallback: bool = True
 ) -> Iterator[Prepared]:
-    """The plan that was asked for and what stands in for it; for `auto` the candidates, best first. In the end one process."""
+    """The plan that was asked for and what may replace it; for `auto` the candidates, best first. In the end one process."""
     if read_plan(wanted) is not None:
         given = prepare(subject, wanted, ranks=ranks)
         if not fallback:

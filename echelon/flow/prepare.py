@@ -60,7 +60,7 @@ class Prepared:
     warnings: tuple[str, ...] = ()
     #: Why this is not the plan that was asked for; one of the warnings.
     fallback: str = ""
-    #: Whether it stands in for a plan that the user gave, should that one be disproved before it trains.
+    #: Whether it replaces a plan that the user gave and that was disproved before it trained.
     is_fallback: bool = False
 
     def hand_over(self, folder: Path) -> Path:

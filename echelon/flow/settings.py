@@ -75,7 +75,7 @@ class Settings:
     override: tuple[str, ...] = ()
     #: Prove a new job and plan before the first step.
     verify: bool = True
-    #: Have the nearest proved plan stand in for a given one that is disproved; else raise.
+    #: Replace a given plan that is disproved by the nearest proved one; else raise.
     fallback: bool = True
     certificate: str | Path | None = None
     quiet: bool = False

@@ -12,7 +12,7 @@ from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import evaluated, resumed, saved, trained
-from tests.whole import one_of_each, pairs
+from tests.whole import one_of_each, pairs, some
 
 BOUND = 1e-9
 AXES = [
@@ -98,7 +98,7 @@ def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Poo
 
 
 @pytest.mark.parametrize(
-    "plan", ["pp=2 micro=2", "pp=3 micro=2", "dp=2 pp=2 zero=1 micro=2", "dp=2 pp=2 zero=3 micro=2"]
+    "plan", some("between", ["pp=2 micro=2", "pp=3 micro=2", "dp=2 pp=2 zero=1 micro=2", "dp=2 pp=2 zero=3 micro=2"], 2)
 )
 def test_a_weight_that_is_used_between_units_is_where_it_is_used(ranks: Pool, alone: Any, plan: str) -> None:
     one, many = alone("borrowed"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "borrowed", plan)
@@ -109,7 +109,16 @@ def test_a_weight_that_is_used_between_units_is_where_it_is_used(ranks: Pool, al
 @pytest.mark.filterwarnings("ignore:mkldnn_")  # a processor without such instructions
 @pytest.mark.parametrize(
     ("plan", "precision"),
-    [("tp=2", "bf16"), ("pp=2 micro=2", "fp16"), ("dp=2 tp=2 zero=3", "fp16"), ("dp=2 pp=2 zero=1 micro=2", "bf16")],
+    some(
+        "half",
+        [
+            ("tp=2", "bf16"),
+            ("pp=2 micro=2", "fp16"),
+            ("dp=2 tp=2 zero=3", "fp16"),
+            ("dp=2 pp=2 zero=1 micro=2", "bf16"),
+        ],
+        2,
+    ),
 )
 def test_half_precision_stays_near_one_device(ranks: Pool, plan: str, precision: str) -> None:
     one = trained(World(), "tokens", f"precision={precision}", double=False)
@@ -124,7 +133,7 @@ def test_half_precision_stays_near_one_device(ranks: Pool, plan: str, precision:
     assert apart < 0.5 * moved
 
 
-@pytest.mark.parametrize("plan", ["dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 pp=2", "dp=2 pp=2 zero=3"])
+@pytest.mark.parametrize("plan", some("norms", ["dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 pp=2", "dp=2 pp=2 zero=3"], 2))
 def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone: Any, plan: str) -> None:
     count, text = from_text(plan).ranks, f"{plan} batchnorm=sync"
     one, many = alone("norm"), ranks.run(count, "tests.engine.jobs:trained", "norm", text)
@@ -132,7 +141,7 @@ def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone:
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2", "tp=2 pp=2", "dp=2 pp=2 micro=2"])
+@pytest.mark.parametrize("plan", some("evaluated", ["tp=2", "pp=2 micro=2", "tp=2 pp=2", "dp=2 pp=2 micro=2"], 2))
 def test_evaluation_is_the_same_on_every_rank(ranks: Pool, plan: str) -> None:
     one = evaluated(World(), "tokens", "dp=1")
     for found in ranks.run(from_text(plan).ranks, "tests.engine.jobs:evaluated", "tokens", plan):

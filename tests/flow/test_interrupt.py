@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.whole import only_whole
+from tests.whole import only_whole, some
 
 ROOT = Path(__file__).parents[2]
 JOB = """
@@ -72,7 +72,7 @@ def end(process: subprocess.Popen[str], *signals: int, apart: float = 0.0) -> tu
 TRAIN = ("-m", "echelon", "train", "slow.py", "--every", "1000", "--out", "my run")
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+@pytest.mark.parametrize("plan", some("advice", ["dp=1", "dp=2"], 1))
 def test_the_advice_goes_on_with_the_run(tmp_path: Path, plan: str) -> None:
     process = start(tmp_path, *TRAIN, "--plan", plan)
     wait_for(tmp_path / "my run" / "events.jsonl", '"kind": "step"', process=process)
@@ -104,7 +104,7 @@ def test_a_script_is_told_its_own_command(tmp_path: Path) -> None:
     assert f"go on with: {sys.executable} slow.py -x 'a b'\n" in err
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+@pytest.mark.parametrize("plan", some("test_an_interrupt_before_the_first_step_is_no_error", ["dp=1", "dp=2"], 1))
 def test_an_interrupt_before_the_first_step_is_no_error(tmp_path: Path, plan: str) -> None:
     process = start(tmp_path, "-m", "echelon", "train", "slow.py:early", "--plan", plan)
     wait_for(tmp_path / "reading", process=process)

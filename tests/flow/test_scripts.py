@@ -91,48 +91,27 @@ def test_the_users_setting_is_not_taken_for_a_launchers_plan(tmp_path: Path) -> 
     assert done.stdout.strip() == "6"
 
 
-def test_each_training_of_a_script_has_its_own_plan(tmp_path: Path) -> None:
+def test_each_training_of_a_script_runs_once_under_its_own_plan(tmp_path: Path) -> None:
+    """Those before ranks start are done when the ranks, which run the script from its beginning, come to them."""
     text = """
-for folder, plan in (("one", "dp=2"), ("two", "dp=2 zero=1")):
-    echelon.train(job, plan, folder=folder, quiet=True)
-"""
-    done = script(tmp_path, text)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads((tmp_path / folder / "plan.json").read_text())["zero"] for folder in ("one", "two")] == [0, 1]
-
-
-def test_trainings_before_ranks_start_are_not_repeated(tmp_path: Path) -> None:
-    text = """
-first = echelon.train(job, 'dp=1', folder='a', resume=False)
-second = echelon.train(job, 'dp=2', folder='b', resume=False)
-print(json.dumps([str(first.folder), first.loss, second.loss]))
-"""
-    done = script(tmp_path, text, environment={"ECHELON_VERIFY": "0", "ECHELON_QUIET": "1"})
-    assert done.returncode == 0, done.stderr
-    folder, first, second = json.loads(done.stdout.splitlines()[-1])
-    assert first == pytest.approx(second, rel=1e-5)
-    found = {}
-    for name in ("a", "b"):
-        (run,) = [event.parent for event in (tmp_path / name).rglob("events.jsonl")]
-        starts = [event for event in read_events(run) if event.kind == "start"]
-        found[name] = [event.data["plan"] for event in starts]
-    assert Path(folder).parts[0] == "a"
-    assert found == {"a": ["dp=1"], "b": ["dp=2"]}
-
-
-def test_a_training_that_failed_before_ranks_start_fails_in_them_too(tmp_path: Path) -> None:
-    text = """
-for folder, plan in (("b", "dp=1"), ("c", "bad=1"), ("d", "dp=2")):
+for folder, plan in (("a", "dp=1"), ("b", "bad=1"), ("c", "dp=2"), ("d", "dp=2 zero=1")):
     try:
-        print(folder, echelon.train(job, plan, folder=folder, quiet=True).folder, flush=True)
+        trained = echelon.train(job, plan, folder=folder, resume=False)
+        print(folder, trained.folder, trained.loss, flush=True)
     except echelon.EchelonError as error:
-        print(folder, type(error).__name__, flush=True)
+        print(folder, error, flush=True)
 """
-    done = script(tmp_path, text, environment={"ECHELON_VERIFY": "0"})
+    done = script(tmp_path, text, environment={"ECHELON_QUIET": "1"})
     assert done.returncode == 0, done.stderr
-    assert "d d" in done.stdout.splitlines()
-    assert not [line for line in done.stdout.splitlines() if line.startswith("c c")]
-    assert json.loads((tmp_path / "d" / "plan.json").read_text())["mesh"]["dp"] == 2
+    found = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert " ".join(found["b"]).startswith("this training failed before the script started its ranks: plan 'bad=1'")
+    assert [found[name][0] for name in "acd"] == ["a", "c", "d"]
+    assert len({f"{float(found[name][1]):.5f}" for name in "acd"}) == 1
+    plans = {}
+    for name in "acd":
+        (run,) = [log.parent for log in (tmp_path / name).rglob("events.jsonl")]
+        plans[name] = [event.data["plan"] for event in read_events(run) if event.kind == "start"]
+    assert plans == {"a": ["dp=1"], "c": ["dp=2"], "d": ["dp=2 zero=1"]}
 
 
 def test_a_loop_before_ranks_start_is_not_repeated(tmp_path: Path) -> None:
