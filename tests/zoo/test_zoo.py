@@ -71,7 +71,7 @@ def test_a_step(name: str) -> None:
     assert sum(moved) > 0.5 * len(trained)
 
 
-@pytest.mark.parametrize("name", GOOD if WHOLE else drawing("data").sample(GOOD, 3))
+@pytest.mark.parametrize("name", GOOD if WHOLE else drawing("data").sample(GOOD, 2))
 def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
     require_proved(ranks, name)
 
@@ -96,7 +96,7 @@ def sampled() -> list[tuple[str, str]]:
     draw = drawing("axes")
     axes = [plan for plan in table.PLANS if "tp" in plan or "pp" in plan]
     wanted = [(draw.choice([*ZOO]), plan) for plan in ("tp=2", "pp=2")]
-    return wanted + draw.sample([(name, plan) for name in ZOO for plan in axes], 60 if WHOLE else 2)
+    return wanted + draw.sample([(name, plan) for name in ZOO for plan in axes], 60 if WHOLE else 1)
 
 
 @pytest.mark.parametrize(("name", "plan"), sampled())
