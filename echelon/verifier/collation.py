@@ -21,27 +21,29 @@ from echelon.verifier.feed import Feed
 
 
 class Unjoinable(Exception):  # noqa: N818 (says of batches what they are)
-    """Batches that do not make one: padded to other lengths, or with values of their own."""
+    """Batches that do not make one: padded to other lengths, without a row for each sample, or with values of their own."""
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Collated batches as one; raises Unjoinable."""
+def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Collated batches of so many samples each as one; raises Unjoinable."""
     if len(parts) == 1:
         return parts[0]
     trees = [tree_flatten(part) for part in parts]
     if any(structure != trees[0][1] for _, structure in trees):
         raise Unjoinable
     return tree_unflatten(
-        [_together(leaves) for leaves in zip(*(leaves for leaves, _ in trees), strict=True)], trees[0][1]
+        [_together(leaves, sizes) for leaves in zip(*(leaves for leaves, _ in trees), strict=True)], trees[0][1]
     )
 
 
-def _together(leaves: Sequence[Any]) -> Any:
+def _together(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = leaves[0]
     if not isinstance(first, Tensor) or first.dim() == 0:
         raise Unjoinable
     if any(leaf.shape[1:] != first.shape[1:] for leaf in leaves):
         raise Unjoinable
+    if any(len(leaf) != size for leaf, size in zip(leaves, sizes, strict=True)):
+        raise Unjoinable  # no row of its own for each sample: others count its rows, as offsets of bags do
     return torch.cat(list(leaves))
 
 
@@ -61,7 +63,8 @@ class Parted(Feed):
     def take(self, step: int, positions: np.ndarray) -> Any:
         wanted = set(positions.tolist())
         found = [(part, wanted.intersection(part.tolist())) for part in _parts(self._plan, self.size(step))]
-        whole = joined([self._feed.take(step, part) for part, some in found if some])
+        parts = [part for part, some in found if some]
+        whole = joined([self._feed.take(step, part) for part in parts], [len(part) for part in parts])
         places = {
             number: place for place, number in enumerate(n for part, some in found if some for n in part.tolist())
         }
@@ -77,7 +80,8 @@ def as_ranks_collate(feed: Feed, plan: Plan) -> Feed:
     if len(parts) == 1:
         return feed
     try:
-        apart, again = (digest(joined([feed.take(0, part) for part in parts])) for _ in range(2))
+        sizes = [len(part) for part in parts]
+        apart, again = (digest(joined([feed.take(0, part) for part in parts], sizes)) for _ in range(2))
     except Unjoinable:
         return feed
     whole = digest(feed.take(0, np.arange(feed.size(0))))

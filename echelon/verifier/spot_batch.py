@@ -70,7 +70,7 @@ def _is_rows(leaf: Any, samples: int) -> bool:
 
 def gathered(run: Run, batch: StepBatch) -> Gathered | None:
     """What the data ranks read for the step, as one batch on rank 0; None elsewhere. Every rank must call it."""
-    mine = [micro.batch for micro in batch.micros] if run.core.rank == 0 else []
+    mine = [(micro.batch, micro.samples) for micro in batch.micros if micro.samples] if run.core.rank == 0 else []
     everyone: list[Any] | None = [None] * run.world.size if run.world.main else None
     if run.world.size > 1:
         dist.gather_object((run.data.rank, mine), everyone)
@@ -79,7 +79,7 @@ def gathered(run: Run, batch: StepBatch) -> Gathered | None:
     if everyone is None:
         return None
     parts = [part for _, each in sorted(everyone, key=lambda item: item[0]) for part in each]
-    return Gathered(joined(parts), batch.samples, run.total_steps)
+    return Gathered(joined(*zip(*parts, strict=True)), batch.samples, run.total_steps)
 
 
 def reads_the_same(run: Run, batch: StepBatch, feed: Feed) -> bool:
