@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import traceback
+import os
+import socket
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -27,6 +28,8 @@ _CPU = "cpu"
 _STORES: dict[str, dist.Store] = {}
 #: How often ranks have met at an address, by purpose.
 _OPENED: Counter[tuple[str, str]] = Counter()
+#: The sockets that process groups opened: descriptor to inode, since a descriptor may be used again.
+_CONNECTIONS: dict[int, int] = {}
 
 
 class Group:
@@ -44,7 +47,8 @@ class Group:
     def mesh(self) -> DeviceMesh:
         """These ranks as torch's sharding wants them."""
         if self._mesh is None:
-            self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.name,))
+            with _recording_connections():
+                self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.name,))
         return self._mesh
 
     def some(self, members: Iterable[int]) -> Group:
@@ -55,9 +59,9 @@ class Group:
         made = Group(chosen.index(self.rank), len(chosen), self.device)
         everyone = self.group or dist.group.WORLD
         assert everyone is not None
-        made.group = dist.new_group(
-            [dist.get_global_rank(everyone, each) for each in chosen], use_local_synchronization=True
-        )
+        ranks = [dist.get_global_rank(everyone, each) for each in chosen]
+        with _recording_connections():
+            made.group = dist.new_group(ranks, use_local_synchronization=True)
         return made
 
     @property
@@ -137,7 +141,8 @@ class Ranks(Group):
             self.mixed_hashes = len(set(hashes)) > 1
             backend = choose_backend(devices)
             group = dist.PrefixStore("group", store)
-            dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT)
+            with _recording_connections():
+                dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise WorldError(
                 f"rank {self.world.rank} could not join {self.world.size} ranks at {self.world.address}: {error}"
@@ -156,11 +161,13 @@ class Ranks(Group):
             if self.name in ("tp", "pp"):
                 self.core = self
             return {axis: self if axis == self.name else Group(0, 1, self.device) for axis in AXES}
-        grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
+        with _recording_connections():
+            grid = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
         found = {axis: Group(place[axis], size, self.device, grid[axis]) for axis, size in sizes.items()}
         together = [axis for axis in ("pp", "tp") if sizes[axis] > 1]
         if len(together) == 2:
-            both = grid["pp", "tp"]._flatten("core")
+            with _recording_connections():
+                both = grid["pp", "tp"]._flatten("core")
             self.core = Group(both.get_local_rank(), both.size(), self.device, both)
         elif together:
             self.core = found[together[0]]
@@ -170,21 +177,21 @@ class Ranks(Group):
         """Leave the process group, if it was joined here."""
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
+            _CONNECTIONS.clear()
         self._owner = False
 
-    def abandon(self, error: BaseException) -> None:
-        """Leave it after an error that other ranks may not have, so that they do not wait for this one. Connections close with the last reference to
-        the group, and the frames of the error's causes have some: these are kept as text. (gloo's own abort() closes nothing.)"""
-        cause = error.__cause__ or error.__context__
-        if cause is not None:
-            error.add_note("".join(traceback.format_exception(cause)))
-        while cause is not None:
-            cause.__traceback__ = None
-            cause = cause.__cause__ or cause.__context__
-        if error.__traceback__ is not None:
-            traceback.clear_frames(error.__traceback__)
+    def abandon(self) -> None:
+        """Leave it after an error that other ranks may not have: their connections to this rank end, so none waits for it. By hand, as gloo's
+        abort() closes nothing and a destroyed group keeps its connections as long as anything in torch refers to it."""
+        for descriptor, inode in _CONNECTIONS.items():
+            with contextlib.suppress(
+                OSError
+            ):  # closed by now, or one that listens: gloo's thread aborts where that ends
+                if os.fstat(descriptor).st_ino == inode:
+                    with socket.socket(fileno=os.dup(descriptor)) as connection:
+                        connection.getpeername()
+                        connection.shutdown(socket.SHUT_RDWR)
         self.close()
-        gc.collect()
 
 
 def shared_store(world: World, purpose: str) -> dist.Store:
@@ -196,6 +203,24 @@ def shared_store(world: World, purpose: str) -> dist.Store:
     number = _OPENED[world.address, purpose]
     _OPENED[world.address, purpose] += 1
     return dist.PrefixStore(f"{purpose}-{number}", _STORES[world.address])
+
+
+@contextlib.contextmanager
+def _recording_connections() -> Iterator[None]:
+    before = _sockets()
+    yield
+    _CONNECTIONS.update(_sockets().items() - before.items())
+
+
+def _sockets() -> dict[int, int]:
+    """This process's open sockets: descriptor to inode."""
+    found = {}
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed again
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
 
 
 def choose_backend(devices: Sequence[str]) -> str:

@@ -75,9 +75,10 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
         return Verdict()
     if not verify:
         return Verdict(line=_OFF, skipped=True)
-    from echelon.engine.ranks import Ranks
+    from echelon.engine.ranks import Ranks, shared_store
 
     ranks = Ranks(world)  # also so that the proof's own runs need not meet again and again
+    board = shared_store(world, "proof") if world.size > 1 else None
     try:
         known = _known(subject, plan) if world.main else None
         text = ranks.gather(known.to_json() if known is not None else "")[0]
@@ -93,7 +94,12 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
             keep(subject, certificate)
         return _judged(certificate, plan, seconds=time.perf_counter() - begin)
     except Exception as error:
-        ranks.abandon(error)
+        first = board.compare_set("error", "", str(error)).decode() if board is not None else str(error)
+        ranks.abandon()
+        if isinstance(error, UnprovedPlan) and first != str(
+            error
+        ):  # this rank only lost its connection to the one that failed
+            raise UnprovedPlan(first) from error
         raise
     finally:
         ranks.close()

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from echelon.engine.exchange import Exchange
-from echelon.engine.ranks import Ranks, choose_backend
+from echelon.engine.ranks import Ranks, choose_backend, shared_store
 from echelon.engine.run import Run
 from echelon.errors import WorldError
 from echelon.plan.plan import Plan
@@ -63,6 +63,36 @@ def joined_twice(world: World) -> list[list[int]]:
 
 def test_a_second_training_does_not_meet_the_first_ones_addresses(ranks: Pool) -> None:
     assert ranks.run(2, "tests.engine.test_ranks:joined_twice", group=False) == [[[0, 1]] * 2] * 2
+
+
+def left_waiting(world: World) -> str:
+    """Rank 1 abandons the others, although something still refers to the process groups; the others wait for it in a collective."""
+    ranks = Ranks(world, torch.device("cpu"))
+    pair = ranks.some((0, 1)) if world.rank < 2 else None
+    kept = (dist.group.WORLD, pair)
+    try:
+        if world.rank == 1:
+            ranks.abandon()
+            return "abandoned"
+        (pair or ranks).sum(torch.ones(()))
+        return "summed"
+    except RuntimeError as error:
+        ranks.abandon()
+        return str(error)
+    finally:
+        ranks.close()
+        # Only when everybody is done: references that go would close the connections too.
+        store = shared_store(world, "test")
+        store.set(str(world.rank), "done")
+        store.wait([str(each) for each in range(world.size)])
+        del kept
+
+
+def test_no_rank_waits_for_one_that_abandoned_it(ranks: Pool) -> None:
+    alone, abandoned, other = ranks.run(3, "tests.engine.test_ranks:left_waiting", group=False, timeout=60)
+    assert abandoned == "abandoned"
+    assert "Connection closed by peer" in alone
+    assert "Connection closed by peer" in other
 
 
 def shared(world: World) -> tuple[bool, float]:

@@ -115,3 +115,10 @@ def trained_alone(world: World, folder: str, plan: str, cache: str, rate: float 
     os.environ["ECHELON_VERIFY"] = "1"
     trained = echelon.train(coupled(rate), plan, folder=Path(folder), quiet=True)
     return trained.step, trained.loss
+
+
+def normalized(world: World, folder: str) -> None:
+    """Train what fails on rank 1 alone: batch norm refuses its one sample of three."""
+    os.environ["ECHELON_VERIFY"] = "1"
+    job = make(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), batch=3, epochs=1)
+    echelon.train(job, "dp=2 zero=3", folder=Path(folder), quiet=True)

@@ -22,12 +22,13 @@ from echelon.errors import DivergenceError, LaunchError, PlanError, UnprovedPlan
 from echelon.events import Event
 from echelon.flow import gate
 from echelon.flow.prepare import Prepared, Subject
+from echelon.observer import read_events
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
-from tests.flow.jobs import checked_losses, coupled, make, trained_alone
+from tests.flow.jobs import checked_losses, coupled, make, normalized, trained_alone
 from tests.whole import some
 
 
@@ -270,6 +271,13 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
     assert [event.data["loss"] for event in alone if event.kind == "step"] == [
         each["loss"] for each in events if each["kind"] == "step"
     ]
+
+
+def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, normalized, str(tmp_path / "run"), group=False, timeout=120)
+    (message, *_) = messages(read_events(tmp_path / "run"), "warning")
+    assert '"dp=2 zero=3" runs as "dp=1"' in message
+    assert "Expected more than 1 value per channel" in message
 
 
 def test_ranks_that_wait_learn_of_a_failure(ranks: Pool, tmp_path: Path) -> None:
