@@ -7,7 +7,7 @@ a DTensor, of such a piece where both cut. A piece of a fused projection is seve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ class Piece:
         """Of what this rank keeps."""
         mine = sum(length for _, _, length in self.stretches())
         return torch.Size([*self.whole[: self.dim], mine, *self.whole[self.dim + 1 :]])
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank keeps as much."""
+        return len({replace(self, rank=rank).shape for rank in range(self.ways)}) == 1
 
     def stretches(self) -> Iterator[tuple[int, int, int]]:
         """(start in the piece, start in the whole, length) along `dim`."""

@@ -35,6 +35,8 @@ _RARELY = 1000
 #: Numbers of a tensor that a step's digest looks at.
 _LOOKED_AT = 64
 _BITS = 0xFFFFF
+#: Of a module: its path and the size of its input, 0 where ranks may differ in it.
+Call = tuple[str, int]
 
 
 class Watch:
@@ -103,20 +105,24 @@ class Watch:
                 named = self._calls.cut_calls if stage == run.axes["pp"].rank else []
                 self._mispaired(run.core, named, step, "tp")
 
-    def _mispaired(self, group: Group, mine: list[str], step: int, axis: str) -> None:
+    def _mispaired(self, group: Group, mine: list[Call], step: int, axis: str) -> None:
         found = [(rank, calls) for rank, calls in group.gather((self._run.world.rank, mine)) if calls]
         first_rank, first = found[0]
         rank, other = next(((rank, calls) for rank, calls in found if calls != first), found[0])
         place = next(
             (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other))
         )
-        names = [calls[place] if place < len(calls) else "nothing" for calls in (first, other)]
+        (name, size), (other_name, other_size) = (
+            calls[place] if place < len(calls) else ("nothing", 0) for calls in (first, other)
+        )
+        if name == other_name:
+            name, other_name = f"{name} with {size:,} inputs", f"{other_name} with {other_size:,}"
         raise DivergenceError(
-            f"step {step + 1}: call {place + 1} of a module that exchanges values over {axis} is {names[0]} on rank {first_rank} and {names[1]} on rank "
+            f"step {step + 1}: call {place + 1} of a module that exchanges values over {axis} is {name} on rank {first_rank} and {other_name} on rank "
             f"{rank}: sums of different modules were mixed; the order of calls depends on the rank (iteration over a set, hash(), a random choice); "
             f"iterate in sorted order, or use a plan without {axis}",
             rank=rank,
-            tensor=names[1],
+            tensor=other[place][0] if place < len(other) else None,
             cause="the order of calls depends on the rank",
         )
 
@@ -156,13 +162,14 @@ class _Calls:
 
     def __init__(self, run: Run) -> None:
         self.cuts = self.gathers = 0
-        self.cut_calls: list[str] = []
-        self.gathered: list[str] = []
-        self._shapes = not run.plan.segments  # parts of a sequence differ in length
+        self.cut_calls: list[Call] = []
+        self.gathered: list[Call] = []
         owners = {name.rpartition(".")[0] for name in run.pieces}
+        uneven = {name.rpartition(".")[0] for name, piece in run.pieces.items() if not piece.even}
+        whole = not run.plan.segments  # parts of a sequence differ in length
         modules = dict(run.model.named_modules())
         self._hooks = [
-            modules[path].register_forward_pre_hook(self._cut(path, number))
+            modules[path].register_forward_pre_hook(self._cut(path, number, sized=whole and path not in uneven))
             for number, path in enumerate(sorted(owners & modules.keys()), 1)
         ]
         units = [] if run.assembly.sharding is None else run.assembly.sharding.units()
@@ -180,11 +187,13 @@ class _Calls:
         for hook in self._hooks:
             hook.remove()
 
-    def _cut(self, path: str, number: int) -> Callable[[nn.Module, Any], None]:
+    def _cut(self, path: str, number: int, *, sized: bool) -> Callable[[nn.Module, Any], None]:
+        """`sized`: inputs are as large on every rank."""
+
         def note(_: nn.Module, args: Any) -> None:
-            size = args[0].numel() if self._shapes and args and isinstance(args[0], Tensor) else 0
+            size = args[0].numel() if sized and args and isinstance(args[0], Tensor) else 0
             self.cuts = _mixed(self.cuts, number + (size << 16))
-            self.cut_calls.append(path)
+            self.cut_calls.append((path, size))
 
         return note
 
@@ -194,7 +203,7 @@ class _Calls:
         def note(unit: nn.Module, _: Any) -> None:
             if is_sharded(unit):  # else its parameters are here already, and nothing is exchanged
                 self.gathers = _mixed(self.gathers, number)
-                self.gathered.append(path or "the model")
+                self.gathered.append((path or "the model", 0))
 
         return note
 

@@ -156,6 +156,7 @@ CASES: dict[str, tuple[Callable[[], Job], str, str]] = {
     ),
     "entropy in the data": (lambda: _job(data=Entropic()), "tp=2", "read different samples"),
     "entropy in a pipeline's data": (lambda: _job(data=Entropic()), "pp=2 micro=4", "read different samples"),
+    "uneven cut": (lambda: _job(model=lambda: MLP(width=13, layers=3, inputs=8, classes=4)), "tp=2", ""),
     "same order": (lambda: _job(model=lambda: Adapters(lambda: [1, 0])), "tp=2", ""),
     "plain": (_job, "dp=2", ""),
     "plain zero": (_job, "dp=2 zero=3", ""),
