@@ -1,5 +1,5 @@
 """Counters, flags and generators: numbers, strings and random states that modules and optimizers keep as plain attributes and change while they
-train.
+train; and which parameters they froze or unfroze.
 
 `state_dict()` does not include them. A checkpoint holds those that changed since the job was made, and a resumed run gets them back.
 """
@@ -35,8 +35,13 @@ class Attributes:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._modules, self._optimizers = _of_modules(run.model), _of_optimizers(run)
+        self._trainable = trainable(run.model)
         #: By module, what a checkpoint gave back.
         self.restored: Mapping[str, Values] = {}
+
+    def switched(self) -> dict[str, bool]:
+        """Parameters that were frozen (False) or unfrozen (True) since the start, as far as this rank has them."""
+        return _changed(trainable(self._run.model), self._trainable)
 
     def collect(self) -> dict[str, Any]:
         """What changed since the start, of all stages, for JSON. Every rank must call it."""
@@ -48,17 +53,19 @@ class Attributes:
         mine = {name.removesuffix(".") for name in spoken_for(run, [f"{path}." for path in modules])}
         optimizers = [_changed(*each) for each in zip(_of_optimizers(run), self._optimizers, strict=True)]
         speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
-        everyone = run.ranks.gather((modules if speaks else {}, mine, optimizers))
+        everyone = run.ranks.gather((modules if speaks else {}, mine, optimizers, self.switched()))
         found: dict[str, Any] = {}
-        for theirs, spoken, _ in everyone:
+        for theirs, spoken, _, _ in everyone:
             found |= {path: values for path, values in theirs.items() if path in spoken or path not in found}
-        return {"modules": found, "optimizers": everyone[0][2]}
+        flags = {name: flag for *_, theirs in everyone for name, flag in theirs.items()}
+        return {"modules": found, "optimizers": everyone[0][2], "trainable": flags}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
         """Give back what `collect` returned; None: the checkpoint is from before attributes were kept."""
         if stored is None:
             return
         run, self.restored = self._run, stored["modules"]
+        set_trainable(run.model, stored.get("trainable", {}))
         for path, module in run.model.named_modules():
             if path in self._modules:
                 _restore_attributes(module, self.restored.get(path, {}))
@@ -84,6 +91,18 @@ def _restore_attributes(owner: Any, values: Values) -> None:
 
 def _changed(values: Values, first: Values) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in first or first[name] != value}
+
+
+def trainable(model: nn.Module) -> dict[str, bool]:
+    """By name whether a parameter requires gradients."""
+    return {name: value.requires_grad for name, value in model.named_parameters()}
+
+
+def set_trainable(model: nn.Module, flags: Mapping[str, bool]) -> None:
+    """Freeze and unfreeze parameters as `trainable` returned them; others stay as they are."""
+    for name, value in model.named_parameters():
+        if flags.get(name, value.requires_grad) != value.requires_grad:
+            value.requires_grad_(flags[name])
 
 
 def _of_modules(model: nn.Module) -> dict[str, Values]:

@@ -125,22 +125,22 @@ def _manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict
 
 def load(run: Run, folder: Path) -> None:
     """Bring the run to where `folder` was saved, whatever plan saved it. Every rank must call it."""
-    groups = optimizer_groups(run)
     with run.ranks.together():
         stored = open_stored(folder, run.world)
         manifest = stored.manifest
         with _damage_named(folder):
-            _require_fits(run, manifest, groups, folder)
-            # A stage may lack what others have: it must say so before they wait for it in torch's reading.
-            _make_room(run, stored)
-            tensors, _ = model_state.split_model(run)
-            optimizers, extra = optimizer_state.Loading(run, stored), model_state.LoadingExtra(run, stored)
-            wanted = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
-            wanted |= {f"extra/{name}": value for name, value in extra.rooms.items()}
-            wanted |= {
-                f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in optimizers.rooms.items()
-            }
-            _require_there(wanted, stored)
+            _unfreeze(run, manifest, folder)
+    groups = optimizer_groups(run)
+    with run.ranks.together(), _damage_named(folder):
+        _require_fits(run, manifest, groups, folder)
+        # A stage may lack what others have: it must say so before they wait for it in torch's reading.
+        _make_room(run, stored)
+        tensors, _ = model_state.split_model(run)
+        optimizers, extra = optimizer_state.Loading(run, stored), model_state.LoadingExtra(run, stored)
+        wanted = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
+        wanted |= {f"extra/{name}": value for name, value in extra.rooms.items()}
+        wanted |= {f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in optimizers.rooms.items()}
+        _require_there(wanted, stored)
     stored.fill(wanted, alone=run.world.size == 1)
     with run.ranks.together(), _damage_named(folder):
         if made := model_state.derived(run, tensors):
@@ -170,6 +170,16 @@ def _damage_named(folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{folder / MANIFEST}: does not fit what it describes ({type(error).__name__}: {error}); use an older checkpoint"
         ) from error
+
+
+def _unfreeze(run: Run, manifest: Mapping[str, Any], folder: Path) -> None:
+    """Have the optimizers cover what the model has unfrozen while it trained."""
+    flags = (manifest.get("attributes") or {}).get("trainable", {})
+    names = [name for name, flag in flags.items() if flag]
+    if names and not run.unfreeze(names):
+        raise ForeignCheckpoint(
+            f"{folder}: {names[0]} was unfrozen while it trained, which only one process can follow; go on with --plan dp=1"
+        )
 
 
 def _make_room(run: Run, stored: Stored) -> None:

@@ -334,17 +334,26 @@ class Run:
         thawed = [(name, value) for name, value in self._frozen if value.requires_grad]
         if not thawed:
             return
-        if self.plan.ranks > 1 or self.whole:
+        if not self.unfreeze([name for name, _ in thawed]):
             raise DivergenceError(
                 f"step {step + 1}: {thawed[0][0]} requires a gradient from now on and was frozen at the start, when ranks agreed on what they exchange; "
                 "unfreeze it before training, or train in one process (--plan dp=1), which follows",
                 tensor=thawed[0][0],
                 cause="a parameter that is unfrozen while it trains",
             )
-        adopt(self.job, self.model, self.optimizers, {id(value) for _, value in thawed})
-        self.assembly.parameters += [value for _, value in thawed]
+
+    def unfreeze(self, names: Sequence[str]) -> bool:
+        """Train parameters that were frozen at the start; False where several ranks have agreed on what they exchange."""
+        if self.plan.ranks > 1 or self.whole:
+            return False
+        thawed = [value for name, value in self._frozen if name in names]
+        for value in thawed:
+            value.requires_grad_(True)
+        adopt(self.job, self.model, self.optimizers, set(map(id, thawed)))
+        self.assembly.parameters += thawed
         self.assembly.copies += [1] * len(thawed)
         self._frozen = [each for each in self._frozen if not each[1].requires_grad]
+        return True
 
     def _misweighed(self, seen: Tensor, counted: bool, step: int) -> bool:
         """Whether the step must be computed again, given what all ranks saw of it."""

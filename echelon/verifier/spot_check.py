@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
+from echelon.engine.attributes import set_trainable, trainable
 from echelon.engine.intake import own_generators, seed_step
 from echelon.engine.layout import local
 from echelon.engine.model_state import has_extra_state
@@ -182,6 +183,7 @@ class SpotChecks:
         return _Start(
             tensors=_copies(run.model),
             attributes=_attributes(run.model),
+            trainable=trainable(run.model),
             functions=Isolated(run.job, keep=run.model),
         )
 
@@ -191,9 +193,10 @@ class SpotChecks:
         named = [(name, value) for name, value in run.model.named_parameters() if value.grad is not None]
         kept = [(value, value.grad, None if value.grad is None else value.grad.clone()) for _, value in named]
         after = _copies(run.model)
-        later = _attributes(run.model)
+        later, flags = _attributes(run.model), trainable(run.model)
         _put(_tensors(run.model), start.tensors)
         _put_attributes(run.model, start.attributes)
+        set_trainable(run.model, start.trainable)
         for value in run.model.parameters():
             value.grad = None
         generators = [(each, each.get_state()) for each in own_generators(run.model)]
@@ -215,6 +218,7 @@ class SpotChecks:
             value.grad = grad
         _put(_tensors(run.model), after)
         _put_attributes(run.model, later)
+        set_trainable(run.model, flags)
         return loss, found, not drawn
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -232,13 +236,18 @@ class SpotChecks:
             for path, values in now.items()
         }
         changed: dict[str, dict[str, Any]] = {}
-        for part in run.ranks.gather({path: values for path, values in mine.items() if values}):
+        flags: dict[str, bool] = {}
+        for part, theirs in run.ranks.gather(
+            ({path: values for path, values in mine.items() if values}, run.attributes.switched())
+        ):
+            flags |= theirs
             for path, values in part.items():
                 changed.setdefault(path, {}).update(values)
         return _State(
             parameters=whole(run, dict(run.model.named_parameters())),
             buffers=whole(run, dict(run.model.named_buffers())),
             attributes=changed,
+            trainable=flags,
             functions=Isolated(self._job, keep=run.model) if run.world.main else None,
             # A checkpoint brings it back before the first look at attributes.
             extra={path: copy.deepcopy(module.get_extra_state()) for path, module in _with_extra_state(run.model)},
@@ -309,6 +318,7 @@ class _State:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     attributes: dict[str, dict[str, Any]]
+    trainable: dict[str, bool]  #: parameters that were frozen or unfrozen since the start
     extra: dict[str, Any]  #: what modules return from get_extra_state()
     #: The job's functions with what they held before the step; None on other ranks.
     functions: Isolated | None
@@ -322,14 +332,17 @@ class _State:
         for path, module in _with_extra_state(model):
             module.set_extra_state(copy.deepcopy(self.extra[path]))
         _put_attributes(model, self.attributes)
+        set_trainable(model, self.trainable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What a pass may change on one rank: buffers, parameters (a teacher's), attributes of modules, and what the job's functions hold."""
+    """What a pass may change on one rank: buffers, parameters (a teacher's) and whether they require gradients, attributes of modules, and what
+    the job's functions hold."""
 
     tensors: dict[str, Tensor]
     attributes: dict[str, dict[str, Any]]
+    trainable: dict[str, bool]
     functions: Isolated
 
 

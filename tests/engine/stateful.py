@@ -205,6 +205,22 @@ class Assorted(nn.Module):
         return x * float(self.number) + 0.01 * (self.first or 0.0) + 0.001 * sum(self.recent) + 0.01 * self.read()
 
 
+class Switching(nn.Module):
+    """Unfreezes one layer and freezes another, once, in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.first, self.second, self.last = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls == 2:
+            self.first.requires_grad_(True)
+            self.second.requires_grad_(False)
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
 def keeping(tensor: bool = False) -> nn.Module:
     return with_layer(Keeping(tensor))
 
@@ -298,6 +314,7 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "counting": lambda: mlp(model=lambda: with_layer(Counting())),
     "caching": lambda: mlp(model=lambda: with_layer(Caching())),
     "assorted": lambda: mlp(model=lambda: with_layer(Assorted())),
+    "switching": lambda: mlp(model=Switching, optimizer=lambda params: torch.optim.Adam(params, lr=0.01)),
     "shaking": lambda: mlp(optimizer=Shaking),
     "plain": scheduled(Plain),
     "curve": scheduled(lambda optimizer: LambdaLR(optimizer, Curve())),

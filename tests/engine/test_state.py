@@ -18,7 +18,7 @@ from echelon.errors import JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.ranks import Pool, RankError
 from echelon.world import World
 from tests.engine.jobs import mlp
 from tests.engine.stateful import after, refused, sgd, until
@@ -34,6 +34,7 @@ WHOLE = [
     "caching",
     "assorted",
     "shaking",
+    "switching",
     "plain",
     "curve",
     "warming",
@@ -81,6 +82,12 @@ def test_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path, name: str, 
     if "extra" in name:  # a module's Python state is each rank's own: it counts calls, of which micro-batches make more
         unbroken = {"losses": [*begun, *resumed["losses"]]}
     assert begun + resumed["losses"] == pytest.approx(unbroken["losses"], rel=2e-5)
+
+
+def test_several_ranks_cannot_go_on_with_what_one_process_unfroze(ranks: Pool, tmp_path: Path) -> None:
+    until(World(), "switching", "dp=1", str(tmp_path / "here"), STEPS)
+    with pytest.raises(RankError, match=r"first.weight was unfrozen while it trained.* --plan dp=1"):
+        ranks.run(2, after, "switching", "dp=2", str(tmp_path / "here"))
 
 
 @pytest.mark.parametrize(

@@ -257,10 +257,29 @@ class Thawing(Net):
 @job(
     "gradual unfreezing: requires_grad_ in forward from step 5 on (DDP never reduces it)",
     owner="cuts",
-    refusable="dp micro zero shares pp resume",
+    refusable="dp micro zero shares pp",
 )
 def thawing() -> Spec:
     return Spec(**plain(model=lambda: Thawing().double(), evaluation=None, metrics={}))
+
+
+class Freezing(Net):
+    """requires_grad is switched off by forward, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls == 5:
+            self.blocks[0].requires_grad_(False)
+        return super().forward(x)
+
+
+@job("a block that forward freezes in its fifth call, once", refusable="micro zero pp")
+def freezing() -> Spec:
+    return Spec(**plain(model=lambda: Freezing().double(), evaluation=None, metrics={}))
 
 
 class LateGate(Net):
