@@ -1,5 +1,5 @@
 """Counters, flags and generators: numbers, strings and random states that modules and optimizers keep as plain attributes and change while they
-train; and which parameters they froze or unfroze.
+train; which parameters they froze or unfroze; and what the loss keeps: attributes, closures, globals.
 
 `state_dict()` does not include them. A checkpoint holds those that changed since the job was made, and a resumed run gets them back.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.model_state import spoken_for
-from echelon.engine.values import Unstorable, decode, encode, from_inline
+from echelon.engine.values import Unstorable, decode, encode, from_inline, inline
+from echelon.profiler.isolation import held_values
 from echelon.tree import tensors
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Attributes:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._modules, self._optimizers = _of_modules(run.model), _of_optimizers(run)
-        self._trainable = trainable(run.model)
+        self._trainable, self._functions = trainable(run.model), _of_functions(run)
         #: By module, what a checkpoint gave back.
         self.restored: Mapping[str, Values] = {}
 
@@ -58,7 +59,9 @@ class Attributes:
         for theirs, spoken, _, _ in everyone:
             found |= {path: values for path, values in theirs.items() if path in spoken or path not in found}
         flags = {name: flag for *_, theirs in everyone for name, flag in theirs.items()}
-        return {"modules": found, "optimizers": everyone[0][2], "trainable": flags}
+        functions = run.ranks.gather(_changed(_of_functions(run), self._functions))
+        kept: Values = next(filter(None, functions), {})  # in a pipeline only the last stage calls the loss
+        return {"modules": found, "optimizers": everyone[0][2], "trainable": flags, "functions": kept}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
         """Give back what `collect` returned; None: the checkpoint is from before attributes were kept."""
@@ -71,22 +74,34 @@ class Attributes:
                 _restore_attributes(module, self.restored.get(path, {}))
         for optimizer, values in zip(run.optimizers, stored["optimizers"], strict=True):
             _restore_attributes(optimizer, values)
+        slots = held_values(run.job, run.model)
+        for name, plain in stored.get("functions", {}).items():
+            if name in slots:
+                slots[name].put(_restored(slots[name].value, decode(plain, from_inline)))
 
 
 def _restore_attributes(owner: Any, values: Values) -> None:
-    """Set attributes; containers and generators in place, because other objects may refer to them."""
+    held = vars(owner)
     for name, stored in values.items():
-        value, held = decode(stored, from_inline), vars(owner)
-        there = held.get(name)
-        if type(there) is not type(value):
-            held[name] = value
-        elif isinstance(there, torch.Generator):
-            there.set_state(value.get_state())
-        elif isinstance(there, list | dict | set | deque):
-            there.clear()
-            (there.extend if isinstance(there, list | deque) else there.update)(value)
-        else:
-            held[name] = value
+        held[name] = _restored(held.get(name), decode(stored, from_inline))
+
+
+def _restored(there: Any, value: Any) -> Any:
+    """`value`; within the container, generator or tensor that is there, because other objects may refer to it."""
+    if isinstance(there, Tensor) and isinstance(value, Tensor) and there.shape == value.shape:
+        with torch.no_grad():
+            there.copy_(value)
+        return there
+    if type(there) is not type(value):
+        return value
+    if isinstance(there, torch.Generator):
+        there.set_state(value.get_state())
+    elif isinstance(there, list | dict | set | deque):
+        there.clear()
+        (there.extend if isinstance(there, list | deque) else there.update)(value)
+    else:
+        return value
+    return there
 
 
 def _changed(values: Values, first: Values) -> dict[str, Any]:
@@ -117,6 +132,16 @@ def _of_modules(model: nn.Module) -> dict[str, Values]:
 
 def _of_optimizers(run: Run) -> list[Values]:
     return [_encoded(each, _optimizer_attributes()) for each in run.optimizers]
+
+
+def _of_functions(run: Run) -> Values:
+    """Encoded values that the loss and `inputs` keep."""
+    found = {}
+    for name, slot in held_values(run.job, run.model).items():
+        if not isinstance(slot.value, Sized) or isinstance(slot.value, Tensor) or len(slot.value) <= _SMALL:
+            with contextlib.suppress(Unstorable):
+                found[name] = encode(slot.value, name, inline)
+    return found
 
 
 @cache

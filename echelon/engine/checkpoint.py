@@ -96,7 +96,11 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
 def _spread(run: Run, name: str, value: Tensor) -> Any:
     """A tensor as torch's planners take it: with its place in the whole where the tensor axis cuts the parameter `name`."""
     piece = run.pieces.get(name)
-    return value if piece is None or value.shape != piece.shape else Spread(value, piece)
+    if piece is None or value.shape != piece.shape:
+        return value
+    return (
+        Spread(value, piece) if piece.whole.numel() else value.new_empty(piece.whole)
+    )  # no rank has a part of nothing
 
 
 def _manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

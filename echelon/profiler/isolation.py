@@ -47,7 +47,7 @@ _CONTAINERS = (list, dict, set, tuple, deque)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
+class Slot:
     """A place that holds a value: a closure's cell, a function's defaults, or a global. `key`: the global's name."""
 
     holder: Any
@@ -258,9 +258,74 @@ def _tensors(value: Any) -> list[Any]:
     return [each for each in held if isinstance(each, Tensor | np.ndarray)]
 
 
-def _slots(job: Job) -> list[tuple[_Slot, bool]]:
+def held_values(job: Job, model: nn.Module) -> dict[str, Slot]:
+    """Where the loss and `inputs` keep values between calls: attributes of objects, closures, defaults, globals. By names that are the same at every start;
+    what belongs to `model` is left out."""
+    found: dict[str, Slot] = {}
+    own = job.model.modules() if isinstance(job.model, nn.Module) else ()
+    seen = {id(each) for each in (*model.modules(), *own)}
+    pending = [(name, getattr(job, name)) for name in ("loss", "inputs")]
+    while pending:
+        path, value = pending.pop()
+        if id(value) in seen or (not isinstance(value, FunctionType | MethodType | partial) and not _is_object(value)):
+            continue
+        seen.add(id(value))
+        for name, slot in _held_by(value, path):
+            found.setdefault(name, slot)
+            pending.append((name, slot.value))
+        pending += [(f"{path}.{at}", each) for at, each in enumerate(_called(value))]
+    return {
+        name: slot
+        for name, slot in found.items()
+        if isinstance(slot.value, (*_PLAIN, *_STATEFUL, *_CONTAINERS)) and not isinstance(slot.value, nn.Module)
+    }
+
+
+def _is_object(value: Any) -> bool:
+    """An object of the user's that may change, or a module of any kind."""
+    return isinstance(value, nn.Module) or (
+        hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | Dataset) and _is_user(type(value))
+    )
+
+
+def _held_by(value: Any, path: str) -> list[tuple[str, Slot]]:
+    """The named slots of one function or object."""
+    if isinstance(value, FunctionType):
+        if not _is_user(value):
+            return []
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        found = [(f"{path}.{name}", Slot(cell, "cell_contents")) for name, cell in cells if _filled(cell)]
+        names = [name for name in _names(value.__code__) if name in value.__globals__]
+        found += [(f"{value.__module__}:{name}", Slot(value.__globals__, name)) for name in names]
+        defaults = {str(at): each for at, each in enumerate(value.__defaults__ or ())} | (value.__kwdefaults__ or {})
+        # Only what is changed in place: a default cannot be assigned to.
+        held = {name: each for name, each in defaults.items() if not isinstance(each, _PLAIN)}
+        return found + [(f"{path}({name})", Slot(held, name)) for name in held]
+    if isinstance(value, nn.Module):
+        mine: list[tuple[str, Slot]] = []
+        for slots in (value._parameters, value._buffers, value._modules):
+            mine += [(f"{path}.{name}", Slot(slots, name)) for name in slots]
+        plain = vars(value).keys() - vars(nn.Module()).keys()
+        return mine + [(f"{path}.{name}", Slot(vars(value), name)) for name in sorted(plain)]
+    return (
+        [(f"{path}.{name}", Slot(vars(value), name)) for name in getattr(value, "__dict__", ())]
+        if _is_object(value)
+        else []
+    )
+
+
+def _called(value: Any) -> list[Any]:
+    """What a bound method or a partial calls, and a user's class by its methods."""
+    if isinstance(value, FunctionType):
+        return []
+    return [each for each in _reached(value) if not isinstance(each, type)] + [
+        each for each in (_reached(type(value)) if _is_object(value) else ()) if isinstance(each, FunctionType)
+    ]
+
+
+def _slots(job: Job) -> list[tuple[Slot, bool]]:
     """Where the job's functions keep values between calls, and whether these take part in the step and are cast with the model."""
-    found: dict[tuple[int, str], tuple[_Slot, bool]] = {}
+    found: dict[tuple[int, str], tuple[Slot, bool]] = {}
     seen: set[int] = set()
     step: list[Any] = [job.loss, job.inputs, job.optimizer, job.schedule, *job.metrics.values()]
     made = [] if isinstance(job.model, nn.Module) else [job.model]
@@ -277,14 +342,14 @@ def _slots(job: Job) -> list[tuple[_Slot, bool]]:
     return list(found.values())
 
 
-def _of(value: Any) -> list[_Slot]:
+def _of(value: Any) -> list[Slot]:
     """The slots of one function."""
     if not isinstance(value, FunctionType) or not _is_user(value):
         return []
-    slots = [_Slot(cell, "cell_contents") for cell in value.__closure__ or () if _filled(cell)]
-    slots += [_Slot(value, "__defaults__")] if value.__defaults__ else []
-    slots += [_Slot(value, "__kwdefaults__")] if value.__kwdefaults__ else []
-    slots += [_Slot(value.__globals__, name) for name in _names(value.__code__) if name in value.__globals__]
+    slots = [Slot(cell, "cell_contents") for cell in value.__closure__ or () if _filled(cell)]
+    slots += [Slot(value, "__defaults__")] if value.__defaults__ else []
+    slots += [Slot(value, "__kwdefaults__")] if value.__kwdefaults__ else []
+    slots += [Slot(value.__globals__, name) for name in _names(value.__code__) if name in value.__globals__]
     return [slot for slot in slots if _is_state(slot.value)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -221,6 +222,62 @@ class Switching(nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+class Weighing:
+    """A loss that counts its calls, keeps a mean and asks another object."""
+
+    def __init__(self) -> None:
+        self.calls, self.mean, self.ramp = 0, torch.zeros(()), Ramp()
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        loss = F.cross_entropy(output, batch[-1])
+        if output.requires_grad:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss * (1 + 0.1 * self.calls) + 0.1 * self.mean * loss + self.ramp.up() * loss
+
+
+class Ramp:
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def up(self) -> float:
+        self.steps.append(0.01)
+        return sum(self.steps)
+
+
+class Centre(nn.Module):
+    """A loss that is a module with a buffer and a layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        self.inner.centre.lerp_(output.detach().mean(0), 0.3)
+        return F.cross_entropy(output - self.inner.centre, batch[-1])
+
+
+def closing() -> Job:
+    """A loss with a counter in its closure and one in a default."""
+    calls = 0
+
+    def loss(output: Tensor, batch: Any, seen: list[int] = []) -> Tensor:  # noqa: B006
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+        return F.cross_entropy(output, batch[-1]) * (1 + 0.1 * calls + 0.01 * len(seen))
+
+    return mlp(loss=loss)
+
+
+def empty() -> nn.Module:
+    """A parameter with no elements."""
+    model = MLP(width=12, layers=3, inputs=8, classes=4)
+    model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 4)))
+    return model
+
+
 def keeping(tensor: bool = False) -> nn.Module:
     return with_layer(Keeping(tensor))
 
@@ -315,6 +372,10 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "caching": lambda: mlp(model=lambda: with_layer(Caching())),
     "assorted": lambda: mlp(model=lambda: with_layer(Assorted())),
     "switching": lambda: mlp(model=Switching, optimizer=lambda params: torch.optim.Adam(params, lr=0.01)),
+    "weighing": lambda: mlp(loss=Weighing()),
+    "centre": lambda: mlp(loss=Centre()),
+    "closing": closing,
+    "empty": lambda: mlp(model=empty),
     "shaking": lambda: mlp(optimizer=Shaking),
     "plain": scheduled(Plain),
     "curve": scheduled(lambda optimizer: LambdaLR(optimizer, Curve())),

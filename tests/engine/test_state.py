@@ -35,6 +35,9 @@ WHOLE = [
     "assorted",
     "shaking",
     "switching",
+    "weighing",
+    "centre",
+    "closing",
     "plain",
     "curve",
     "warming",
@@ -67,6 +70,9 @@ def test_a_resumed_run_goes_on_with_all_state(tmp_path: Path, name: str) -> None
         ("extra tensor", "pp=2 micro=2", "tp=2"),
         ("counting", "dp=2 zero=3", "tp=2"),
         ("warming", "pp=2 micro=2", "dp=2"),
+        ("weighing", "dp=1", "tp=2"),
+        ("weighing", "tp=2", "dp=1"),
+        ("empty", "tp=2", "dp=2 zero=3"),
     ],
 )
 def test_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path, name: str, writer: str, reader: str) -> None:
