@@ -259,8 +259,8 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def held_values(job: Job, model: nn.Module) -> dict[str, Slot]:
-    """Where the loss and `inputs` keep values between calls: attributes of objects, closures, defaults, globals. By names that are the same at every start;
-    what belongs to `model` is left out."""
+    """Where the loss and `inputs` keep values between calls: attributes of objects, closures, defaults, globals. By names that are the
+    same at every start; what belongs to `model` is left out."""
     found: dict[str, Slot] = {}
     own = job.model.modules() if isinstance(job.model, nn.Module) else ()
     seen = {id(each) for each in (*model.modules(), *own)}
@@ -315,7 +315,7 @@ def _held_by(value: Any, path: str) -> list[tuple[str, Slot]]:
 
 
 def _called(value: Any) -> list[Any]:
-    """What a bound method or a partial calls, and a user's class by its methods."""
+    """What a bound method or a partial calls; of an object its methods."""
     if isinstance(value, FunctionType):
         return []
     return [each for each in _reached(value) if not isinstance(each, type)] + [
