@@ -40,6 +40,8 @@ from echelon.profiler.build import copy_module
 
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _LARGE = 2**26
+#: Bytes up to which tensors that the loss keeps go into a checkpoint's manifest.
+_SMALL = 2**20
 _FUNCTIONS = ("loss", "inputs", "collate", "optimizer", "schedule")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _STATEFUL = (nn.Module, Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -262,8 +264,9 @@ def held_values(job: Job, model: nn.Module) -> dict[str, Slot]:
     """Where the loss and `inputs` keep values between calls: attributes of objects, closures, defaults, globals. By names that are the
     same at every start; what belongs to `model` is left out."""
     found: dict[str, Slot] = {}
-    own = job.model.modules() if isinstance(job.model, nn.Module) else ()
-    seen = {id(each) for each in (*model.modules(), *own)}
+    models = [model, job.model] if isinstance(job.model, nn.Module) else [model]
+    seen = {id(each) for one in models for each in (*one.modules(), *one.parameters(), *one.buffers())}
+    models_own = set(seen)
     pending = [(name, getattr(job, name)) for name in ("loss", "inputs")]
     while pending:
         path, value = pending.pop()
@@ -275,14 +278,20 @@ def held_values(job: Job, model: nn.Module) -> dict[str, Slot]:
             pending.append((name, slot.value))
         pending += [(f"{path}.{at}", each) for at, each in enumerate(_called(value))]
     return {
-        name: slot
-        for name, slot in found.items()
-        if isinstance(slot.value, (*_PLAIN, *_STATEFUL, *_CONTAINERS)) and not isinstance(slot.value, nn.Module)
+        name: slot for name, slot in found.items() if id(slot.value) not in models_own and _is_small_state(slot.value)
     }
 
 
+def _is_small_state(value: Any) -> bool:
+    if isinstance(value, nn.Module) or not isinstance(value, (*_PLAIN, *_STATEFUL, *_CONTAINERS)):
+        return False
+    return isinstance(value, _PLAIN) or sum(each.nbytes for each in _tensors(value)) <= _SMALL
+
+
 def _is_object(value: Any) -> bool:
-    """An object of the user's that may change, or a module of any kind."""
+    """An object of the user's that may change, or a module of any kind but a compiled one."""
+    if isinstance(value, torch.jit.ScriptModule):
+        return False
     return isinstance(value, nn.Module) or (
         hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | Dataset) and _is_user(type(value))
     )
