@@ -98,9 +98,8 @@ def _spread(run: Run, name: str, value: Tensor) -> Any:
     piece = run.pieces.get(name)
     if piece is None or value.shape != piece.shape:
         return value
-    return (
-        Spread(value, piece) if piece.whole.numel() else value.new_empty(piece.whole)
-    )  # no rank has a part of nothing
+    # No rank has a part of a tensor without elements.
+    return Spread(value, piece) if piece.whole.numel() else value.new_empty(piece.whole)
 
 
 def _manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -184,9 +184,8 @@ class Ranks(Group):
         """Leave it after an error that other ranks may not have: their connections to this rank end, so none waits for it. By hand, as gloo's
         abort() closes nothing and a destroyed group keeps its connections as long as anything in torch refers to it."""
         for descriptor, inode in _CONNECTIONS.items():
-            with contextlib.suppress(
-                OSError
-            ):  # closed by now, or one that listens: gloo's thread aborts where that ends
+            # Some are closed by now; sockets that listen stay open, because gloo's thread aborts when one ends.
+            with contextlib.suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
                         connection.getpeername()
@@ -214,8 +213,8 @@ def _recording_connections() -> Iterator[None]:
 
 def _sockets() -> dict[int, int]:
     """This process's open sockets: descriptor to inode."""
-    found = {}
-    for name in os.listdir("/dev/fd"):
+    found: dict[int, int] = {}
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with contextlib.suppress(OSError):  # the listing's own descriptor is closed again
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):

@@ -32,6 +32,8 @@ from echelon.plan.store import Store
 from echelon.world import World, cache_folder
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from echelon.engine.ranks import Ranks
     from echelon.job import Job
     from echelon.plan.certificate import Certificate
@@ -94,15 +96,23 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
             keep(subject, certificate)
         return _judged(certificate, plan, seconds=time.perf_counter() - begin)
     except Exception as error:
-        first = board.compare_set("error", "", str(error)).decode() if board is not None else str(error)
+        first = _first_error(board, error)
         ranks.abandon()
-        if isinstance(error, UnprovedPlan) and first != str(
-            error
-        ):  # this rank only lost its connection to the one that failed
+        if isinstance(error, UnprovedPlan) and first != str(error):
             raise UnprovedPlan(first) from error
         raise
     finally:
         ranks.close()
+
+
+def _first_error(board: dist.Store | None, error: Exception) -> str:
+    """What the first rank that failed raised: the others only lost their connections to it."""
+    if board is None:
+        return str(error)
+    try:
+        return board.compare_set("error", "", str(error)).decode()
+    except RuntimeError:  # the store went with its rank
+        return str(error)
 
 
 def bound(job: Job, prepared: Prepared) -> float:
