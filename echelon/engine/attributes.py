@@ -28,6 +28,8 @@ Values = Mapping[str, Any]
 #: Types of attributes that are kept; containers if they hold nothing else and are small.
 _KEPT = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Generator, list, tuple, dict, set, deque)
 _SMALL = 1000
+#: Of tensors that the loss keeps.
+_SMALL_BYTES = 2**20
 
 
 class Attributes:
@@ -54,13 +56,15 @@ class Attributes:
         mine = {name.removesuffix(".") for name in spoken_for(run, [f"{path}." for path in modules])}
         optimizers = [_changed(*each) for each in zip(_of_optimizers(run), self._optimizers, strict=True)]
         speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
-        everyone = run.ranks.gather((modules if speaks else {}, mine, optimizers, self.switched()))
+        functions = _changed(_of_functions(run), self._functions)
+        everyone = run.ranks.gather((modules if speaks else {}, mine, optimizers, self.switched(), functions))
         found: dict[str, Any] = {}
-        for theirs, spoken, _, _ in everyone:
+        for theirs, spoken, *_ in everyone:
             found |= {path: values for path, values in theirs.items() if path in spoken or path not in found}
-        flags = {name: flag for *_, theirs in everyone for name, flag in theirs.items()}
-        functions = run.ranks.gather(_changed(_of_functions(run), self._functions))
-        kept: Values = next(filter(None, functions), {})  # in a pipeline only the last stage calls the loss
+        flags = {name: flag for *_, theirs, _ in everyone for name, flag in theirs.items()}
+        kept: Values = next(
+            filter(None, (each[-1] for each in everyone)), {}
+        )  # in a pipeline only the last stage calls the loss
         return {"modules": found, "optimizers": everyone[0][2], "trainable": flags, "functions": kept}
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
@@ -138,9 +142,12 @@ def _of_functions(run: Run) -> Values:
     """Encoded values that the loss and `inputs` keep."""
     found = {}
     for name, slot in held_values(run.job, run.model).items():
-        if not isinstance(slot.value, Sized) or isinstance(slot.value, Tensor) or len(slot.value) <= _SMALL:
-            with contextlib.suppress(Unstorable):
-                found[name] = encode(slot.value, name, inline)
+        value = slot.value
+        # Whatever cannot be stored is not kept: sparse tensors, containers that hold themselves, what is too large.
+        with contextlib.suppress(Exception):
+            long = isinstance(value, Sized) and not isinstance(value, Tensor) and len(value) > _SMALL
+            if not long and sum(each.nbytes for each in tensors(value)) <= _SMALL_BYTES:
+                found[name] = encode(value, name, inline)
     return found
 
 

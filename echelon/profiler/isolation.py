@@ -40,8 +40,6 @@ from echelon.profiler.build import copy_module
 
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _LARGE = 2**26
-#: Bytes up to which tensors that the loss keeps go into a checkpoint's manifest.
-_SMALL = 2**20
 _FUNCTIONS = ("loss", "inputs", "collate", "optimizer", "schedule")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _STATEFUL = (nn.Module, Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -198,7 +196,7 @@ def _copied(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own: Se
         return memo[id(value)]
     if isinstance(value, (*_PLAIN, FunctionType, type, ModuleType)):
         return value
-    if any(each.nbytes >= _LARGE and id(each) not in memo for each in _tensors(value)) and not isinstance(
+    if any(_bytes(each) >= _LARGE and id(each) not in memo for each in _tensors(value)) and not isinstance(
         value, nn.Module
     ):
         return value
@@ -277,15 +275,12 @@ def held_values(job: Job, model: nn.Module) -> dict[str, Slot]:
             found.setdefault(name, slot)
             pending.append((name, slot.value))
         pending += [(f"{path}.{at}", each) for at, each in enumerate(_called(value))]
+    kinds = (*_PLAIN, *_STATEFUL, *_CONTAINERS)
     return {
-        name: slot for name, slot in found.items() if id(slot.value) not in models_own and _is_small_state(slot.value)
+        name: slot
+        for name, slot in found.items()
+        if id(slot.value) not in models_own and isinstance(slot.value, kinds) and not isinstance(slot.value, nn.Module)
     }
-
-
-def _is_small_state(value: Any) -> bool:
-    if isinstance(value, nn.Module) or not isinstance(value, (*_PLAIN, *_STATEFUL, *_CONTAINERS)):
-        return False
-    return isinstance(value, _PLAIN) or sum(each.nbytes for each in _tensors(value)) <= _SMALL
 
 
 def _is_object(value: Any) -> bool:
@@ -330,6 +325,11 @@ def _called(value: Any) -> list[Any]:
     return [each for each in _reached(value) if not isinstance(each, type)] + [
         each for each in (_reached(type(value)) if _is_object(value) else ()) if isinstance(each, FunctionType)
     ]
+
+
+def _bytes(value: Any) -> int:
+    """Of a tensor or an array; torch counts those of dense tensors only."""
+    return int(value.nbytes) if not isinstance(value, Tensor) or value.layout is torch.strided else 0
 
 
 def _slots(job: Job) -> list[tuple[Slot, bool]]:

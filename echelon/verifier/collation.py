@@ -25,7 +25,7 @@ class Unjoinable(Exception):  # noqa: N818 (says of batches what they are)
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Collated batches of so many samples each as one; raises Unjoinable."""
+    """Collated batches, `sizes[i]` samples in the i-th, joined into one; raises Unjoinable."""
     if len(parts) == 1:
         return parts[0]
     trees = [tree_flatten(part) for part in parts]
