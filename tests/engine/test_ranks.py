@@ -70,6 +70,7 @@ def left_waiting(world: World) -> str:
     ranks = Ranks(world, torch.device("cpu"))
     pair = ranks.some((0, 1)) if world.rank < 2 else None
     kept = (dist.group.WORLD, pair)
+    met(world, "connected")  # a rank that still connects would fail in that, not in the collective
     try:
         if world.rank == 1:
             ranks.abandon()
@@ -81,11 +82,15 @@ def left_waiting(world: World) -> str:
         return str(error)
     finally:
         ranks.close()
-        # Only when everybody is done: references that go would close the connections too.
-        store = shared_store(world, "test")
-        store.set(str(world.rank), "done")
-        store.wait([str(each) for each in range(world.size)])
+        met(world, "done")  # references that go would close the connections too
         del kept
+
+
+def met(world: World, purpose: str) -> None:
+    """Wait until every rank is here, without any process group."""
+    store = shared_store(world, purpose)
+    store.set(str(world.rank), "here")
+    store.wait([str(each) for each in range(world.size)])
 
 
 def test_no_rank_waits_for_one_that_abandoned_it(ranks: Pool) -> None:
