@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
@@ -117,8 +118,15 @@ def trained_alone(world: World, folder: str, plan: str, cache: str, rate: float 
     return trained.step, trained.loss
 
 
-def normalized(world: World, folder: str) -> None:
-    """Train what fails on rank 1 alone: batch norm refuses its one sample of three."""
+class FailsOnRank1(nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        if dist.is_initialized() and dist.get_rank() == 1 and len(values) < 4:
+            raise ValueError("rank 1 cannot have this part of the batch")
+        return super().forward(values)
+
+
+def failing_on_rank_1(world: World, folder: str) -> None:
+    """Train what fails on rank 1 alone, between collectives for which rank 0 waits."""
     os.environ["ECHELON_VERIFY"] = "1"
-    job = make(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), batch=3, epochs=1)
+    job = make(model=lambda: nn.Sequential(nn.Linear(8, 8), FailsOnRank1(8, 8), nn.Linear(8, 1)), batch=4, epochs=1)
     echelon.train(job, "dp=2 zero=3", folder=Path(folder), quiet=True)

@@ -28,7 +28,7 @@ from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
-from tests.flow.jobs import checked_losses, coupled, make, normalized, trained_alone
+from tests.flow.jobs import checked_losses, coupled, failing_on_rank_1, make, trained_alone
 from tests.whole import some
 
 
@@ -274,10 +274,10 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
 
 
 def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(2, normalized, str(tmp_path / "run"), group=False, timeout=120)
+    ranks.run(2, failing_on_rank_1, str(tmp_path / "run"), group=False, timeout=120)
     (message, *_) = messages(read_events(tmp_path / "run"), "warning")
     assert '"dp=2 zero=3" runs as "dp=1"' in message
-    assert "Expected more than 1 value per channel" in message
+    assert "rank 1 cannot have this part of the batch" in message
 
 
 def test_ranks_that_wait_learn_of_a_failure(ranks: Pool, tmp_path: Path) -> None:
