@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from echelon.engine.build import build, equalise, fingerprint, to_device
 from echelon.engine.exchange import Exchange
+from echelon.engine.function_state import unchanged
 from echelon.engine.hooks import require_hooks
 from echelon.engine.intake import Mover
 from echelon.engine.layout import Piece
@@ -126,7 +128,8 @@ class Assembly:
             self._take_tables(model, warn)
         if self._axes["pp"].size > 1:  # before anything talks to other ranks: shapes are found without them
             example = Mover(ranks.device, self._dtype)(Example(self._job).batch(2))
-            self.pipeline = Pipeline(model.train(), self._loss, example, plan, self._axes["pp"])
+            around = partial(unchanged, self._job, model)  # a loss that counts its calls must not count these
+            self.pipeline = Pipeline(model.train(), self._loss, example, plan, self._axes["pp"], around)
             if self._job.evaluation is not None:
                 self.pipeline.require_evaluation(self._measure, example)
         if plan.batchnorm == "sync" and self._data.size > 1:

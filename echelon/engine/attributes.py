@@ -1,5 +1,5 @@
 """Counters, flags and generators: numbers, strings and random states that modules and optimizers keep as plain attributes and change while they
-train; which parameters they froze or unfroze; and what the loss keeps: attributes, closures, globals.
+train; which parameters they froze or unfroze; and what the loss and `inputs` keep (function_state.py).
 
 `state_dict()` does not include them. A checkpoint holds those that changed since the job was made, and a resumed run gets them back.
 """
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from echelon.engine.function_state import FunctionState
 from echelon.engine.model_state import spoken_for
-from echelon.engine.values import Unstorable, decode, encode, from_inline, inline
-from echelon.profiler.isolation import held_values
+from echelon.engine.stored import Stored
+from echelon.engine.values import Unstorable, decode, encode, from_inline, tensor_refs
 from echelon.tree import tensors
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ Values = Mapping[str, Any]
 #: Types of attributes that are kept; containers if they hold nothing else and are small.
 _KEPT = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Generator, list, tuple, dict, set, deque)
 _SMALL = 1000
-#: Of tensors that the loss keeps.
-_SMALL_BYTES = 2**20
 
 
 class Attributes:
@@ -38,7 +37,10 @@ class Attributes:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._modules, self._optimizers = _of_modules(run.model), _of_optimizers(run)
-        self._trainable, self._functions = trainable(run.model), _of_functions(run)
+        self._trainable = trainable(run.model)
+        #: What the loss and `inputs` keep.
+        self.functions = FunctionState(run.job, run.model)
+        self._lost: set[str] = set()
         #: By module, what a checkpoint gave back.
         self.restored: Mapping[str, Values] = {}
 
@@ -46,8 +48,8 @@ class Attributes:
         """Parameters that were frozen (False) or unfrozen (True) since the start, as far as this rank has them."""
         return _changed(trainable(self._run.model), self._trainable)
 
-    def collect(self) -> dict[str, Any]:
-        """What changed since the start, of all stages, for JSON. Every rank must call it."""
+    def collect(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What changed since the start, of all stages, for JSON, and the tensors in it that this rank is to write. Every rank must call it."""
         run = self._run
         modules = {
             path: _changed(values, self._modules.get(path, {})) for path, values in _of_modules(run.model).items()
@@ -56,32 +58,62 @@ class Attributes:
         mine = {name.removesuffix(".") for name in spoken_for(run, [f"{path}." for path in modules])}
         optimizers = [_changed(*each) for each in zip(_of_optimizers(run), self._optimizers, strict=True)]
         speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
-        functions = _changed(_of_functions(run), self._functions)
+        functions, kept = self._of_functions()
         everyone = run.ranks.gather((modules if speaks else {}, mine, optimizers, self.switched(), functions))
         found: dict[str, Any] = {}
         for theirs, spoken, *_ in everyone:
             found |= {path: values for path, values in theirs.items() if path in spoken or path not in found}
         flags = {name: flag for *_, theirs, _ in everyone for name, flag in theirs.items()}
-        kept: Values = next(
-            filter(None, (each[-1] for each in everyone)), {}
-        )  # in a pipeline only the last stage calls the loss
-        return {"modules": found, "optimizers": everyone[0][2], "trainable": flags, "functions": kept}
+        values = next(each for *_, each in everyone if each is not None)
+        return {"modules": found, "optimizers": everyone[0][2], "trainable": flags, "functions": values}, kept
+
+    def _of_functions(self) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+        """What the loss keeps on the first rank that computes it: None on others."""
+        run, tensors = self._run, dict[str, Tensor]()
+        if run.data.rank or not run.tells:
+            return None, tensors
+
+        def put(path: str, value: Tensor) -> Any:
+            tensors[path] = value
+            return [path, value.device.type]
+
+        found, lost = self.functions.changes(put)
+        for why in lost:
+            name = why.partition(":")[0]
+            if name not in self._lost:
+                self._lost.add(name)
+                run.warn(f"{why}: checkpoints do not hold it, so that a resumed run has its first value again")
+        return found, tensors
+
+    def rooms(self, stored: Stored) -> dict[str, Tensor]:
+        """Tensors to be filled from a checkpoint before `restore`."""
+        self._rooms = {}
+        for path, device in tensor_refs(_functions_of(stored.manifest.get("attributes"))):
+            entry = stored.entries[f"function/{path}"]
+            where = torch.device("cpu") if device == "cpu" else self._run.device
+            self._rooms[path] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
+        return self._rooms
 
     def restore(self, stored: Mapping[str, Any] | None) -> None:
         """Give back what `collect` returned; None: the checkpoint is from before attributes were kept."""
         if stored is None:
             return
         run, self.restored = self._run, stored["modules"]
-        set_trainable(run.model, stored.get("trainable", {}))
+        set_trainable(run.model, self._trainable | stored.get("trainable", {}))
         for path, module in run.model.named_modules():
             if path in self._modules:
                 _restore_attributes(module, self.restored.get(path, {}))
         for optimizer, values in zip(run.optimizers, stored["optimizers"], strict=True):
             _restore_attributes(optimizer, values)
-        slots = held_values(run.job, run.model)
-        for name, plain in stored.get("functions", {}).items():
-            if name in slots:
-                slots[name].put(_restored(slots[name].value, decode(plain, from_inline)))
+        for name in self.functions.restore(_functions_of(stored), lambda ref: self._rooms[ref[0]]):
+            run.warn(
+                f"{name}: the checkpoint holds a value for it, which has no place in this job's loss; it is left out"
+            )
+
+
+def _functions_of(stored: Mapping[str, Any] | None) -> dict[str, Any]:
+    found: dict[str, Any] = (stored or {}).get("functions", {})
+    return found
 
 
 def _restore_attributes(owner: Any, values: Values) -> None:
@@ -91,11 +123,7 @@ def _restore_attributes(owner: Any, values: Values) -> None:
 
 
 def _restored(there: Any, value: Any) -> Any:
-    """`value`; within the container, generator or tensor that is there, because other objects may refer to it."""
-    if isinstance(there, Tensor) and isinstance(value, Tensor) and there.shape == value.shape:
-        with torch.no_grad():
-            there.copy_(value)
-        return there
+    """`value`, in the container or generator that is there, because other objects may refer to it."""
     if type(there) is not type(value):
         return value
     if isinstance(there, torch.Generator):
@@ -136,19 +164,6 @@ def _of_modules(model: nn.Module) -> dict[str, Values]:
 
 def _of_optimizers(run: Run) -> list[Values]:
     return [_encoded(each, _optimizer_attributes()) for each in run.optimizers]
-
-
-def _of_functions(run: Run) -> Values:
-    """Encoded values that the loss and `inputs` keep."""
-    found = {}
-    for name, slot in held_values(run.job, run.model).items():
-        value = slot.value
-        # Whatever cannot be stored is not kept: sparse tensors, containers that hold themselves, what is too large.
-        with contextlib.suppress(Exception):
-            long = isinstance(value, Sized) and not isinstance(value, Tensor) and len(value) > _SMALL
-            if not long and sum(each.nbytes for each in tensors(value)) <= _SMALL_BYTES:
-                found[name] = encode(value, name, inline)
-    return found
 
 
 @cache

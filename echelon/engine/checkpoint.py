@@ -61,10 +61,12 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
     tensors, extra = model_state.split_model(run)
     extra_state, extra_tensors = model_state.collect_extra(run, extra)
     optimizers, moments = optimizer_state.collect(run)
+    attributes, held = run.attributes.collect()
     groups = optimizer_groups(run)
     stored = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
     stored |= {f"extra/{name}": value for name, value in extra_tensors.items()}
-    stored |= {f"optimizer/{path}": _spread(run, held.like, held.value) for path, held in moments.items()}
+    stored |= {f"function/{path}": value for path, value in held.items()}
+    stored |= {f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in moments.items()}
     with quietly():
         save_tensors(stored, storage_writer=writer, no_dist=run.world.size == 1)
     if run.hub is not None:
@@ -82,7 +84,7 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
         "optimizers": [{"groups": each, **kept} for each, kept in zip(groups, optimizers, strict=True)],
         "schedules": [schedule_state.common(each) for each in run.schedules],
         "extra_state": extra_state,
-        "attributes": run.attributes.collect(),
+        "attributes": attributes,
     }
     with run.ranks.together():
         if run.world.main:
@@ -128,11 +130,12 @@ def _manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict
 
 def load(run: Run, folder: Path) -> None:
     """Bring the run to where `folder` was saved, whatever plan saved it. Every rank must call it."""
+    groups = optimizer_groups(run)
     with run.ranks.together():
         stored = open_stored(folder, run.world)
         manifest = stored.manifest
         with _damage_named(folder):
-            _unfreeze(run, manifest, folder)
+            _unfreeze(run, groups, manifest, folder)
     groups = optimizer_groups(run)
     with run.ranks.together(), _damage_named(folder):
         _require_fits(run, manifest, groups, folder)
@@ -142,6 +145,7 @@ def load(run: Run, folder: Path) -> None:
         optimizers, extra = optimizer_state.Loading(run, stored), model_state.LoadingExtra(run, stored)
         wanted = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
         wanted |= {f"extra/{name}": value for name, value in extra.rooms.items()}
+        wanted |= {f"function/{path}": value for path, value in run.attributes.rooms(stored).items()}
         wanted |= {f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in optimizers.rooms.items()}
         _require_there(wanted, stored)
     stored.fill(wanted, alone=run.world.size == 1)
@@ -175,13 +179,14 @@ def _damage_named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _unfreeze(run: Run, manifest: Mapping[str, Any], folder: Path) -> None:
-    """Have the optimizers cover what the model has unfrozen while it trained."""
-    flags = (manifest.get("attributes") or {}).get("trainable", {})
-    names = [name for name, flag in flags.items() if flag]
-    if names and not run.unfreeze(names):
+def _unfreeze(run: Run, groups: list[list[dict[str, Any]]], manifest: Mapping[str, Any], folder: Path) -> None:
+    """Have the optimizers, whose groups are `groups`, cover what the model unfroze while it trained."""
+    here = {name for each in groups for group in each for name in group["names"]}
+    there = [name for each in manifest["optimizers"] for group in each["groups"] for name in group["names"]]
+    unfrozen = [name for name in there if name not in here]
+    if not run.unfreeze(unfrozen):
         raise ForeignCheckpoint(
-            f"{folder}: {names[0]} was unfrozen while it trained, which only one process can follow; go on with --plan dp=1"
+            f"{folder}: {unfrozen[0]} was unfrozen while it trained, which only one process can follow; go on with --plan dp=1"
         )
 
 

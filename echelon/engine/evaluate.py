@@ -14,6 +14,7 @@ from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
 from echelon.engine.averages import weighed
+from echelon.engine.function_state import unchanged
 from echelon.engine.metrics import (
     Kind,
     Metric,
@@ -276,8 +277,10 @@ def _terms(job: Job, model: nn.Module, output: Any, batch: Any, loss: Tensor) ->
     if isinstance(loss, FakeTensor):
         return ()
     try:
-        with torch.enable_grad(), random_states():
+        with torch.enable_grad(), random_states(), unchanged(job, model):
             again = call_loss(job, differentiable(output), batch, model)
+    except JobError:
+        raise
     except Exception:  # a loss that cannot be called twice, or edits in place, which autograd refuses
         return ()
     if not isinstance(again, Tensor) or not torch.allclose(again.detach(), loss, rtol=_ROUNDING, equal_nan=True):

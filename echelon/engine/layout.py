@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def even(self) -> bool:
-        """Whether every rank keeps as much."""
+        """Whether all ranks keep equally large parts."""
         return len({replace(self, rank=rank).shape for rank in range(self.ways)}) == 1
 
     def stretches(self) -> Iterator[tuple[int, int, int]]:

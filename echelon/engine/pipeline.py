@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from echelon.engine.stage import Seed, Stage
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
 from echelon.plan.stages import UNCUT
-from echelon.profiler.ghost import Forward, Ghost, shape_key
+from echelon.profiler.ghost import Around, Forward, Ghost, shape_key
 from echelon.profiler.visits import Visit
 
 _SCHEDULES: dict[str, Any] = {
@@ -43,12 +44,14 @@ _SHAPES = 8
 class Pipeline:
     """This rank's stages among all of them."""
 
-    def __init__(self, model: nn.Module, forward: Forward, example: Any, plan: Plan, ranks: Group) -> None:
-        """`forward(model, batch)` computes the loss; `example` is a batch of it."""
+    def __init__(
+        self, model: nn.Module, forward: Forward, example: Any, plan: Plan, ranks: Group, around: Around = nullcontext
+    ) -> None:
+        """`forward(model, batch)` computes the loss; `example` is a batch of it. `around`: within it shapes are found."""
         self._model, self._forward, self._plan, self._ranks = model, forward, plan, ranks
         #: Where values lie that pass between stages: gloo sends none from a GPU's memory.
         self._post = torch.device("cpu") if ranks.staged else ranks.device
-        self._ghost = Ghost(model, ranks.device)
+        self._ghost = Ghost(model, ranks.device, around)
         self._visits = visits = self._ghost.visits(forward, example)
         bounds = _bounds(plan, visits, ranks.size)
         self._total = len(bounds) - 1

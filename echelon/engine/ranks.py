@@ -207,18 +207,22 @@ def shared_store(world: World, purpose: str) -> dist.Store:
 @contextlib.contextmanager
 def _recording_connections() -> Iterator[None]:
     before = _sockets()
-    yield
-    _CONNECTIONS.update(_sockets().items() - before.items())
+    try:
+        yield
+    finally:
+        _CONNECTIONS.update(_sockets().items() - before.items())
 
 
 def _sockets() -> dict[int, int]:
-    """This process's open sockets: descriptor to inode."""
+    """This process's open internet sockets: descriptor to inode."""
     found: dict[int, int] = {}
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with contextlib.suppress(OSError):  # the listing's own descriptor is closed again
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
+                with socket.socket(fileno=os.dup(int(name))) as opened:
+                    if opened.family in (socket.AF_INET, socket.AF_INET6):
+                        found[int(name)] = status.st_ino
     return found
 
 

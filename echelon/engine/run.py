@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -251,6 +251,12 @@ class Run:
         loss = self._accumulate(batch)
         if loss is None:
             assert again
+            if self.attributes.functions.changed():
+                raise DivergenceError(
+                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time and keeps values between calls, so that the step "
+                    "cannot be computed again with the right weights; return (sum, count) from the loss",
+                    cause="averages over unequal counts",
+                )
             if _versions(batch) != versions:
                 raise DivergenceError(
                     f"step {batch.step + 1}: the loss averages over unequal counts for the first time and forward changes its input in place, so "
@@ -342,16 +348,18 @@ class Run:
                 cause="a parameter that is unfrozen while it trains",
             )
 
-    def unfreeze(self, names: Sequence[str]) -> bool:
+    def unfreeze(self, names: Collection[str]) -> bool:
         """Train parameters that were frozen at the start; False where several ranks have agreed on what they exchange."""
+        unfrozen = [value for name, value in self._frozen if name in names]
+        if not unfrozen:
+            return True
         if self.plan.ranks > 1 or self.whole:
             return False
-        thawed = [value for name, value in self._frozen if name in names]
-        for value in thawed:
+        for value in unfrozen:
             value.requires_grad_(True)
-        adopt(self.job, self.model, self.optimizers, set(map(id, thawed)))
-        self.assembly.parameters += thawed
-        self.assembly.copies += [1] * len(thawed)
+        adopt(self.job, self.model, self.optimizers, set(map(id, unfrozen)))
+        self.assembly.parameters += unfrozen
+        self.assembly.copies += [1] * len(unfrozen)
         self._frozen = [each for each in self._frozen if not each[1].requires_grad]
         return True
 

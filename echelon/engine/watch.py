@@ -102,11 +102,12 @@ class Watch:
         for stage, sums_of_stage in enumerate(calls):
             if not equal(run.axes["tp"].size, *sums_of_stage):
                 assert self._calls is not None
-                named = self._calls.cut_calls if stage == run.axes["pp"].rank else []
+                named = self._calls.cut_calls if stage == run.axes["pp"].rank else None
                 self._mispaired(run.core, named, step, "tp")
 
-    def _mispaired(self, group: Group, mine: list[Call], step: int, axis: str) -> None:
-        found = [(rank, calls) for rank, calls in group.gather((self._run.world.rank, mine)) if calls]
+    def _mispaired(self, group: Group, mine: list[Call] | None, step: int, axis: str) -> None:
+        """`mine`: the calls of this rank; None where it is not among those that differ."""
+        found = [(rank, calls) for rank, calls in group.gather((self._run.world.rank, mine)) if calls is not None]
         first_rank, first = found[0]
         rank, other = next(((rank, calls) for rank, calls in found if calls != first), found[0])
         place = next(
@@ -188,7 +189,7 @@ class _Calls:
             hook.remove()
 
     def _cut(self, path: str, number: int, *, sized: bool) -> Callable[[nn.Module, Any], None]:
-        """`sized`: inputs are as large on every rank."""
+        """`sized`: inputs have the same size on every rank."""
 
         def note(_: nn.Module, args: Any) -> None:
             size = args[0].numel() if sized and args and isinstance(args[0], Tensor) else 0

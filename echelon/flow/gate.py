@@ -80,8 +80,9 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
     from echelon.engine.ranks import Ranks, shared_store
 
     ranks = Ranks(world)  # also so that the proof's own runs need not meet again and again
-    board = shared_store(world, "proof") if world.size > 1 else None
+    errors: dist.Store | None = None
     try:
+        errors = shared_store(world, "proof") if world.size > 1 else None
         known = _known(subject, plan) if world.main else None
         text = ranks.gather(known.to_json() if known is not None else "")[0]
         if text:
@@ -96,7 +97,7 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
             keep(subject, certificate)
         return _judged(certificate, plan, seconds=time.perf_counter() - begin)
     except Exception as error:
-        first = _first_error(board, error)
+        first = _first_error(errors, error)
         ranks.abandon()
         if isinstance(error, UnprovedPlan) and first != str(error):
             raise UnprovedPlan(first) from error
@@ -105,14 +106,15 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
         ranks.close()
 
 
-def _first_error(board: dist.Store | None, error: Exception) -> str:
+def _first_error(errors: dist.Store | None, error: Exception) -> str:
     """What the first rank that failed raised: the others only lost their connections to it."""
-    if board is None:
-        return str(error)
+    mine = str(error)
+    if errors is None:
+        return mine
     try:
-        return board.compare_set("error", "", str(error)).decode()
-    except RuntimeError:  # the store went with its rank
-        return str(error)
+        return errors.compare_set("error", "", mine.encode(errors="replace").decode()).decode()
+    except Exception:  # rank 0, which may host the store, has exited
+        return mine
 
 
 def bound(job: Job, prepared: Prepared) -> float:

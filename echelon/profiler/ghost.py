@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ _KEPT = 64
 
 #: Computes the loss, or what else is wanted, with a model on a batch.
 Forward = Callable[[nn.Module, Any], Any]
+Around = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Ghost:
     invented weights: the shapes are what matters, and no more than one unit is held.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, around: Around = nullcontext) -> None:
+        """`around`: within it `forward` is called."""
+        self._around = around
         # Operators whose output's size follows from values (nonzero, as in routers) get a size that is not known.
         sizes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
@@ -69,7 +72,7 @@ class Ghost:
         """The calls of the model's units and whose values they read; empty: it cannot be cut."""
         if not self._invents:
             try:
-                with self.mode, unquestioned():
+                with self._around(), self.mode, unquestioned():
                     fakes = self._faked(batch)
                     return follow(self.model, lambda: forward(self.model, fakes))
             except EchelonError:
@@ -93,7 +96,7 @@ class Ghost:
             given = batch if scale == 1 else tree_map(partial(_scaled, by=scale), batch)
             self._scale = scale
             try:
-                with random_states(), torch.no_grad(), self._invented_around(unit_paths(self.model)):
+                with self._around(), random_states(), torch.no_grad(), self._invented_around(unit_paths(self.model)):
                     visits = follow(self.model, partial(forward, self.model, given), compute, looks=True)
             except EchelonError:
                 raise
@@ -132,7 +135,7 @@ class Ghost:
             found.append(path)
             return self._compute(path, call, args, kwargs) if self._invents else call(*args, **kwargs)
 
-        with intercepted(self.model, list(paths), around), random_states(), unquestioned():
+        with self._around(), intercepted(self.model, list(paths), around), random_states(), unquestioned():
             if self._invents:
                 with torch.no_grad(), self._invented_around(paths):
                     forward(self.model, batch)
@@ -155,7 +158,7 @@ class Ghost:
             found.append(Returned(kept, spec, places))
             return out
 
-        with self.mode, unquestioned(), intercepted(self.model, list(paths), around):
+        with self._around(), self.mode, unquestioned(), intercepted(self.model, list(paths), around):
             end = _as_tuple(forward(self.model, self._faked(batch)))
         return [*found, Returned(end, tree_flatten(end)[1], tuple(range(len(end))))]
 
@@ -173,6 +176,7 @@ class Ghost:
             return out
 
         with (
+            self._around(),
             random_states(),
             torch.no_grad(),
             self._invented_around(paths),

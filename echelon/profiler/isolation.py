@@ -7,6 +7,7 @@ was built before. Runs that share such objects disturb each other, and the user'
     callable objects          deep copies: a loss that is a module or has attributes
     closures, defaults        values that functions captured, rebound while the run is active
     globals                   those that the job's functions mention, rebound while the run is active
+    attributes                of functions and classes, rebound while the run is active
 
 All copies are made with one memo, so that a captured parameter is the run's own parameter. While a run is active the user's module also
 shares its attributes with the run's copy, so that code that reaches it in another way (a hook, another file) sees the run's values.
@@ -17,14 +18,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import random
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Set
 from functools import partial
-from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,31 +34,12 @@ from torch.utils.data import Dataset
 
 from echelon.job import Job
 from echelon.profiler.build import copy_module
+from echelon.profiler.reach import GENERATORS, PLAIN, Slot, is_user, reachable, slots_of
 
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _LARGE = 2**26
 _FUNCTIONS = ("loss", "inputs", "collate", "optimizer", "schedule")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_STATEFUL = (nn.Module, Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_CONTAINERS = (list, dict, set, tuple, deque)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
-    """A place that holds a value: a closure's cell, a function's defaults, or a global. `key`: the global's name."""
-
-    holder: Any
-    key: str = ""
-
-    @property
-    def value(self) -> Any:
-        return self.holder[self.key] if isinstance(self.holder, dict) else getattr(self.holder, self.key)
-
-    def put(self, value: Any) -> None:
-        if isinstance(self.holder, dict):
-            self.holder[self.key] = value
-        else:
-            setattr(self.holder, self.key, value)
+_STATEFUL = (nn.Module, Tensor, np.ndarray, *GENERATORS, list, dict, set, tuple, deque)
 
 
 class Isolated:
@@ -194,7 +172,7 @@ def _copied(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own: Se
     """A deep copy, or the value itself where it is no state or cannot be copied."""
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, (*_PLAIN, FunctionType, type, ModuleType)):
+    if isinstance(value, (*PLAIN, FunctionType, type, ModuleType)):
         return value
     if any(_bytes(each) >= _LARGE and id(each) not in memo for each in _tensors(value)) and not isinstance(
         value, nn.Module
@@ -231,7 +209,7 @@ def _lifted(value: Any, dtype: torch.dtype, own: Set[int]) -> Any:
         return value
     if isinstance(value, partial):
         return partial(value.func, *_lifted(value.args, dtype, own), **_lifted(value.keywords, dtype, own))
-    if _is_user(type(value)) and hasattr(value, "__dict__"):
+    if is_user(type(value)) and hasattr(value, "__dict__"):
         for name, each in vars(value).items():
             if isinstance(each, Tensor | nn.Module | list | tuple | dict):
                 with contextlib.suppress(Exception):
@@ -258,154 +236,33 @@ def _tensors(value: Any) -> list[Any]:
     return [each for each in held if isinstance(each, Tensor | np.ndarray)]
 
 
-def held_values(job: Job, model: nn.Module) -> dict[str, Slot]:
-    """Where the loss and `inputs` keep values between calls: attributes of objects, closures, defaults, globals. By names that are the
-    same at every start; what belongs to `model` is left out."""
-    found: dict[str, Slot] = {}
-    models = [model, job.model] if isinstance(job.model, nn.Module) else [model]
-    seen = {id(each) for one in models for each in (*one.modules(), *one.parameters(), *one.buffers())}
-    models_own = set(seen)
-    pending = [(name, getattr(job, name)) for name in ("loss", "inputs")]
-    while pending:
-        path, value = pending.pop()
-        if id(value) in seen or (not isinstance(value, FunctionType | MethodType | partial) and not _is_object(value)):
-            continue
-        seen.add(id(value))
-        for name, slot in _held_by(value, path):
-            found.setdefault(name, slot)
-            pending.append((name, slot.value))
-        pending += [(f"{path}.{at}", each) for at, each in enumerate(_called(value))]
-    kinds = (*_PLAIN, *_STATEFUL, *_CONTAINERS)
-    return {
-        name: slot
-        for name, slot in found.items()
-        if id(slot.value) not in models_own and isinstance(slot.value, kinds) and not isinstance(slot.value, nn.Module)
-    }
-
-
-def _is_object(value: Any) -> bool:
-    """An object of the user's that may change, or a module of any kind but a compiled one."""
-    if isinstance(value, torch.jit.ScriptModule):
-        return False
-    return isinstance(value, nn.Module) or (
-        hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | Dataset) and _is_user(type(value))
-    )
-
-
-def _held_by(value: Any, path: str) -> list[tuple[str, Slot]]:
-    """The named slots of one function or object."""
-    if isinstance(value, FunctionType):
-        if not _is_user(value):
-            return []
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        found = [(f"{path}.{name}", Slot(cell, "cell_contents")) for name, cell in cells if _filled(cell)]
-        names = [name for name in _names(value.__code__) if name in value.__globals__]
-        found += [(f"{value.__module__}:{name}", Slot(value.__globals__, name)) for name in names]
-        defaults = {str(at): each for at, each in enumerate(value.__defaults__ or ())} | (value.__kwdefaults__ or {})
-        # Only what is changed in place: a default cannot be assigned to.
-        held = {name: each for name, each in defaults.items() if not isinstance(each, _PLAIN)}
-        return found + [(f"{path}({name})", Slot(held, name)) for name in held]
-    if isinstance(value, nn.Module):
-        mine: list[tuple[str, Slot]] = []
-        for slots in (value._parameters, value._buffers, value._modules):
-            mine += [(f"{path}.{name}", Slot(slots, name)) for name in slots]
-        plain = vars(value).keys() - vars(nn.Module()).keys()
-        return mine + [(f"{path}.{name}", Slot(vars(value), name)) for name in sorted(plain)]
-    return (
-        [(f"{path}.{name}", Slot(vars(value), name)) for name in getattr(value, "__dict__", ())]
-        if _is_object(value)
-        else []
-    )
-
-
-def _called(value: Any) -> list[Any]:
-    """What a bound method or a partial calls; of an object its methods."""
-    if isinstance(value, FunctionType):
-        return []
-    return [each for each in _reached(value) if not isinstance(each, type)] + [
-        each for each in (_reached(type(value)) if _is_object(value) else ()) if isinstance(each, FunctionType)
-    ]
-
-
 def _bytes(value: Any) -> int:
-    """Of a tensor or an array; torch counts those of dense tensors only."""
+    """The bytes of a tensor or an array; 0 for sparse tensors, whose bytes torch does not count."""
     return int(value.nbytes) if not isinstance(value, Tensor) or value.layout is torch.strided else 0
 
 
 def _slots(job: Job) -> list[tuple[Slot, bool]]:
     """Where the job's functions keep values between calls, and whether these take part in the step and are cast with the model."""
     found: dict[tuple[int, str], tuple[Slot, bool]] = {}
-    seen: set[int] = set()
-    step: list[Any] = [job.loss, job.inputs, job.optimizer, job.schedule, *job.metrics.values()]
-    made = [] if isinstance(job.model, nn.Module) else [job.model]
-    for lifted, roots in ((True, step), (False, [job.collate, *made])):
-        pending = [each for each in roots if each is not None]
-        while pending:
-            value = pending.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
+    step = {name: getattr(job, name) for name in _FUNCTIONS if name != "collate"} | {"metrics": dict(job.metrics)}
+    rest = {"collate": job.collate, "model": None if isinstance(job.model, nn.Module) else job.model}
+    for lifted, roots in ((True, step), (False, rest)):
+        for value in reachable(roots).values():
             for slot in _of(value):
                 found.setdefault((id(slot.holder), slot.key), (slot, lifted))
-            pending += _reached(value)
     return list(found.values())
 
 
 def _of(value: Any) -> list[Slot]:
-    """The slots of one function."""
-    if not isinstance(value, FunctionType) or not _is_user(value):
-        return []
-    slots = [Slot(cell, "cell_contents") for cell in value.__closure__ or () if _filled(cell)]
-    slots += [Slot(value, "__defaults__")] if value.__defaults__ else []
-    slots += [Slot(value, "__kwdefaults__")] if value.__kwdefaults__ else []
-    slots += [Slot(value.__globals__, name) for name in _names(value.__code__) if name in value.__globals__]
-    return [slot for slot in slots if _is_state(slot.value)]
-
-
-def _reached(value: Any) -> list[Any]:
-    """The functions and objects that can be called from here."""
+    """The slots of one function or class; an object's are copied with it."""
+    slots = list(slots_of(value).values()) if isinstance(value, FunctionType | type) else []
     if isinstance(value, FunctionType):
-        if not _is_user(value):
-            return []
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-        return [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, type):
-        return [each for each in vars(value).values() if isinstance(each, FunctionType)] if _is_user(value) else []
-    return [type(value)] if _is_user(type(value)) else []
-
-
-def _names(code: CodeType) -> list[str]:
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
-    return [*code.co_names, *inner]
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        slots += [Slot(value, name) for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
+    return [slot for slot in slots if _is_state(slot.value)]
 
 
 def _is_state(value: Any) -> bool:
     """Whether a value may be changed, or rebound, by a run: not code, not a library's object."""
     if isinstance(value, FunctionType | type | ModuleType | Dataset):
         return False
-    return isinstance(value, (*_PLAIN, *_STATEFUL, *_CONTAINERS)) or _is_user(type(value))
-
-
-def _is_user(value: Any) -> bool:
-    """Whether a function or class is the user's: not torch's, Python's or this package's."""
-    name = value.__module__ if isinstance(value.__module__, str) else ""
-    if name.split(".")[0] in ("echelon", "builtins", "torch", "numpy"):
-        return False
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return file is None or not any(Path(file).is_relative_to(each) for each in _LIBRARIES)
-
-
-_LIBRARIES = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")})
+    return isinstance(value, (*PLAIN, *_STATEFUL)) or is_user(type(value))

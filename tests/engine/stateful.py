@@ -223,6 +223,20 @@ class Switching(nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+class Refreezing(nn.Module):
+    """Lets one layer train in its first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.first, self.last = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.first.requires_grad_(self.calls == 1)
+        return self.last(torch.tanh(self.first(x)))
+
+
 class Weighing:
     """A loss that counts its calls, keeps a mean and asks another object."""
 
@@ -378,6 +392,7 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "caching": lambda: mlp(model=lambda: with_layer(Caching())),
     "assorted": lambda: mlp(model=lambda: with_layer(Assorted())),
     "switching": lambda: mlp(model=Switching, optimizer=lambda params: torch.optim.Adam(params, lr=0.01)),
+    "refreezing": lambda: mlp(model=Refreezing, optimizer=lambda params: torch.optim.Adam(params, lr=0.01)),
     "weighing": lambda: mlp(loss=Weighing()),
     "centre": lambda: mlp(loss=Centre()),
     "closing": closing,

@@ -16,12 +16,13 @@ from echelon.engine.run import Run
 from echelon.engine.values import Unstorable, decode, encode, from_inline, inline
 from echelon.errors import JobError
 from echelon.job import Job
+from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool, RankError
 from echelon.world import World
 from tests.engine.jobs import mlp
-from tests.engine.stateful import after, refused, sgd, until
+from tests.engine.stateful import Switching, after, refused, sgd, until
 
 STEPS = 2
 WHOLE = [
@@ -35,6 +36,7 @@ WHOLE = [
     "assorted",
     "shaking",
     "switching",
+    "refreezing",
     "weighing",
     "centre",
     "closing",
@@ -94,6 +96,26 @@ def test_several_ranks_cannot_go_on_with_what_one_process_unfroze(ranks: Pool, t
     until(World(), "switching", "dp=1", str(tmp_path / "here"), STEPS)
     with pytest.raises(RankError, match=r"first.weight was unfrozen while it trained.* --plan dp=1"):
         ranks.run(2, after, "switching", "dp=2", str(tmp_path / "here"))
+
+
+def unfrozen_before(world: World, folder: str) -> list[float]:
+    """The losses after a checkpoint of a run that unfroze a layer, of a job in which the layer trains from the start."""
+
+    class Free(Switching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.requires_grad_(True)
+
+    job = mlp(model=Free, optimizer=lambda params: torch.optim.Adam(params, lr=0.01))
+    with Run(job, replace(Plan(), mesh=Mesh(dp=world.size)), world) as run:
+        run.load(Path(folder))
+        return [float(run.step(batch).loss) for batch in run.batches()]
+
+
+def test_several_ranks_go_on_once_the_job_unfreezes_it_itself(ranks: Pool, tmp_path: Path) -> None:
+    until(World(), "switching", "dp=1", str(tmp_path / "here"), STEPS)
+    whole = after(World(), "switching", "dp=1", str(tmp_path / "here"))["losses"]
+    assert ranks.run(2, unfrozen_before, str(tmp_path / "here"))[0] == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize(
