@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
 from echelon.engine.averages import weighed
-from echelon.engine.function_state import unchanged
+from echelon.engine.function_state import snapshot, unchanged
 from echelon.engine.metrics import (
     Kind,
     Metric,
@@ -59,9 +60,13 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     if data is None:
         raise JobError("nothing to evaluate on: give the job evaluation=, or pass a data set")
     run.model.eval()
+    run.loss_keeps_state = not run.step_number or run.attributes.functions.changed()
+    put_back = snapshot(job, run.model) if run.loss_keeps_state else None
     try:
-        found = None
+        found = sums = None
         while found is None:  # again where a metric is no mean, or the loss has no common weight
+            if sums is not None and put_back is not None:
+                put_back()
             sums = _Sums(run)
             for micro in _micros(run, data):
                 batch = run.move(micro.batch)
@@ -253,7 +258,9 @@ def _alike(one: Ratios | None, other: Ratios | None) -> bool:
     return all(math.isclose(*each, rel_tol=_ROUNDING) for each in zip(one, other, strict=True))
 
 
-def measured(job: Job, model: nn.Module, batch: Any, *, weigh: bool = True) -> tuple[Tensor, Any, Ratios | None]:
+def measured(
+    job: Job, model: nn.Module, batch: Any, *, weigh: bool = True, stateful: bool = True
+) -> tuple[Tensor, Any, Ratios | None]:
     """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, and the counts of the averages that
     the loss adds up, as multiples of the first; None where it is weighed by samples."""
     output = call_model(job, model, batch)
@@ -261,7 +268,7 @@ def measured(job: Job, model: nn.Module, batch: Any, *, weigh: bool = True) -> t
     loss = call_loss(job, output, batch, model)
     ratios: Ratios | None = None
     if weigh and job.loss is not None and isinstance(loss, Tensor) and versions((output, batch)) == before:
-        terms = _terms(job, model, output, batch, loss)
+        terms = _terms(job, model, output, batch, loss, unchanged(job, model) if stateful else nullcontext())
         if terms:
             first, *others = (float(each.count) for each in terms)
             if first or not any(others):
@@ -271,13 +278,15 @@ def measured(job: Job, model: nn.Module, batch: Any, *, weigh: bool = True) -> t
     return _row("loss", loss, where), output, ratios
 
 
-def _terms(job: Job, model: nn.Module, output: Any, batch: Any, loss: Tensor) -> tuple[Term, ...]:
+def _terms(
+    job: Job, model: nn.Module, output: Any, batch: Any, loss: Tensor, around: AbstractContextManager[None]
+) -> tuple[Term, ...]:
     """The averages that `loss` adds up, from the graph of a second call: class weights and masks count otherwise than by samples. The
     first call has no graph, so that a loss that asks whether gradients are enabled sees an evaluation."""
     if isinstance(loss, FakeTensor):
         return ()
     try:
-        with torch.enable_grad(), random_states(), unchanged(job, model):
+        with torch.enable_grad(), random_states(), around:
             again = call_loss(job, differentiable(output), batch, model)
     except JobError:
         raise

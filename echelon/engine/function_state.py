@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,10 +29,8 @@ from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, is_object, rea
 
 #: Longer containers and larger arrays are not written into the manifest.
 _ITEMS, _BYTES = 100_000, 2**24
-#: Tensors with more bytes are compared by torch's count of changes, not by content.
-_COMPARED = 2**26
-#: Tensors with more bytes are not put back by `unchanged`.
-_COPIED = 2**20
+#: Tensors with more bytes are compared by torch's count of changes, not by content, and are not put back.
+_LARGE = 2**26
 #: The label of what a container, a tensor, an array or a generator holds.
 _CONTENT = ""
 
@@ -131,15 +129,26 @@ class _NoState(Unstorable):
 @contextlib.contextmanager
 def unchanged(job: Job, model: nn.Module) -> Iterator[None]:
     """Calls inside leave no trace in what the loss and `inputs` keep."""
+    put_back = snapshot(job, model)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(JobError):
+            put_back()
+        raise
+    put_back()
+
+
+def snapshot(job: Job, model: nn.Module) -> Callable[[], None]:
+    """Note what the loss and `inputs` keep; returns what puts it back."""
     nodes = list(reachable(_roots(job), without=_models_own(job, model)).items())
     owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
     large = [
         (name, value, value._version) for name, value in nodes if isinstance(value, Tensor) and not _is_small(value)
     ]
     small = [(value, _copied(value)) for _, value in nodes if _has_content(value) and _is_small(value)]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for value, held in owners:
             now = slots_of(value)
             for label in now.keys() - held.keys():
@@ -151,11 +160,13 @@ def unchanged(job: Job, model: nn.Module) -> Iterator[None]:
         for value, content in small:
             if not _is_same(_content(value), content):
                 _refill(value, content)
-    edited = [name for name, value, version in large if value._version != version]
-    if edited:
-        raise JobError(
-            f"{edited[0]}: the loss changes it in place also where it is only tried; make it a buffer of the model"
-        )
+        for name, value, version in large:
+            if value._version != version:
+                raise JobError(
+                    f"{name}: the loss changes it in place also where it is only tried; make it a buffer of the model"
+                )
+
+    return put_back
 
 
 def _dense(put: Put) -> Put:
@@ -197,7 +208,7 @@ def _is_small(value: Any) -> bool:
         return (
             type(value) in (Tensor, nn.Parameter, nn.Buffer)
             and value.layout is torch.strided
-            and value.nbytes <= _COPIED
+            and value.nbytes <= _LARGE
         )
     return len(value) <= _ITEMS if type(value) in CONTAINERS else True
 
@@ -254,7 +265,7 @@ def _refill(value: Any, content: Any) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two contents are: the same objects in containers, the same bits in tensors and generators."""
     if isinstance(one, Tensor):
-        return raw(one) == raw(other)
+        return torch.equal(one, other)  # one with NaN counts as changed, which costs a copy
     if isinstance(one, np.ndarray):
         return one.tobytes() == other.tobytes()
     if isinstance(one, torch.Generator):
@@ -271,7 +282,7 @@ def _pairs(content: Any) -> list[tuple[Any, Any]]:
 
 def _digest_of(value: Tensor) -> bytes:
     """Of a tensor's numbers; of a large or a special one of how often it was changed."""
-    if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided or value.nbytes > _COMPARED:
+    if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided or value.nbytes > _LARGE:
         return f"{id(value)} {value._version}".encode()
     try:
         return (

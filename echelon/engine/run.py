@@ -134,6 +134,8 @@ class Run:
         self.metric_kinds: dict[str, Kind] = {}
         #: Whether evaluations weigh the loss by samples, because no other weight joins its batches.
         self.loss_by_samples = False
+        #: Whether evaluations must see to it that a second call of the loss leaves no trace.
+        self.loss_keeps_state = True
         self.assembly = Assembly(
             job, plan, self.ranks, self.axes, dtype=dtype, loss=self._loss_of, measure=self._measure, warn=warn
         )
@@ -684,7 +686,9 @@ class Run:
     def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
         """The loss; the output is kept aside. Metrics are not computed here: stages also call it without values, to learn shapes."""
         with autocast(self.precision, self.device):
-            loss, self._output, self.ratios = measured(self.job, model, batch, weigh=not self.loss_by_samples)
+            loss, self._output, self.ratios = measured(
+                self.job, model, batch, weigh=not self.loss_by_samples, stateful=self.loss_keeps_state
+            )
         return (loss,)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
