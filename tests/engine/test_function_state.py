@@ -6,7 +6,6 @@ import json
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from echelon.engine.function_state import FunctionState, unchanged
 from echelon.engine.run import Run
 from echelon.errors import JobError
-from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
@@ -390,13 +388,9 @@ class Counting(nn.Module):
         return loss * (1 + 0.1 * self.mean + 0.01 * self.calls)
 
 
-def counting(evaluation: Any = None) -> Job:
-    return mlp(loss=Counting(), evaluation=evaluation)
-
-
 def trained(world: World, plan: str, folder: str, steps: int, resume: bool) -> tuple[list[float], int]:
     """The losses on this rank, and how often the loss was called."""
-    job = counting()
+    job = mlp(loss=Counting())
     with Run(job, complete(from_text(plan), job), world) as run:
         if resume:
             run.load(Path(folder))
@@ -415,12 +409,22 @@ def test_a_pipeline_keeps_what_the_last_stage_counted(ranks: Pool, tmp_path: Pat
     assert begun[0][0] + rest == pytest.approx(unbroken, rel=1e-5)
 
 
+class Mixed(Counting):
+    """Adds averages whose counts have other ratios in every batch."""
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return super().forward(output, batch) + output[batch[-1] > 0].mean()
+
+
+@pytest.mark.parametrize("kind", [Counting, Mixed])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_an_evaluation_calls_the_loss_once_per_batch(steps: int) -> None:
-    job = replace(counting(evaluation=mlp().data), metrics={"largest": lambda output, batch: output.max()})
+def test_an_evaluation_calls_the_loss_once_per_batch(kind: type[Counting], steps: int) -> None:
+    """Mixed: after a second pass over the set."""
+    loss = kind()
+    job = mlp(loss=loss, evaluation=mlp().data)
     with Run(job, Plan(), World()) as run:
         for batch in run.batches(steps):
             run.step(batch)
-        run.evaluate()  # twice over the set: the metric is no mean
-        assert isinstance(job.loss, Counting)
-        assert job.loss.calls == steps + -(-len(job.evaluation) // job.batch)  # type: ignore[arg-type]
+        run.evaluate()
+        assert run.loss_by_samples == (kind is Mixed)
+        assert loss.calls == steps + -(-len(job.evaluation) // job.batch)  # type: ignore[arg-type]
