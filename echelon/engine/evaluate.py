@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,10 +265,11 @@ def measured(
     the loss adds up, as multiples of the first; None where it is weighed by samples."""
     output = call_model(job, model, batch)
     before = versions((output, batch))
+    around = _as_before(job, model) if stateful and weigh else nullcontext()
     loss = call_loss(job, output, batch, model)
     ratios: Ratios | None = None
     if weigh and job.loss is not None and isinstance(loss, Tensor) and versions((output, batch)) == before:
-        terms = _terms(job, model, output, batch, loss, unchanged(job, model) if stateful else nullcontext())
+        terms = _terms(job, model, output, batch, loss, around)
         if terms:
             first, *others = (float(each.count) for each in terms)
             if first or not any(others):
@@ -276,6 +277,19 @@ def measured(
                 loss = weighed(loss, terms[0])
     where = (loss[0] if isinstance(loss, tuple) else loss).device
     return _row("loss", loss, where), output, ratios
+
+
+def _as_before(job: Job, model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, what the loss keeps is as it is now; afterwards as it was on entry."""
+    put_back = snapshot(job, model)
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with unchanged(job, model):
+            put_back()
+            yield
+
+    return again()
 
 
 def _terms(
