@@ -1,14 +1,14 @@
-"""Counters, flags and generators: numbers, strings and random states that modules and optimizers keep as plain attributes and change while they
-train; which parameters they froze or unfroze; and what the loss and `inputs` keep (function_state.py).
+"""What a run keeps besides `state_dict()`: what modules and the loss hold in attributes, closures and globals (held_state.py), counters and
+generators of optimizers, and which parameters forward froze or unfroze.
 
-`state_dict()` does not include them. A checkpoint holds those that changed since the job was made, and a resumed run gets them back.
+A checkpoint holds what changed since the job was made, and a resumed run gets it back.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.function_state import FunctionState
-from echelon.engine.model_state import spoken_for
+from echelon.engine.held_state import Changes, HeldState, snapshot
 from echelon.engine.stored import Stored
 from echelon.engine.values import Unstorable, decode, encode, from_inline, tensor_refs
 from echelon.tree import tensors
@@ -31,18 +31,41 @@ _KEPT = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Ge
 _SMALL = 1000
 
 
+class ModelState(HeldState):
+    """Saves and restores what the modules of a model keep besides parameters and persistent buffers."""
+
+    largest = 2**26  # a cache of activations is not worth it
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__({"model": model}, without=_saved(model), registered={id(each) for each in model.modules()})
+
+
+def model_snapshot(model: nn.Module) -> Callable[[], object]:
+    """Note what the modules keep besides parameters and persistent buffers; returns what puts it back."""
+    return snapshot({"model": model}, without=_saved(model))
+
+
+def _saved(model: nn.Module) -> set[int]:
+    """The ids of what `state_dict()` returns."""
+    buffers = (
+        value
+        for module in model.modules()
+        for name, value in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    )
+    return {id(value) for value in (*model.parameters(), *buffers)}
+
+
 class Attributes:
-    """Saves and restores the plain attributes of one run."""
+    """Saves and restores what one run keeps so."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._modules, self._optimizers = _of_modules(run.model), _of_optimizers(run)
-        self._trainable = trainable(run.model)
+        self._optimizers, self._trainable = _of_optimizers(run), trainable(run.model)
+        self.model = ModelState(run.model)
         #: What the loss and `inputs` keep.
         self.functions = FunctionState(run.job, run.model)
         self._lost: set[str] = set()
-        #: By module, what a checkpoint gave back.
-        self.restored: Mapping[str, Values] = {}
 
     def switched(self) -> dict[str, bool]:
         """Parameters that were frozen (False) or unfrozen (True) since the start, as far as this rank has them."""
@@ -50,46 +73,54 @@ class Attributes:
 
     def collect(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What changed since the start, of all stages, for JSON, and the tensors in it that this rank is to write. Every rank must call it."""
-        run = self._run
-        modules = {
-            path: _changed(values, self._modules.get(path, {})) for path, values in _of_modules(run.model).items()
-        }
-        modules = {path: values for path, values in modules.items() if values}
-        mine = {name.removesuffix(".") for name in spoken_for(run, [f"{path}." for path in modules])}
-        optimizers = [_changed(*each) for each in zip(_of_optimizers(run), self._optimizers, strict=True)]
-        speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
-        functions, kept = self._of_functions()
-        everyone = run.ranks.gather((modules if speaks else {}, mine, optimizers, self.switched(), functions))
-        found: dict[str, Any] = {}
-        for theirs, spoken, *_ in everyone:
-            found |= {path: values for path, values in theirs.items() if path in spoken or path not in found}
-        flags = {name: flag for *_, theirs, _ in everyone for name, flag in theirs.items()}
-        values = next(each for *_, each in everyone if each is not None)
-        return {"modules": found, "optimizers": everyone[0][2], "trainable": flags, "functions": values}, kept
-
-    def _of_functions(self) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-        """What the loss keeps on the first rank that computes it: None on others."""
         run, tensors = self._run, dict[str, Tensor]()
-        if run.data.rank or not run.tells:
-            return None, tensors
 
         def put(path: str, value: Tensor) -> Any:
             tensors[path] = value
             return [path, value.device.type]
 
-        found, lost = self.functions.changes(put)
+        speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
+        changed = run.ranks.gather(self.model.changed() if speaks else [])
+        # Of stages that changed the same object the first one stores it.
+        mine = [name for name in changed[run.ranks.rank] if not any(name in each for each in changed[: run.ranks.rank])]
+        model, lost = self.model.changes(put, mine)
+        functions, also_lost = (None, []) if run.data.rank or not run.tells else self.functions.changes(put)
+        self._warn([*lost, *also_lost])
+        optimizers = [_changed(*each) for each in zip(_of_optimizers(run), self._optimizers, strict=True)]
+        everyone = run.ranks.gather((model, optimizers, self.switched(), functions))
+        return {
+            "model": {name: labels for each, *_ in everyone for name, labels in each.items()},
+            "optimizers": everyone[0][1],
+            "trainable": {name: flag for _, _, theirs, _ in everyone for name, flag in theirs.items()},
+            "functions": next(each for *_, each in everyone if each is not None),
+        }, tensors
+
+    def of_model(self) -> tuple[Changes, list[str]]:
+        """What the modules of all stages keep and changed since the start, with tensors as they are; and what of it cannot be copied. Every rank
+        must call it."""
+        run = self._run
+        speaks = not run.axes["dp"].rank and not run.axes["tp"].rank
+        mine = self.model.changes(lambda _, value: value.cpu()) if speaks else ({}, [])
+        found: Changes = {}
+        lost: list[str] = []
+        for theirs, names in run.ranks.gather(mine):
+            found = theirs | found
+            lost += names
+        return found, lost
+
+    def _warn(self, lost: Sequence[str]) -> None:
         for why in lost:
             name = why.partition(":")[0]
             if name not in self._lost:
                 self._lost.add(name)
-                run.warn(f"{why}: checkpoints do not hold it, so that a resumed run has its first value again")
-        return found, tensors
+                self._run.warn(f"{why}: checkpoints do not hold it, so that a resumed run has its first value again")
 
     def rooms(self, stored: Stored) -> dict[str, Tensor]:
         """Tensors to be filled from a checkpoint before `restore`."""
         self._rooms = {}
-        for path, device in tensor_refs(_functions_of(stored.manifest.get("attributes"))):
-            entry = stored.entries[f"function/{path}"]
+        attributes = stored.manifest.get("attributes") or {}
+        for path, device in tensor_refs([attributes.get("model", {}), attributes.get("functions", {})]):
+            entry = stored.entries[f"held/{path}"]
             where = torch.device("cpu") if device == "cpu" else self._run.device
             self._rooms[path] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
         return self._rooms
@@ -98,22 +129,15 @@ class Attributes:
         """Give back what `collect` returned; None: the checkpoint is from before attributes were kept."""
         if stored is None:
             return
-        run, self.restored = self._run, stored["modules"]
+        run = self._run
         set_trainable(run.model, self._trainable | stored.get("trainable", {}))
-        for path, module in run.model.named_modules():
-            if path in self._modules:
-                _restore_attributes(module, self.restored.get(path, {}))
         for optimizer, values in zip(run.optimizers, stored["optimizers"], strict=True):
             _restore_attributes(optimizer, values)
-        for name in self.functions.restore(_functions_of(stored), lambda ref: self._rooms[ref[0]]):
-            run.warn(
-                f"{name}: the checkpoint holds a value for it, which has no place in this job's loss; it is left out"
-            )
-
-
-def _functions_of(stored: Mapping[str, Any] | None) -> dict[str, Any]:
-    found: dict[str, Any] = (stored or {}).get("functions", {})
-    return found
+        for held, changes in ((self.model, stored.get("model", {})), (self.functions, stored.get("functions", {}))):
+            for name in held.restore(changes, lambda ref: self._rooms[ref[0]]):
+                run.warn(
+                    f"{name}: the checkpoint holds a value for it, and this job has no place for it; it is left out"
+                )
 
 
 def _restore_attributes(owner: Any, values: Values) -> None:
@@ -152,24 +176,8 @@ def set_trainable(model: nn.Module, flags: Mapping[str, bool]) -> None:
             value.requires_grad_(flags[name])
 
 
-def _of_modules(model: nn.Module) -> dict[str, Values]:
-    """Encoded attributes by module. Modules that cache tensors outside of state_dict() are left out: the cache is empty after a resume, so
-    what counts its entries must start over too."""
-    return {
-        path: _encoded(module, _module_attributes())
-        for path, module in model.named_modules()
-        if not module._non_persistent_buffers_set
-    }
-
-
 def _of_optimizers(run: Run) -> list[Values]:
     return [_encoded(each, _optimizer_attributes()) for each in run.optimizers]
-
-
-@cache
-def _module_attributes() -> frozenset[str]:
-    """Those that torch gives every module."""
-    return frozenset(vars(nn.Module()))
 
 
 @cache

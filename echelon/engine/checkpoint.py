@@ -65,7 +65,7 @@ def _save(run: Run, folder: Path, partial: Path) -> int:
     groups = optimizer_groups(run)
     stored = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
     stored |= {f"extra/{name}": value for name, value in extra_tensors.items()}
-    stored |= {f"function/{path}": value for path, value in held.items()}
+    stored |= {f"held/{path}": value for path, value in held.items()}
     stored |= {f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in moments.items()}
     with quietly():
         save_tensors(stored, storage_writer=writer, no_dist=run.world.size == 1)
@@ -145,7 +145,7 @@ def load(run: Run, folder: Path) -> None:
         optimizers, extra = optimizer_state.Loading(run, stored), model_state.LoadingExtra(run, stored)
         wanted = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
         wanted |= {f"extra/{name}": value for name, value in extra.rooms.items()}
-        wanted |= {f"function/{path}": value for path, value in run.attributes.rooms(stored).items()}
+        wanted |= {f"held/{path}": value for path, value in run.attributes.rooms(stored).items()}
         wanted |= {f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in optimizers.rooms.items()}
         _require_there(wanted, stored)
     stored.fill(wanted, alone=run.world.size == 1)

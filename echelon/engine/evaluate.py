@@ -60,7 +60,7 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     if data is None:
         raise JobError("nothing to evaluate on: give the job evaluation=, or pass a data set")
     run.model.eval()
-    run.loss_keeps_state = not run.step_number or run.attributes.functions.changed()
+    run.loss_keeps_state = not run.step_number or bool(run.attributes.functions.changed())
     put_back = snapshot(job, run.model) if run.loss_keeps_state else None
     try:
         found = sums = None

@@ -19,7 +19,8 @@ import copy
 import dataclasses
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -27,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
-from echelon.engine.attributes import set_trainable, trainable
+from echelon.engine.attributes import ModelState, model_snapshot, set_trainable, trainable
+from echelon.engine.held_state import Changes
 from echelon.engine.intake import own_generators, seed_step
 from echelon.engine.layout import local
 from echelon.engine.model_state import has_extra_state
@@ -62,7 +64,6 @@ _EFFICIENCY, _BYTES = 0.4, 24
 _ROUNDINGS = 16
 #: Where one device reads the samples, and the plan by which it splits them where batch statistics ask for that.
 _Read = tuple[Feed, Plan]
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class SpotChecks:
@@ -73,11 +74,6 @@ class SpotChecks:
         self._run, self._profile = run, profile
         self._job, self._pristine = dataclasses.replace(job, warmup_data=None), pristine
         self._began, self.seconds, self.count = time.perf_counter(), 0.0, 0
-        restored = run.attributes.restored  # which a fresh model does not have
-        self._attributes = {
-            path: {name: value for name, value in values.items() if name not in restored.get(path, {})}
-            for path, values in _attributes(run.model).items()
-        }
         self._steps = _chosen(job.seed, run.total_steps)
         self._feed: Feed | None = None
         #: The last step (from 1) that was compared and agreed, on rank 0. The gate compared those before FIRST.
@@ -182,7 +178,7 @@ class SpotChecks:
         run = self._run
         return _Start(
             tensors=_copies(run.model),
-            attributes=_attributes(run.model),
+            put_back=model_snapshot(run.model),
             trainable=trainable(run.model),
             functions=Isolated(run.job, keep=run.model),
         )
@@ -193,9 +189,9 @@ class SpotChecks:
         named = [(name, value) for name, value in run.model.named_parameters() if value.grad is not None]
         kept = [(value, value.grad, None if value.grad is None else value.grad.clone()) for _, value in named]
         after = _copies(run.model)
-        later, flags = _attributes(run.model), trainable(run.model)
+        put_back, flags = model_snapshot(run.model), trainable(run.model)
+        start.put_back()
         _put(_tensors(run.model), start.tensors)
-        _put_attributes(run.model, start.attributes)
         set_trainable(run.model, start.trainable)
         for value in run.model.parameters():
             value.grad = None
@@ -216,8 +212,8 @@ class SpotChecks:
             assert copied is not None
             grad.copy_(copied)  # in its place: the exchange keeps gradients in buckets of its own
             value.grad = grad
+        put_back()
         _put(_tensors(run.model), after)
-        _put_attributes(run.model, later)
         set_trainable(run.model, flags)
         return loss, found, not drawn
 
@@ -228,25 +224,13 @@ class SpotChecks:
     def _state(self) -> _State:
         """What the step starts from, whole on rank 0."""
         run = self._run
-        now = _attributes(run.model)
-        mine = {
-            path: {
-                name: value for name, value in values.items() if self._attributes.get(path, {}).get(name, ...) != value
-            }
-            for path, values in now.items()
-        }
-        changed: dict[str, dict[str, Any]] = {}
-        flags: dict[str, bool] = {}
-        for part, theirs in run.ranks.gather(
-            ({path: values for path, values in mine.items() if values}, run.attributes.switched())
-        ):
-            flags |= theirs
-            for path, values in part.items():
-                changed.setdefault(path, {}).update(values)
+        attributes, lost = run.attributes.of_model()
+        flags = {name: flag for theirs in run.ranks.gather(run.attributes.switched()) for name, flag in theirs.items()}
         return _State(
             parameters=whole(run, dict(run.model.named_parameters())),
             buffers=whole(run, dict(run.model.named_buffers())),
-            attributes=changed,
+            attributes=attributes,
+            lost=lost,
             trainable=flags,
             functions=Isolated(self._job, keep=run.model) if run.world.main else None,
             # A checkpoint brings it back before the first look at attributes.
@@ -278,6 +262,12 @@ class SpotChecks:
         rough, theirs = self._reference(state, step, read, None, still=still)
         own = {each.name: each.value for each in _differences(rough, theirs, truth, gradients, step)}
         beyond = [each for each in beyond if each.value > _ROUNDINGS * own.get(each.name, 0.0)]
+        if beyond and state.lost:
+            self.left_out = f"a copy of the model lacks {state.lost[0]}"
+            self._run.warn(
+                f"step {step + 1} could not be computed again on one device, so later steps are not checked ({self.left_out})"
+            )
+            return
         if beyond:
             worst = max(beyond, key=lambda each: each.value)
             what = "the loss" if worst.kind == "loss" else f"the gradient of {worst.name}"
@@ -305,7 +295,7 @@ class SpotChecks:
             made = Reference(
                 functions.job, plan, feed, device=self._device, still=held, pristine=self._pristine, dtype=dtype
             )
-            state.load(made.model)
+            state.load(made.model, dtype)
             with rough, silenced(made.model) if still else contextlib.nullcontext():
                 loss = made.backward(step)
         return loss, made.gradients()
@@ -313,25 +303,29 @@ class SpotChecks:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """What a step starts from: tensors by unsharded name, and plain attributes that forward has changed since the start."""
+    """What a step starts from: tensors by unsharded name, and what modules keep otherwise."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    attributes: dict[str, dict[str, Any]]
+    attributes: Changes  #: what modules keep otherwise and changed since the start
+    lost: list[str]  #: and what of that cannot be copied
     trainable: dict[str, bool]  #: parameters that were frozen or unfrozen since the start
     extra: dict[str, Any]  #: what modules return from get_extra_state()
     #: The job's functions with what they held before the step; None on other ranks.
     functions: Isolated | None
 
     @torch.no_grad()
-    def load(self, model: nn.Module) -> None:
-        """Give it to a fresh model."""
+    def load(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        """Give it to a fresh model, of `dtype` if that is given."""
         for name, value in model.named_parameters():
             value.copy_(self.parameters[name])
         _put(_buffers(model), self.buffers)
         for path, module in _with_extra_state(model):
             module.set_extra_state(copy.deepcopy(self.extra[path]))
-        _put_attributes(model, self.attributes)
+        wide = partial(
+            _cast, dtype=dtype, device=next((each.device for each in model.parameters()), torch.device("cpu"))
+        )
+        ModelState(model).restore(self.attributes, wide)
         set_trainable(model, self.trainable)
 
 
@@ -341,7 +335,7 @@ class _Start:
     the job's functions hold."""
 
     tensors: dict[str, Tensor]
-    attributes: dict[str, dict[str, Any]]
+    put_back: Callable[[], object]
     trainable: dict[str, bool]
     functions: Isolated
 
@@ -388,20 +382,8 @@ def _isolated() -> Iterator[None]:
     numpy.random.set_state(arrays)
 
 
-def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Plain attributes of every module: counters and flags that forward may keep."""
-    return {
-        path: {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
-        for path, module in model.named_modules()
-    }
-
-
-def _put_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    modules = dict(model.named_modules())
-    for path, values in attributes.items():
-        if path in modules:
-            held = modules[path].__dict__
-            held.update({name: value for name, value in values.items() if held.get(name, ...) != value})
+def _cast(value: Tensor, *, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    return value.to(device, dtype if value.is_floating_point() else None, copy=True)
 
 
 def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.engine.attributes import ModelState, model_snapshot
 from echelon.plan.split import split
 from echelon.verifier.compare import wide
 from echelon.verifier.reference import Reference
@@ -68,44 +69,32 @@ def parts(reference: Reference, number: int, name: str) -> list[Part]:
 
 
 class _State:
-    """What forward may change of a model: parameters, buffers and plain attributes."""
+    """What forward may change of a model: parameters, buffers and what modules keep otherwise."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self._held = model, ModelState(model)
         self._tensors = {name: value.detach().clone() for name, value in _tensors(model)}
-        self._plain = _plain(model)
+        self._put_back = model_snapshot(model)
 
     def changed(self) -> list[str]:
         """The names of what is different now."""
         found = [
             name for name, value in _tensors(self._model) if not torch.equal(value, self._tensors.get(name, value))
         ]
-        now = _plain(self._model)
-        return [*found, *(name for name in now if name in self._plain and now[name][2] != self._plain[name][2])]
+        held = (name.removeprefix("model.") for name in self._held.changed_places())
+        return list(dict.fromkeys([*found, *held]))
 
     @torch.no_grad()
     def put_back(self) -> None:
+        self._put_back()
         for name, value in _tensors(self._model):
             if name in self._tensors and value.shape == self._tensors[name].shape:
                 value.copy_(self._tensors[name])
-        for module, name, plain in self._plain.values():
-            setattr(module, name, plain)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _plain(model: nn.Module) -> dict[str, tuple[nn.Module, str, int | float | str]]:
-    """Numbers and texts that modules keep as attributes."""
-    return {
-        f"{path}.{name}" if path else name: (module, name, value)
-        for path, module in model.named_modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for name, value in vars(module).items()
-        if isinstance(value, int | float | str)
-    }
 
 
 def changed_by_forward(reference: Reference, number: int) -> tuple[str, ...]:

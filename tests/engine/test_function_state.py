@@ -300,7 +300,7 @@ def test_a_large_tensor_cannot_be_put_back() -> None:
 
     loss = Bank()
     with (
-        pytest.raises(JobError, match=r"loss\.bank: the loss changes it in place .* buffer of the model"),
+        pytest.raises(JobError, match=r"loss\.bank: it is changed in place, .* buffer of the model"),
         unchanged(mlp(loss=loss), MODEL),
     ):
         values(loss, 0, 1)

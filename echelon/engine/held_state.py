@@ -1,0 +1,291 @@
+"""What objects keep besides what `state_dict()` returns: attributes of objects, functions and classes, closures, mutable defaults, globals.
+
+At the start everything that is reached gets a name (reach.py). A checkpoint holds what changed since: of an object the attributes that have other
+values now, of a container its items, of a tensor, an array or a generator its content. A value that had a name at the start is stored as that
+name, so that two attributes that shared an object share it again; any other value is stored itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from echelon.engine.tensor_files import name_of_dtype, raw
+from echelon.engine.values import Put, Take, Unstorable, decode, encode
+from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, Slot, is_object, reachable, slot_at, slots_of
+
+#: Longer containers and larger arrays are not written into the manifest.
+_ITEMS, _BYTES = 100_000, 2**24
+#: Tensors with more bytes are compared by torch's count of changes, not by content, and are not put back.
+_LARGE = 2**26
+#: The label of what a container, a tensor, an array or a generator holds.
+_CONTENT = ""
+
+#: {"object": name}, {"value": encoded} or {"items": [[key, reference], ...]}.
+Reference = dict[str, Any]
+Changes = dict[str, dict[str, Reference]]
+
+
+class HeldState:
+    """Saves and restores what is reached from some roots."""
+
+    #: Tensors with more bytes are not saved.
+    largest: float = math.inf
+
+    def __init__(self, roots: Mapping[str, Any], *, without: Collection[int], registered: Collection[int] = ()) -> None:
+        """`without`: ids of objects that others save. `registered`: ids of modules whose `state_dict()` others save."""
+        self._without, self._registered = without, registered
+        #: By name; held here, so that their ids stay theirs.
+        self._nodes = reachable(roots, without=without)
+        self._names = {id(value): name for name, value in self._nodes.items()}
+        self._first = {name: self._digests(value) for name, value in self._nodes.items()}
+
+    def changed(self) -> list[str]:
+        """The names of the objects that differ from the start."""
+        return [name for name, value in self._nodes.items() if self._digests(value) != self._first[name]]
+
+    def changed_places(self) -> list[str]:
+        """The names of what in them does."""
+        found = [
+            (name, label, digest)
+            for name in self.changed()
+            for label, digest in self._digests(self._nodes[name]).items()
+        ]
+        return [name + label for name, label, digest in found if digest != self._first[name].get(label)]
+
+    def changes(self, put: Put, only: Collection[str] | None = None) -> tuple[Changes, list[str]]:
+        """What changed since the start (of those in `only`), with what `put` makes of each tensor; and why, for each change that cannot be
+        stored."""
+        found: Changes = defaultdict(dict)
+        lost: list[str] = []
+        for name, value in self._nodes.items() if only is None else [(name, self._nodes[name]) for name in only]:
+            for label, digest in self._digests(value).items():
+                if digest == self._first[name].get(label):
+                    continue
+                try:
+                    found[name][label] = self._reference(
+                        name + label, _held(value, label), _dense(put), content=not label
+                    )
+                except _NoState:
+                    continue
+                except Exception as error:  # torch's own for sparse and other special tensors
+                    lost.append(f"{name}{label}: {error.why if isinstance(error, Unstorable) else error}")
+        return {name: labels for name, labels in found.items() if labels}, lost
+
+    def restore(self, changes: Mapping[str, Mapping[str, Reference]], take: Take) -> list[str]:
+        """Give back what `changes` returned; the names of what has no place here."""
+        missing = [f"{name}{label}" for name, labels in changes.items() for label in labels if name not in self._nodes]
+        for name, labels in changes.items():
+            for label, reference in labels.items() if name in self._nodes else ():
+                value, slot = self._nodes[name], slot_at(self._nodes[name], label)
+                if label and slot is not None:
+                    slot.put(self._found(reference, take))
+                elif label or not _refill(value, self._found(reference, take)):
+                    missing.append(f"{name}{label}")
+        return missing
+
+    def _digests(self, value: Any) -> dict[str, bytes]:
+        """By label, what tells one state from another."""
+        labels = [_CONTENT] if _has_content(value) else list(self._slots(value))
+        return {label: self._digest(_held(value, label), content=not label) for label in labels}
+
+    def _slots(self, value: Any) -> dict[str, Slot]:
+        found = slots_of(value)
+        if id(value) not in self._registered:
+            return found
+        saved = {*value._parameters, *value._modules, *(value._buffers.keys() - value._non_persistent_buffers_set)}
+        return {label: slot for label, slot in found.items() if label[1:] not in saved}
+
+    def _digest(self, value: Any, *, content: bool) -> bytes:
+        if isinstance(value, PLAIN):
+            return f"{type(value).__name__} {value!r}".encode()
+        if content and isinstance(value, Tensor):
+            return _digest_of(value)
+        try:
+            reference = self._reference("", value, lambda _, tensor: _digest_of(tensor).hex(), content=content)
+        except Exception:  # it cannot be stored: at least another object, or another length, is noticed
+            return f"{len(value) if type(value) in CONTAINERS else id(value)}".encode()
+        return hashlib.blake2b(json.dumps(reference, sort_keys=True).encode()).digest()
+
+    def _reference(self, path: str, value: Any, put: Put, *, content: bool = False) -> Reference:
+        if not content and (name := self._names.get(id(value))) is not None:
+            return {"object": name}
+        if id(value) in self._without or not _is_state(value):
+            raise _NoState(path, "no state")
+        if type(value) in CONTAINERS and len(value) > _ITEMS:
+            raise Unstorable(path, f"a {type(value).__name__} of {len(value):,} items, which is too long")
+        if isinstance(value, np.ndarray) and value.nbytes > _BYTES:
+            raise Unstorable(path, f"an array of {value.nbytes / 2**20:.0f} MiB, which is too large; use a tensor")
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.nbytes > self.largest:
+            raise Unstorable(path, f"a tensor of {value.nbytes / 2**20:.0f} MiB, which is too large; use a buffer")
+        if not content:
+            return {"value": encode(value, path, put)}
+        items = _content(value)
+        if isinstance(items, list | dict) and any(id(each) in self._names for _, each in _pairs(items)):
+            pairs = [(key, each, f"{path}[{key!r}]") for key, each in _pairs(items)]
+            return {"items": [[encode(key, at, put), self._reference(at, each, put)] for key, each, at in pairs]}
+        return {"value": encode(items, path, put)}
+
+    def _found(self, reference: Reference, take: Take) -> Any:
+        if "object" in reference:
+            return self._nodes[reference["object"]]
+        if "items" in reference:
+            return {decode(key, take): self._found(each, take) for key, each in reference["items"]}
+        return decode(reference["value"], take)
+
+
+class _NoState(Unstorable):
+    """Code, a library's object, or what others save."""
+
+
+def snapshot(roots: Mapping[str, Any], *, without: Collection[int]) -> Callable[[], list[str]]:
+    """Note what is reached from the roots; returns what puts it back and gives the names of tensors that are too large for that."""
+    nodes = list(reachable(roots, without=without).items())
+    owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
+    large = [
+        (name, value, value._version) for name, value in nodes if isinstance(value, Tensor) and not _is_small(value)
+    ]
+    small = [(value, _copied(value)) for _, value in nodes if _has_content(value) and _is_small(value)]
+
+    def put_back() -> list[str]:
+        for value, held in owners:
+            now = slots_of(value)
+            for label in now.keys() - held.keys():
+                now[label].clear()
+            for label, each in held.items():
+                slot = slot_at(value, label)
+                if slot is not None and (label not in now or now[label].value is not each):
+                    slot.put(each)
+        for value, content in small:
+            if not _is_same(_content(value), content):
+                _refill(value, content)
+        return [name for name, value, version in large if value._version != version]
+
+    return put_back
+
+
+def _dense(put: Put) -> Put:
+    """`put`, but for tensors that a checkpoint does not hold."""
+
+    def checked(path: str, value: Tensor) -> Any:
+        name_of_dtype(value.dtype)
+        if value.layout is not torch.strided or isinstance(value, DTensor) or value.is_meta:
+            raise Unstorable(path, f"a tensor that is sharded, on the meta device, or of layout {value.layout}")
+        return put(path, value)
+
+    return checked
+
+
+def _is_state(value: Any) -> bool:
+    if isinstance(value, FunctionType | MethodType | ModuleType | type | DTensor):
+        return False
+    return isinstance(value, (*PLAIN, Tensor, np.ndarray, *GENERATORS)) or type(value) in CONTAINERS or is_object(value)
+
+
+def _has_content(value: Any) -> bool:
+    """Whether it changes in place otherwise than by its attributes."""
+    return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or (
+        type(value) in CONTAINERS and type(value) is not tuple
+    )
+
+
+def _is_small(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return (
+            type(value) in (Tensor, nn.Parameter, nn.Buffer)
+            and value.layout is torch.strided
+            and value.nbytes <= _LARGE
+        )
+    return len(value) <= _ITEMS if type(value) in CONTAINERS else True
+
+
+def _held(value: Any, label: str) -> Any:
+    return slots_of(value)[label].value if label else value
+
+
+def _content(value: Any) -> Any:
+    """What `_refill` takes, of types that a checkpoint holds."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    if isinstance(value, dict | set):
+        return dict(value) if isinstance(value, dict) else set(value)
+    return list(value) if isinstance(value, list | deque) else value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor | torch.Generator):
+        return value.detach().clone() if isinstance(value, Tensor) else value.clone_state()
+    return value.copy() if isinstance(value, np.ndarray) else _content(value)
+
+
+def _refill(value: Any, content: Any) -> bool:
+    """Have it hold `content` again; whether it can."""
+    if isinstance(value, Tensor | np.ndarray):
+        if getattr(content, "shape", None) != value.shape:
+            return False
+        with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):  # expanded, or read-only
+            value[...] = content
+            return True
+        return False
+    if isinstance(value, torch.Generator):
+        value.set_state(content.get_state())
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(content)
+    elif type(value) in CONTAINERS:
+        items = list(content.values()) if isinstance(content, dict) and isinstance(value, list | deque) else content
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(items)
+    else:
+        return False
+    return True
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two contents are: the same objects in containers, the same bits in tensors and generators."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)  # one with NaN counts as changed, which costs a copy
+    if isinstance(one, np.ndarray):
+        return one.tobytes() == other.tobytes()
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
+    if isinstance(one, list | dict):
+        keys = list(one) == list(other) if isinstance(one, dict) else len(one) == len(other)
+        return keys and all(mine is each for (_, mine), (_, each) in zip(_pairs(one), _pairs(other), strict=True))
+    return repr(one) == repr(other)  # arrays within a generator's state have no single truth
+
+
+def _pairs(content: Any) -> list[tuple[Any, Any]]:
+    return list(content.items() if isinstance(content, dict) else enumerate(content))
+
+
+def _digest_of(value: Tensor) -> bytes:
+    """Of a tensor's numbers; of a large or a special one of how often it was changed."""
+    if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided or value.nbytes > _LARGE:
+        return f"{id(value)} {value._version}".encode()
+    try:
+        return (
+            hashlib.blake2b(raw(value.detach()), person=b"state").digest()
+            + f"{value.dtype} {tuple(value.shape)}".encode()
+        )
+    except Exception:  # a subclass with a layout of its own
+        return f"{id(value)} {value._version}".encode()
