@@ -15,7 +15,7 @@ may declare rules instead: `buffer_reductions = {"queue": "same"}`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.data.loader import Micro
 from echelon.engine.buffers import Place
+from echelon.engine.held_state import snapshot
 from echelon.engine.precision import autocast
 from echelon.errors import JobError, UnpartedState
 from echelon.job import call_model
@@ -193,28 +194,12 @@ def _slice(batch: Any, count: int, start: int, stop: int) -> Any:
 
 @contextlib.contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Have a model's modules as they were, afterwards: their attributes, what their containers hold, and buffers."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    containers = [
-        (value, copy(value)) for _, held in attributes for value in held.values() if (copy := _COPIES.get(type(value)))
-    ]
-    buffers = [(value, value.clone()) for value in model.buffers() if not value.is_meta]
+    """Have a model's modules as they were, afterwards: what they keep, and buffers."""
+    put_back = snapshot({"model": model}, without={id(value) for value in model.parameters()})
     try:
         yield
     finally:
-        for container, content in containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-        for module, held in attributes:
-            for name in vars(module).keys() - held.keys():
-                del module.__dict__[name]
-            module.__dict__.update(held)
-        for buffer, content in buffers:
-            if not torch.equal(buffer, content):
-                buffer.copy_(content)
-
-
-_COPIES: dict[type, Callable[[Any], Any]] = {dict: dict, list: list, set: set}
+        put_back()
 
 
 class CallState:
