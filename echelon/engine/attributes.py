@@ -65,6 +65,8 @@ class Attributes:
         self.model = ModelState(run.model)
         #: What the loss and `inputs` keep.
         self.functions = FunctionState(run.job, run.model)
+        #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
+        self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()
 
     def switched(self) -> dict[str, bool]:
@@ -85,7 +87,8 @@ class Attributes:
         mine = [name for name in changed[run.ranks.rank] if not any(name in each for each in changed[: run.ranks.rank])]
         model, lost = self.model.changes(put, mine)
         functions, also_lost = (None, []) if run.data.rank or not run.tells else self.functions.changes(put)
-        self._warn([*lost, *also_lost])
+        ahead = [f"{name}: collate= changes it while samples are read" for name in self._collation.changed_places()]
+        self._warn([*lost, *also_lost, *ahead])
         optimizers = [_changed(*each) for each in zip(_of_optimizers(run), self._optimizers, strict=True)]
         everyone = run.ranks.gather((model, optimizers, self.switched(), functions))
         return {

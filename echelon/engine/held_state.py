@@ -236,6 +236,8 @@ def _copied(value: Any) -> Any:
 
 def _refill(value: Any, content: Any) -> bool:
     """Have it hold `content` again; whether it can."""
+    if isinstance(value, Tensor) and value.is_meta:  # another stage holds it
+        return True
     if isinstance(value, Tensor | np.ndarray):
         if getattr(content, "shape", None) != value.shape:
             return False

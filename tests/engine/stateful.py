@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -207,6 +208,33 @@ class Assorted(nn.Module):
         return x * float(self.number) + 0.01 * (self.first or 0.0) + 0.001 * sum(self.recent) + 0.01 * self.read()
 
 
+class Average:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+class Holding(nn.Module):
+    """An object, generators, a cached tensor, and a counter beside a buffer that state_dict() leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.python, self.numpy = Average(), random.Random(1), np.random.default_rng(1)
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.steps, self.last, self.parts = 0, None, [Average(), Average()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            self.average.value += 0.1
+            self.parts.reverse()
+            self.parts[0].value += 0.01 * self.steps
+            self.table += 0.01
+            self.last = torch.full((1,), 0.02) if self.last is None else self.last * 1.5
+            x = x * (1 + 0.1 * self.python.random() + 0.1 * float(self.numpy.random()))
+        held = self.average.value + self.parts[0].value + self.table.sum() + (0 if self.last is None else self.last)
+        return x * (1 + held)
+
+
 class Switching(nn.Module):
     """Unfreezes one layer and freezes another, once, in its second call."""
 
@@ -391,6 +419,7 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "counting": lambda: mlp(model=lambda: with_layer(Counting())),
     "caching": lambda: mlp(model=lambda: with_layer(Caching())),
     "assorted": lambda: mlp(model=lambda: with_layer(Assorted())),
+    "holding": lambda: mlp(model=lambda: with_layer(Holding())),
     "switching": lambda: mlp(model=Switching, optimizer=lambda params: torch.optim.Adam(params, lr=0.01)),
     "refreezing": lambda: mlp(model=Refreezing, optimizer=lambda params: torch.optim.Adam(params, lr=0.01)),
     "weighing": lambda: mlp(loss=Weighing()),

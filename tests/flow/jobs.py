@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -130,3 +132,34 @@ def failing_on_rank_1(world: World, folder: str) -> None:
     os.environ["ECHELON_VERIFY"] = "1"
     job = make(model=lambda: nn.Sequential(nn.Linear(8, 8), FailsOnRank1(8, 8), nn.Linear(8, 1)), batch=4, epochs=1)
     echelon.train(job, "dp=2 zero=3", folder=Path(folder), quiet=True)
+
+
+class Average:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+class Keeps(nn.Module):
+    """State in an object, in generators and in a list, which every rank changes alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.average, self.steps = nn.Linear(8, 1), Average(), [0.0]
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training:
+            self.average.value += 0.1
+            self.steps.append(0.01)
+            values = values * (1 + 0.1 * self.python.random() + 0.1 * float(self.numpy.random()))
+        return self.net(values) * (1 + self.average.value + sum(self.steps))
+
+
+def keeping() -> echelon.Job:
+    return make(model=Keeps, epochs=4)
+
+
+def kept(world: World, folder: str, cache: str) -> None:
+    """Train it on this rank of two."""
+    os.environ["ECHELON_CACHE"], os.environ["ECHELON_VERIFY"] = cache, "1"
+    echelon.train(keeping(), "dp=2", folder=Path(folder), quiet=True)

@@ -28,7 +28,7 @@ from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
-from tests.flow.jobs import checked_losses, coupled, failing_on_rank_1, make, trained_alone
+from tests.flow.jobs import checked_losses, coupled, failing_on_rank_1, keeping, kept, make, trained_alone
 from tests.whole import some
 
 
@@ -278,6 +278,16 @@ def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -
     (message, *_) = messages(read_events(tmp_path / "run"), "warning")
     assert '"dp=2 zero=3" runs as "dp=1"' in message
     assert "rank 1 cannot have this part of the batch" in message
+
+
+def test_what_modules_keep_raises_no_alarm(ranks: Pool, tmp_path: Path, known_machine: Path) -> None:
+    ranks.run(2, kept, str(tmp_path / "run"), str(known_machine), group=False, timeout=120)
+    events = read_events(tmp_path / "run")
+    assert [event.data["plan"] for event in events if event.kind == "start"] == ["dp=2"]
+    alone = train(tmp_path / "alone", keeping(), "dp=1")
+    assert [event.data["loss"] for event in events if event.kind == "step"] == pytest.approx(
+        [event.data["loss"] for event in alone if event.kind == "step"], rel=1e-4
+    )
 
 
 def test_ranks_that_wait_learn_of_a_failure(ranks: Pool, tmp_path: Path) -> None:
