@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from echelon.errors import DocumentError, EchelonError
-from echelon.flow.run_settings import JobRecord
+from echelon.flow.run_settings import JobRecord, with_variables
 from echelon.plan.certificate import Certificate
 from echelon.plan.cluster import Cluster
 from echelon.plan.codec import Document
@@ -179,7 +179,7 @@ def choose(
     why = ""
     for each in _numbered(path):
         before = read_record(each).inputs
-        changed = differences(before, inputs) if before is not None and each.exists() else []
+        changed = [] if before is None or not each.exists() else differences(before, with_variables(inputs, before))
         if not changed:
             return each, f"{each} is the run's folder, because {path} has a run with {why}" if why else ""
         why = why or "; ".join(changed)

@@ -154,6 +154,15 @@ def recording(reads: Reads) -> Iterator[Reads]:
 
 
 @contextmanager
+def recording_variables() -> Iterator[set[str]]:
+    """The names of environment variables that the user's code reads meanwhile."""
+    reads, names = Reads(), set[str]()
+    with _watched_environment(reads):
+        yield names
+    names.update(reads.variables)
+
+
+@contextmanager
 def unrecorded() -> Iterator[None]:
     """Our own reads within a recording."""
     held, _active[:] = list(_active), []

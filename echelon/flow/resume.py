@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.flow.folder import RunFolder
-from echelon.flow.run_settings import Changes, JobRecord, compare, resolve_settings, run_inputs, source_hash
+from echelon.flow.run_settings import (
+    Changes,
+    JobRecord,
+    compare,
+    resolve_settings,
+    run_inputs,
+    source_hash,
+    with_variables,
+)
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -66,6 +74,8 @@ class Resumption:
                 f"the schedule is rebuilt for {run.total_steps} steps ({then} before): learning rate {rates} at step {run.step_number}"
             )
 
-    def record(self) -> JobRecord:
-        """What job.json is to hold."""
-        return dataclasses.replace(self._record, overrides=tuple(sorted(self._changes.overrides)))
+    def record(self, variables: Iterable[str] = ()) -> JobRecord:
+        """What job.json is to hold. `variables`: environment variables that a step has read."""
+        names = [*(self._before.inputs or {}), *(f"environment {name}" for name in variables)]
+        inputs = with_variables(self._record.inputs or {}, names)
+        return dataclasses.replace(self._record, inputs=inputs, overrides=tuple(sorted(self._changes.overrides)))

@@ -11,15 +11,16 @@ import ast
 import difflib
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import JobError
-from echelon.plan.inputs import differences
+from echelon.plan.inputs import differences, digest_variable
 from echelon.plan.store import user_files
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _LENGTH = ("epochs", "steps", "total_steps")
 #: What judges the training and does not change it: a metric that failed is mended and the run resumed.
 _JUDGED = ("metrics.", "evaluation")
 _INPUTS, _SOURCE = "inputs", "source"
+_VARIABLE = "environment "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +65,15 @@ def run_inputs(subject: Subject) -> dict[str, str]:
     length = str(subject.job.epochs or subject.job.steps)
     given = subject.identity.inputs()
     return {
-        name: "(length)" if digest == length and name.startswith(("argument ", "environment ")) else digest
+        name: "(length)" if digest == length and name.startswith(("argument ", _VARIABLE)) else digest
         for name, digest in given.items()
     }
+
+
+def with_variables(now: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """`now` with the present values of the environment variables among `names`: steps read them, so they are not known before one was made."""
+    variables = [name for name in names if name.startswith(_VARIABLE) and name not in now]
+    return {**now, **{name: digest_variable(name.removeprefix(_VARIABLE), os.environ) for name in variables}}
 
 
 def resolve_settings(run: Run, subject: Subject) -> dict[str, Any]:
@@ -128,7 +136,8 @@ def compare(
     if longer:  # schedules come with the length
         changed = {name: pair for name, pair in changed.items() if not name.startswith("schedule.")}
     changed = {name: pair for name, pair in changed.items() if name not in _LENGTH and name not in _LOADED}
-    inputs = differences(before.inputs, now.inputs or {}) if before.inputs is not None else []
+    then = before.inputs
+    inputs = [] if then is None else differences(then, with_variables(now.inputs or {}, then))
     source = bool(before.source) and before.source != now.source
     explained = bool(changed) or longer
     said: list[str] = []

@@ -16,6 +16,7 @@ from echelon.flow.advice import how_to_go_on
 from echelon.flow.checks import require_evaluation
 from echelon.flow.folder import RunFolder, choose
 from echelon.flow.gate import Verdict, revoke
+from echelon.flow.job_inputs import recording_variables
 from echelon.flow.lock import held
 from echelon.flow.prepare import Prepared, Subject
 from echelon.flow.resume import Resumption
@@ -196,8 +197,12 @@ class Training:
         waiting: list[tuple[StepBatch, Step, float]] = []
         lag = 0 if run.device.type == "cpu" else 1
         checks = self._checks = self._spot_checks()
+        first = run.step_number
         for batch in run.batches():
-            step = checks.step(batch) if checks is not None and checks.due(batch.step) else run.step(batch)
+            with recording_variables() if batch.step == first else contextlib.nullcontext(set[str]()) as read:
+                step = checks.step(batch) if checks is not None and checks.due(batch.step) else run.step(batch)
+            if batch.step == first:
+                self._note_variables(read)
             now = time.perf_counter()
             waiting.append((batch, step, now - clock))
             clock = now
@@ -212,6 +217,12 @@ class Training:
                     self._tell(*told)
                 return True
         return False
+
+    def _note_variables(self, read: set[str]) -> None:
+        """Have the folder's record include environment variables that the first step has read on any rank."""
+        found = set[str]().union(*self._run.ranks.gather(read))
+        if found and self._world.main:
+            self._folder.write_record(self._resumption.record(found))
 
     def _spot_checks(self) -> SpotChecks | None:
         """Steps that are computed again on one device; None where that is off or would compare the run with itself."""

@@ -110,6 +110,24 @@ def test_a_variable_that_was_read_decides_the_run_folder(tmp_path: Path, monkeyp
     assert quick("by_variable.py").folder == first.folder
 
 
+def test_a_variable_that_the_loss_reads_decides_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "when_called.py").write_text(
+        "import os\nfrom tests.flow.jobs import make\n"
+        "def loss(output, batch):\n    return (output - batch[-1]).square().mean() * float(os.environ.get('SCALE_OF_TEST', 1))\n"
+        "def job():\n    return make(name=None, epochs=1, loss=loss)\n"
+    )
+    first = quick("when_called.py")
+    monkeypatch.setenv("SCALE_OF_TEST", "2")
+    second = quick("when_called.py")
+    assert (first.folder.name, second.folder.name) == ("when_called", "when_called-2")
+    assert second.loss != first.loss
+    with pytest.raises(JobError, match=r"inputs: environment SCALE_OF_TEST: .* then, 2 now\n.*--override inputs"):
+        quick("when_called.py", folder=first.folder)
+    monkeypatch.delenv("SCALE_OF_TEST")
+    assert quick("when_called.py").folder == first.folder
+
+
 def test_a_changed_rate_is_refused_and_applied_where_it_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     quick(make(optimizer=rated(0.01), epochs=1), folder=folder)
