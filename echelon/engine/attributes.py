@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.function_state import FunctionState
-from echelon.engine.held_state import Changes, HeldState, snapshot
+from echelon.engine.held_state import Changes, HeldState
 from echelon.engine.stored import Stored
 from echelon.engine.values import Unstorable, decode, encode, from_inline, tensor_refs
+from echelon.profiler.snapshot import Snapshot
 from echelon.tree import tensors
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ class ModelState(HeldState):
         super().__init__({"model": model}, without=_saved(model), registered={id(each) for each in model.modules()})
 
 
-def model_snapshot(model: nn.Module) -> Callable[[], object]:
-    """Note what the modules keep besides parameters and persistent buffers; returns what puts it back."""
-    return snapshot({"model": model}, without=_saved(model))
+def model_snapshot(model: nn.Module) -> Snapshot:
+    """What the modules keep besides parameters and persistent buffers."""
+    return Snapshot({"model": model}, without=_saved(model))
 
 
 def _saved(model: nn.Module) -> set[int]:

@@ -25,10 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.data.loader import Micro
 from echelon.engine.buffers import Place
-from echelon.engine.held_state import snapshot
 from echelon.engine.precision import autocast
 from echelon.errors import JobError, UnpartedState
 from echelon.job import call_model
+from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import Stillness
 from echelon.tree import copy_tensors, tree_map
 
@@ -195,11 +195,11 @@ def _slice(batch: Any, count: int, start: int, stop: int) -> Any:
 @contextlib.contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
     """Have a model's modules as they were, afterwards: what they keep, and buffers."""
-    put_back = snapshot({"model": model}, without={id(value) for value in model.parameters()})
+    held = Snapshot({"model": model}, without={id(value) for value in model.parameters()})
     try:
         yield
     finally:
-        put_back()
+        held.put_back()
 
 
 class CallState:

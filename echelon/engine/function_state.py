@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from echelon.engine.held_state import HeldState
-from echelon.engine.held_state import snapshot as held_snapshot
 from echelon.errors import JobError
 from echelon.job import Job
+from echelon.profiler.snapshot import Snapshot
 
 
 class FunctionState(HeldState):
@@ -23,10 +23,11 @@ class FunctionState(HeldState):
 
 def snapshot(job: Job, model: nn.Module) -> Callable[[], None]:
     """Note what the loss and `inputs` keep; returns what puts it back."""
-    restore = held_snapshot(_roots(job), without=_models_own(job, model))
+    held = Snapshot(_roots(job), without=_models_own(job, model))
 
     def put_back() -> None:
-        for name in restore():
+        held.put_back()
+        for name in held.unrestored():
             raise JobError(
                 f"{name}: it is changed in place, also by calls that are only tried, and is too large to be put back; make it a buffer of the model"
             )

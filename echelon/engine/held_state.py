@@ -7,29 +7,26 @@ name, so that two attributes that shared an object share it again; any other val
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import random
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon.engine.tensor_files import name_of_dtype, raw
 from echelon.engine.values import Put, Take, Unstorable, decode, encode
 from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, Slot, is_object, reachable, slot_at, slots_of
+from echelon.profiler.snapshot import ITEMS, LARGE, content_of, pairs_of, refill
 
-#: Longer containers and larger arrays are not written into the manifest.
-_ITEMS, _BYTES = 100_000, 2**24
-#: Tensors with more bytes are compared by torch's count of changes, not by content, and are not put back.
-_LARGE = 2**26
+#: Larger arrays are not written into the manifest.
+_BYTES = 2**24
 #: The label of what a container, a tensor, an array or a generator holds.
 _CONTENT = ""
 
@@ -92,13 +89,13 @@ class HeldState:
                 value, slot = self._nodes[name], slot_at(self._nodes[name], label)
                 if label and slot is not None:
                     slot.put(self._found(reference, take))
-                elif label or not _refill(value, self._found(reference, take)):
+                elif label or not refill(value, self._found(reference, take)):
                     missing.append(f"{name}{label}")
         return missing
 
     def _digests(self, value: Any) -> dict[str, bytes]:
         """By label, what tells one state from another."""
-        labels = [_CONTENT] if _has_content(value) else list(self._slots(value))
+        labels = [_CONTENT] if hascontent_of(value) else list(self._slots(value))
         return {label: self._digest(_held(value, label), content=not label) for label in labels}
 
     def _slots(self, value: Any) -> dict[str, Slot]:
@@ -124,7 +121,7 @@ class HeldState:
             return {"object": name}
         if id(value) in self._without or not _is_state(value):
             raise _NoState(path, "no state")
-        if type(value) in CONTAINERS and len(value) > _ITEMS:
+        if type(value) in CONTAINERS and len(value) > ITEMS:
             raise Unstorable(path, f"a {type(value).__name__} of {len(value):,} items, which is too long")
         if isinstance(value, np.ndarray) and value.nbytes > _BYTES:
             raise Unstorable(path, f"an array of {value.nbytes / 2**20:.0f} MiB, which is too large; use a tensor")
@@ -132,9 +129,9 @@ class HeldState:
             raise Unstorable(path, f"a tensor of {value.nbytes / 2**20:.0f} MiB, which is too large; use a buffer")
         if not content:
             return {"value": encode(value, path, put)}
-        items = _content(value)
-        if isinstance(items, list | dict) and any(id(each) in self._names for _, each in _pairs(items)):
-            pairs = [(key, each, f"{path}[{key!r}]") for key, each in _pairs(items)]
+        items = content_of(value)
+        if isinstance(items, list | dict) and any(id(each) in self._names for _, each in pairs_of(items)):
+            pairs = [(key, each, f"{path}[{key!r}]") for key, each in pairs_of(items)]
             return {"items": [[encode(key, at, put), self._reference(at, each, put)] for key, each, at in pairs]}
         return {"value": encode(items, path, put)}
 
@@ -148,32 +145,6 @@ class HeldState:
 
 class _NoState(Unstorable):
     """Code, a library's object, or what others save."""
-
-
-def snapshot(roots: Mapping[str, Any], *, without: Collection[int]) -> Callable[[], list[str]]:
-    """Note what is reached from the roots; returns what puts it back and gives the names of tensors that are too large for that."""
-    nodes = list(reachable(roots, without=without).items())
-    owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
-    large = [
-        (name, value, value._version) for name, value in nodes if isinstance(value, Tensor) and not _is_small(value)
-    ]
-    small = [(value, _copied(value)) for _, value in nodes if _has_content(value) and _is_small(value)]
-
-    def put_back() -> list[str]:
-        for value, held in owners:
-            now = slots_of(value)
-            for label in now.keys() - held.keys():
-                now[label].clear()
-            for label, each in held.items():
-                slot = slot_at(value, label)
-                if slot is not None and (label not in now or now[label].value is not each):
-                    slot.put(each)
-        for value, content in small:
-            if not _is_same(_content(value), content):
-                _refill(value, content)
-        return [name for name, value, version in large if value._version != version]
-
-    return put_back
 
 
 def _dense(put: Put) -> Put:
@@ -194,95 +165,13 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, (*PLAIN, Tensor, np.ndarray, *GENERATORS)) or type(value) in CONTAINERS or is_object(value)
 
 
-def _has_content(value: Any) -> bool:
-    """Whether it changes in place otherwise than by its attributes."""
-    return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or (
-        type(value) in CONTAINERS and type(value) is not tuple
-    )
-
-
-def _is_small(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return (
-            type(value) in (Tensor, nn.Parameter, nn.Buffer)
-            and value.layout is torch.strided
-            and value.nbytes <= _LARGE
-        )
-    return len(value) <= _ITEMS if type(value) in CONTAINERS else True
-
-
 def _held(value: Any, label: str) -> Any:
     return slots_of(value)[label].value if label else value
 
 
-def _content(value: Any) -> Any:
-    """What `_refill` takes, of types that a checkpoint holds."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return value.get_state(legacy=False)
-    if isinstance(value, dict | set):
-        return dict(value) if isinstance(value, dict) else set(value)
-    return list(value) if isinstance(value, list | deque) else value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor | torch.Generator):
-        return value.detach().clone() if isinstance(value, Tensor) else value.clone_state()
-    return value.copy() if isinstance(value, np.ndarray) else _content(value)
-
-
-def _refill(value: Any, content: Any) -> bool:
-    """Have it hold `content` again; whether it can."""
-    if isinstance(value, Tensor) and value.is_meta:  # another stage holds it
-        return True
-    if isinstance(value, Tensor | np.ndarray):
-        if getattr(content, "shape", None) != value.shape:
-            return False
-        with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):  # expanded, or read-only
-            value[...] = content
-            return True
-        return False
-    if isinstance(value, torch.Generator):
-        value.set_state(content.get_state())
-    elif isinstance(value, random.Random):
-        value.setstate(content)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = content
-    elif isinstance(value, np.random.RandomState):
-        value.set_state(content)
-    elif type(value) in CONTAINERS:
-        items = list(content.values()) if isinstance(content, dict) and isinstance(value, list | deque) else content
-        value.clear()
-        (value.extend if isinstance(value, list | deque) else value.update)(items)
-    else:
-        return False
-    return True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two contents are: the same objects in containers, the same bits in tensors and generators."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)  # one with NaN counts as changed, which costs a copy
-    if isinstance(one, np.ndarray):
-        return one.tobytes() == other.tobytes()
-    if isinstance(one, torch.Generator):
-        return torch.equal(one.get_state(), other.get_state())
-    if isinstance(one, list | dict):
-        keys = list(one) == list(other) if isinstance(one, dict) else len(one) == len(other)
-        return keys and all(mine is each for (_, mine), (_, each) in zip(_pairs(one), _pairs(other), strict=True))
-    return repr(one) == repr(other)  # arrays within a generator's state have no single truth
-
-
-def _pairs(content: Any) -> list[tuple[Any, Any]]:
-    return list(content.items() if isinstance(content, dict) else enumerate(content))
-
-
 def _digest_of(value: Tensor) -> bytes:
     """Of a tensor's numbers; of a large or a special one of how often it was changed."""
-    if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided or value.nbytes > _LARGE:
+    if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided or value.nbytes > LARGE:
         return f"{id(value)} {value._version}".encode()
     try:
         return (

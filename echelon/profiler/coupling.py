@@ -3,6 +3,9 @@
 A mean over counts that differ between parts (labels that are not ignored) couples nothing on a CPU: while it trains, the parts are weighed by
 the counts that the loss's graph tells (loss_counts.py), and so they are here. An accelerator is not waited for, and does not weigh them.
 
+A model or a loss whose state changes with every call (a counter, a running mean, in buffers or Python attributes) may couple samples at every
+ninth call only. Of these a private copy is advanced call by call, and each call is compared with its parts from the same state.
+
 Where they do (contrastive losses, losses over all pairs, experts that fill up) neither ranks nor micro-batches may part a
 batch. Batch norms are left out, held at fixed statistics: they are known by their class, and a plan says how they are taken.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +29,8 @@ from echelon.profiler.build import copy_module
 from echelon.profiler.example import Example
 from echelon.profiler.lazy import initialise_lazy
 from echelon.profiler.random_state import random_states, seed_all
+from echelon.profiler.reach import GENERATORS, reachable
+from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import Stillness, silence
 from echelon.tree import tree_leaves, tree_map
 
@@ -40,6 +46,10 @@ _LOSS = 3e-5
 _MANY, _READING, _SCALES = 64, 1.0, (1.0, 4.0)
 #: Calls after which a model that computes something else with each of them has shown it.
 _CALLS = 8
+#: Later calls that are tried where state changes from call to call, the seconds that they may take and the samples of each.
+LATER, _SECONDS, _FEW = 64, 2.0, 4
+#: Bytes of a tensor, and elements of a parameter, beyond which they are not noted as state.
+_STATE_BYTES, _STATE_ELEMENTS = 2**24, 4096
 #: A gradient is measured against its own largest value, but never against less than this part of the model's largest.
 _FLOOR = 1e-2
 
@@ -71,7 +81,21 @@ def _cost(samples: int, flops: float) -> float:
 
 
 def _compared(job: Job, example: Example, samples: int, weighs: bool) -> tuple[bool | None, str]:
-    both = _Comparison(job, example, weighs)
+    """What the first calls show, and what later ones do where state changes from call to call."""
+    both, start = _Comparison(job, example, weighs), None
+    with contextlib.suppress(Exception):  # objects that cannot be looked into
+        start = both.noted()
+    found, why = _first_calls(both, samples)
+    if found or start is None:
+        return found, why
+    with contextlib.suppress(Exception):  # state that cannot be put back, a model that takes no other batch size
+        later = both.fresh() if start.changed() else None
+        if later and later.keeps_state(_Part(0, samples)) and later.couples_later(min(samples, _FEW)):
+            return True, ""
+    return found, why
+
+
+def _first_calls(both: _Comparison, samples: int) -> tuple[bool | None, str]:
     whole, splits = _Part(0, samples), _splits(samples)
     apart = both.furthest(whole, splits)
     if math.isnan(apart):
@@ -80,13 +104,16 @@ def _compared(job: Job, example: Example, samples: int, weighs: bool) -> tuple[b
         return both.loss_couples(samples), ""
     # In float32 rounding may flip a ReLU, and then the difference is no longer small; float64 is slow, so that only a suspect pays.
     with contextlib.suppress(Exception):  # a model that keeps float32 tensors to itself does not run in it
-        wide = _Comparison(job, example, weighs, torch.float64)
+        wide = both.fresh(torch.float64)
         apart, both = wide.furthest(whole, splits), wide
     if apart <= both.bound:
         return both.loss_couples(samples), ""
-    if both.apart(whole, [_Part(0, samples, seed=1)]) > both.bound:
-        return None, "the model, the loss or the collation draws random numbers that cannot be held still"
-    if _Comparison(job, example, weighs).drifts(whole):
+    other = [_Part(0, samples, seed=1)]
+    if both.apart(whole, other) > both.bound:
+        if both.from_here(generators=False).apart(whole, other) > both.bound:
+            return None, "the model, the loss or the collation draws random numbers that cannot be held still"
+        return None, "the model, the loss or the collation keeps state by which each call computes something else"
+    if both.fresh().drifts(whole):
         return None, "the model computes something else with each call"
     return True, ""
 
@@ -97,6 +124,12 @@ class _Part(NamedTuple):
     first: int
     size: int
     seed: int = 0
+
+
+def _halves(first: int, samples: int) -> tuple[_Part, list[_Part]]:
+    """`samples` from number `first` on, and their halves."""
+    half = samples // 2
+    return _Part(first, samples), [_Part(first, half), _Part(first + half, samples - half)]
 
 
 def _splits(samples: int) -> list[list[_Part]]:
@@ -118,6 +151,76 @@ class _Comparison:
         self._still = Stillness(random=True, narrow=dtype == torch.float64)
         self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
         self.bound, self._weighs = _BOUNDS[dtype], weighs
+        #: What every call starts from; None: from the first buffers.
+        self._start: Snapshot | None = None
+
+    def fresh(self, dtype: torch.dtype = torch.float32) -> _Comparison:
+        """Another one, with the model as training begins."""
+        return _Comparison(self._job, self._example, self._weighs, dtype)
+
+    def noted(self, *, generators: bool = True) -> Snapshot:
+        """What model, loss and collation hold now, but the weights. `generators`: also where theirs are."""
+        job, model = self._job, self._model
+        roots = {"model": model, "buffers": list(model.buffers()), "loss": job.loss, "inputs": job.inputs}
+        roots["collate"] = self._example.collate
+        without = {id(each) for each in model.parameters() if each.numel() > _STATE_ELEMENTS}
+        if not generators:
+            without |= {id(each) for each in reachable(roots).values() if isinstance(each, GENERATORS)}
+        return Snapshot(roots, without=without, largest=_STATE_BYTES)
+
+    def from_here(self, *, generators: bool = True) -> _Comparison:
+        """Itself, with every call from now on made from the present state."""
+        self._start = self.noted(generators=generators)
+        return self
+
+    def keeps_state(self, whole: _Part) -> bool:
+        """Whether calls change buffers, or leave something else each time for the same samples: an output that is kept is no state."""
+        before = self.noted()
+        self._advance(whole)
+        after, named = self.noted(), self._model.named_buffers()
+        found = any(not torch.equal(value, self._buffers[name]) for name, value in named)
+        if not found:
+            self._advance(whole)
+            found = after.changed()
+        before.put_back()
+        return found
+
+    def couples_later(self, samples: int) -> bool:
+        """Whether the samples of a batch see each other at one of the later calls, each compared with its parts from the same state."""
+        end = time.thread_time() + _SECONDS  # other processes do not count
+        for call in range(LATER):
+            whole, halves = _halves(call * samples, samples)
+            if self.from_here().parts_badly(whole, halves) and self._stays_apart(call, whole, halves):
+                return True
+            if time.thread_time() > end:
+                return False
+            self._put_back()
+            self._advance(whole)
+        return False
+
+    def _stays_apart(self, call: int, whole: _Part, halves: Sequence[_Part]) -> bool:
+        """Whether it is neither rounding nor random numbers nor state that could not be put back."""
+        with contextlib.suppress(Exception):  # as at the first call: a model may not run in float64
+            wide = self.fresh(torch.float64)
+            for earlier in range(call):
+                wide._advance(_halves(earlier * whole.size, whole.size)[0])
+            self._put_back()  # the loss's, which both have
+            if not wide.from_here().parts_badly(whole, halves):
+                return False
+        self._put_back()
+        return self.apart(whole, [whole._replace(seed=1)]) <= self.bound
+
+    def _advance(self, whole: _Part) -> None:
+        """A call that goes on from what the last one left."""
+        self._start = Snapshot({})
+        self._loss(whole)
+
+    def parts_badly(self, whole: _Part, parts: Sequence[_Part]) -> bool:
+        """Whether the parts together have another gradient than the whole, or none."""
+        apart = self.furthest(whole, [parts])
+        if math.isnan(apart):  # a whole that has no gradient either tells nothing
+            return not math.isnan(self.apart(whole, []))
+        return apart > self.bound
 
     def furthest(self, whole: _Part, splits: Sequence[Sequence[_Part]]) -> float:
         """How far the gradient of `whole` is at most from that of its parts, weighed as they are while it trains."""
@@ -196,9 +299,7 @@ class _Comparison:
 
     def _loss(self, part: _Part, *, counted: bool = False) -> tuple[Tensor, float]:
         """(sum, count) of the loss of one part, from the state that the model started with."""
-        with torch.no_grad():
-            for name, value in self._model.named_buffers():
-                value.copy_(self._buffers[name])
+        self._put_back()
         seed_all(part.seed)
         batch = tree_map(self._cast, self._example.batch(part.size, first=part.first))
         with self._still():
@@ -208,6 +309,14 @@ class _Comparison:
         # A mean is over the samples, or over what its graph says.
         count = (_count(loss) if counted else None) or float(part.size)
         return loss * count, count
+
+    def _put_back(self) -> None:
+        if self._start is not None:
+            self._start.put_back()
+            return
+        with torch.no_grad():
+            for name, value in self._model.named_buffers():
+                value.copy_(self._buffers[name])
 
     def _cast(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

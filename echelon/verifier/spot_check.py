@@ -19,7 +19,7 @@ import copy
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
 from echelon.profiler.isolation import Isolated
+from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import Stillness, silenced
 from echelon.tree import copy_tensors
 from echelon.verifier import noise
@@ -178,7 +179,7 @@ class SpotChecks:
         run = self._run
         return _Start(
             tensors=_copies(run.model),
-            put_back=model_snapshot(run.model),
+            held=model_snapshot(run.model),
             trainable=trainable(run.model),
             functions=Isolated(run.job, keep=run.model),
         )
@@ -189,8 +190,8 @@ class SpotChecks:
         named = [(name, value) for name, value in run.model.named_parameters() if value.grad is not None]
         kept = [(value, value.grad, None if value.grad is None else value.grad.clone()) for _, value in named]
         after = _copies(run.model)
-        put_back, flags = model_snapshot(run.model), trainable(run.model)
-        start.put_back()
+        held, flags = model_snapshot(run.model), trainable(run.model)
+        start.held.put_back()
         _put(_tensors(run.model), start.tensors)
         set_trainable(run.model, start.trainable)
         for value in run.model.parameters():
@@ -212,7 +213,7 @@ class SpotChecks:
             assert copied is not None
             grad.copy_(copied)  # in its place: the exchange keeps gradients in buckets of its own
             value.grad = grad
-        put_back()
+        held.put_back()
         _put(_tensors(run.model), after)
         set_trainable(run.model, flags)
         return loss, found, not drawn
@@ -335,7 +336,7 @@ class _Start:
     the job's functions hold."""
 
     tensors: dict[str, Tensor]
-    put_back: Callable[[], object]
+    held: Snapshot
     trainable: dict[str, bool]
     functions: Isolated
 

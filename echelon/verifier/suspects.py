@@ -74,7 +74,7 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._held = model, ModelState(model)
         self._tensors = {name: value.detach().clone() for name, value in _tensors(model)}
-        self._put_back = model_snapshot(model)
+        self._snapshot = model_snapshot(model)
 
     def changed(self) -> list[str]:
         """The names of what is different now."""
@@ -86,7 +86,7 @@ class _State:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        self._put_back()
+        self._snapshot.put_back()
         for name, value in _tensors(self._model):
             if name in self._tensors and value.shape == self._tensors[name].shape:
                 value.copy_(self._tensors[name])

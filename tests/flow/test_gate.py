@@ -25,6 +25,7 @@ from echelon.flow.prepare import Prepared, Subject
 from echelon.observer import read_events
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
+from echelon.profiler import coupling
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
@@ -140,6 +141,7 @@ def test_behaviour_that_begins_late_stops_the_run(
 ) -> None:
     if samples == "some":
         monkeypatch.setattr(spot_check, "EACH", 1e-12)
+    monkeypatch.setattr(coupling, "LATER", 0)
     job = make(model=lambda: Late(20), epochs=12)
     with pytest.raises(DivergenceError, match=r"step \d+: .* off what one device computes"):
         train(tmp_path / "run", job, "dp=1 micro=4", every=2)
@@ -152,6 +154,7 @@ def test_behaviour_that_begins_late_stops_the_run(
 
 def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second plan is proved at first, computes something else later, and is left with what it trained until then."""
+    monkeypatch.setattr(coupling, "LATER", 0)
     job = make(model=lambda: Late(20), epochs=12)
     texts = ("dp=1 micro=4", "dp=1")
     monkeypatch.setattr(sys.modules["echelon.flow.train"], "attempts", lambda *_, **__: plans(*texts))

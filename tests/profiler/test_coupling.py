@@ -323,3 +323,92 @@ def test_splits_cover_any_number_of_samples() -> None:
         for parts in _splits(samples):
             assert sum(part.size for part in parts) == samples
             assert [part.first for part in parts] == [sum(part.size for part in parts[:at]) for at in range(len(parts))]
+
+
+class Periodic(nn.Module):
+    """Takes the batch's mean off at every 20th call; who counts them is said by `count`."""
+
+    def __init__(self, kind: str, period: int = 20) -> None:
+        super().__init__()
+        self.first, self.last, self.kind, self.period = nn.Linear(8, 8), nn.Linear(8, 8), kind, period
+        self.register_buffer("whole", torch.zeros((), dtype=torch.long))
+        self.register_buffer("real", torch.zeros(()))
+        self.plain, self.held = 0, {"calls": [0]}
+
+    def count(self) -> int:
+        if self.kind == "whole":
+            self.whole += 1
+        elif self.kind == "real":
+            self.real = self.real + 1
+        elif self.kind == "plain":
+            self.plain += 1
+        else:
+            self.held["calls"][0] += 1
+        return int(self.whole) + int(self.real) + self.plain + self.held["calls"][0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.first(x).tanh(), 0.5)
+        if self.count() % self.period == 0:
+            x = x - x.mean(0)
+        return self.last(x)
+
+
+class PeriodicLoss:
+    """Couples samples at every 61st call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        loss = F.mse_loss(output, batch[-1])
+        return loss + output.std(0).mean() if self.calls % 61 == 0 else loss
+
+
+@pytest.mark.parametrize("kind", ["whole", "real", "plain", "held"])
+def test_a_model_that_couples_samples_at_some_calls_only_is_found(kind: str) -> None:
+    assert tried(make_job(lambda: Periodic(kind))) == (True, "")
+
+
+@pytest.mark.parametrize("batch", [8, 2])
+def test_a_loss_that_couples_samples_at_some_calls_only_is_found(batch: int) -> None:
+    job = make_job(mlp, loss=PeriodicLoss(), batch=batch)
+    assert profile(job).coupled
+    assert job.loss.calls == 0  # type: ignore[union-attr]
+
+
+class Scaled(Periodic):
+    """Counts its calls, reads the count and couples nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(self.first(x).relu(), 0.5)) * (1 + self.count() / 100)
+
+
+@pytest.mark.parametrize("kind", ["whole", "real"])
+def test_counts_in_buffers_that_couple_nothing_are_left_in_peace(kind: str) -> None:
+    assert tried(make_job(lambda: Scaled(kind))) == (False, "")
+
+
+@pytest.mark.parametrize("kind", ["plain", "held"])
+def test_state_of_python_objects_is_not_called_random(kind: str) -> None:
+    found, why = tried(make_job(lambda: Scaled(kind)))
+    assert found is None
+    assert "keeps state by which each call computes something else" in why
+
+
+class Keeps(nn.Linear):
+    """Keeps its last output, which the next call does not read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = super().forward(x)
+        return self.seen
+
+
+@pytest.mark.parametrize("model", [mlp, lambda: Keeps(8, 8), lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))])
+def test_models_without_state_are_not_tried_further(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    later: list[int] = []
+    monkeypatch.setattr(coupling._Comparison, "couples_later", lambda _, samples: later.append(samples))
+    assert tried(make_job(model)) == (False, "")
+    assert later == []
+    tried(make_job(lambda: Scaled("whole")))
+    assert later == [4]

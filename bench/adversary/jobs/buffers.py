@@ -126,6 +126,25 @@ def call_counter() -> Spec:
     return Spec(**plain(model=lambda: Calls().double()))
 
 
+class Periodic(Observed):
+    """Takes the batch's mean off at every ninth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def observe(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        self.calls += 1
+        return x - x.mean(0) if int(self.calls) % 9 == 0 else x
+
+
+@job("a counter couples the samples of a batch at every ninth call", owner="verifier", refusable=PER_RANK + " pp")
+def periodic_coupling() -> Spec:
+    return Spec(**plain(model=lambda: Periodic().double(), steps=24))
+
+
 class ClassSums(Observed):
     """Running sums of features, read by the next step."""
 

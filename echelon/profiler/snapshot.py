@@ -1,0 +1,168 @@
+"""What code holds at one moment, put back later: attributes, containers, tensors and generators that are reached from some roots.
+
+Tensors above a size are not copied; whether they were changed in place is told from torch's count of changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, reachable, slot_at, slots_of
+
+#: Longer containers are not copied, nor are tensors with more bytes.
+ITEMS, LARGE = 100_000, 2**26
+
+
+class Snapshot:
+    """What is reached from `roots`, as it is now; `without`: ids of objects that are left alone."""
+
+    def __init__(self, roots: Mapping[str, Any], *, without: Collection[int] = (), largest: int = LARGE) -> None:
+        nodes = list(reachable(roots, without=without).items())
+        self._owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
+        self._large = [
+            (name, value, value._version)
+            for name, value in nodes
+            if isinstance(value, Tensor) and not _is_small(value, largest)
+        ]
+        self._small = [
+            (value, _copied(value)) for _, value in nodes if has_content(value) and _is_small(value, largest)
+        ]
+
+    def put_back(self) -> None:
+        """Have everything hold again what it held, but large tensors; may be called again."""
+        for value, held in self._owners:
+            now = slots_of(value)
+            for label in now.keys() - held.keys():
+                now[label].clear()
+            for label, each in held.items():
+                slot = slot_at(value, label)
+                if slot is not None and (label not in now or now[label].value is not each):
+                    slot.put(each)
+        for value, content in self._small:
+            if not _is_same(content_of(value), content):
+                refill(value, content)
+
+    def unrestored(self) -> list[str]:
+        """Large tensors that were changed in place since."""
+        return [name for name, value, version in self._large if value._version != version]
+
+    def changed(self) -> bool:
+        """Whether anything has another value now. An equal number or tensor in its place is no change."""
+        for value, held in self._owners:
+            now = slots_of(value)
+            if now.keys() != held.keys() or not all(_is_equal(now[label].value, each) for label, each in held.items()):
+                return True
+        pairs = [(content_of(value), content) for value, content in self._small]
+        return bool(self.unrestored()) or not all(_is_equal(*each) or _is_same(*each) for each in pairs)
+
+
+def has_content(value: Any) -> bool:
+    """Whether it changes in place otherwise than by its attributes."""
+    return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or (
+        type(value) in CONTAINERS and type(value) is not tuple
+    )
+
+
+def _is_small(value: Any, largest: int) -> bool:
+    if isinstance(value, Tensor):
+        return (
+            type(value) in (Tensor, nn.Parameter, nn.Buffer)
+            and value.layout is torch.strided
+            and not value.is_meta
+            and value.nbytes <= largest
+        )
+    return len(value) <= ITEMS if type(value) in CONTAINERS else True
+
+
+def content_of(value: Any) -> Any:
+    """What `refill` takes, of types that a checkpoint holds."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    if isinstance(value, dict | set):
+        return dict(value) if isinstance(value, dict) else set(value)
+    return list(value) if isinstance(value, list | deque) else value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor | torch.Generator):
+        return value.detach().clone() if isinstance(value, Tensor) else value.clone_state()
+    return value.copy() if isinstance(value, np.ndarray) else content_of(value)
+
+
+def refill(value: Any, content: Any) -> bool:
+    """Have it hold `content` again; whether it can."""
+    if isinstance(value, Tensor) and value.is_meta:  # another stage holds it
+        return True
+    if isinstance(value, Tensor | np.ndarray):
+        if getattr(content, "shape", None) != value.shape:
+            return False
+        with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):  # expanded, or read-only
+            value[...] = content
+            return True
+        return False
+    if isinstance(value, torch.Generator):
+        value.set_state(content.get_state())
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(content)
+    elif type(value) in CONTAINERS:
+        items = list(content.values()) if isinstance(content, dict) and isinstance(value, list | deque) else content
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(items)
+    else:
+        return False
+    return True
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two contents are: the same objects in containers, the same bits in tensors and generators."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)  # one with NaN counts as changed, which costs a copy
+    if isinstance(one, np.ndarray):
+        return one.tobytes() == other.tobytes()
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
+    if isinstance(one, list | dict):
+        keys = list(one) == list(other) if isinstance(one, dict) else len(one) == len(other)
+        return keys and all(mine is each for (_, mine), (_, each) in zip(pairs_of(one), pairs_of(other), strict=True))
+    return repr(one) == repr(other)  # arrays within a generator's state have no single truth
+
+
+def pairs_of(content: Any) -> list[tuple[Any, Any]]:
+    """The items of a dict, or those of a list by place."""
+    return list(content.items() if isinstance(content, dict) else enumerate(content))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are as good as each other; not told of objects."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, PLAIN):
+        return bool(one == other or one != one)
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, list | dict):
+        mine, theirs = pairs_of(one), pairs_of(other)
+        return len(mine) == len(theirs) and all(
+            a == b and _is_equal(first, second) for (a, first), (b, second) in zip(mine, theirs, strict=True)
+        )
+    return False
