@@ -95,7 +95,7 @@ class HeldState:
 
     def _digests(self, value: Any) -> dict[str, bytes]:
         """By label, what tells one state from another."""
-        labels = [_CONTENT] if hascontent_of(value) else list(self._slots(value))
+        labels = [_CONTENT] if has_content(value) else list(self._slots(value))
         return {label: self._digest(_held(value, label), content=not label) for label in labels}
 
     def _slots(self, value: Any) -> dict[str, Slot]:
