@@ -95,8 +95,13 @@ class Averages:
         for place, (_, _, count) in enumerate(rates):
             whole = products[place][place] * products[first][first]
             if count and abs(products[first][place] ** 2 - whole) > _ROUNDING * parts * parts * whole:
+                what = (
+                    "adds up averages over unequal counts"
+                    if all(_is_whole(rates[each][2]) for each in (first, place))
+                    else "is not a mean over samples: its weight per sample changes from part to part"
+                )
                 raise DivergenceError(
-                    f"step {step + 1}: the loss adds up averages over unequal counts, {self._describe(parts, rates, first)} and "
+                    f"step {step + 1}: the loss {what}, {self._describe(parts, rates, first)} and "
                     f"{self._describe(parts, rates, place)}, so that no single weight per rank or micro-batch gives the loss of the whole batch; "
                     "divide all terms by one count and return (sum, count), or use one process without micro-batches (dp=1)",
                     cause="averages over unequal counts",
@@ -107,7 +112,13 @@ class Averages:
         name = self._names[place] if place < len(self._names) else f"term {place + 1}"
         rate, square = rates[place][0] / parts, rates[place][1] / parts
         spread = max(square - rate * rate, 0.0) ** 0.5
-        return f"{name} over {rate:.4g} items per sample (varying by {spread:.2g} between parts)"
+        over = f"over {rate:.4g} items" if _is_whole(rates[place][2]) else f"divided by {rate:.4g}"
+        return f"{name} {over} per sample (varying by {spread:.2g} between parts)"
+
+
+def _is_whole(count: float) -> bool:
+    """Whether items may have been counted; factors and class weights make other numbers."""
+    return abs(count - round(count)) <= 1e-9 * max(abs(count), 1.0)
 
 
 def weighed(loss: Tensor, term: Term) -> tuple[Tensor, Tensor]:

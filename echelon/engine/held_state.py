@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from echelon.engine.tensor_files import name_of_dtype, raw
 from echelon.engine.values import Put, Take, Unstorable, decode, encode
 from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, Slot, is_object, reachable, slot_at, slots_of
-from echelon.profiler.snapshot import ITEMS, LARGE, content_of, pairs_of, refill
+from echelon.profiler.snapshot import ITEMS, LARGE, content_of, has_content, pairs_of, refill
 
 #: Larger arrays are not written into the manifest.
 _BYTES = 2**24

@@ -8,8 +8,8 @@ The gate proves the first steps. What begins later (a gate that opens, a loss th
     4  compare            beyond what rounding explains the run stops, before the optimizer has stepped
 
 Where one device would take too long for all samples of a step, a pass over a few of them, on every rank, is compared instead.
-Checks fall on one random step of each doubling of the step number, so what begins at step N is seen before step 4 N, and they
-stay within a small share of the training's time. The checked step trains the same numbers as an unchecked one.
+Checks fall on one random step of each doubling of the step number, so what begins at step N is seen before step 4 N, on other steps at
+every launch, and they stay within a small share of the training's time. The checked step trains the same numbers as an unchecked one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import contextlib
 import copy
 import dataclasses
 import random
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -37,7 +38,7 @@ from echelon.engine.outcome import Step
 from echelon.engine.precision import autocast
 from echelon.engine.run import Run
 from echelon.engine.state import whole
-from echelon.errors import DivergenceError
+from echelon.errors import DivergenceError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
@@ -48,7 +49,7 @@ from echelon.profiler.still import Stillness, silenced
 from echelon.tree import copy_tensors
 from echelon.verifier import noise
 from echelon.verifier.collation import Unjoinable, as_ranks_collate
-from echelon.verifier.compare import Bounds, Difference, compare
+from echelon.verifier.compare import BROKEN, Bounds, Difference, compare, wide
 from echelon.verifier.drift import ALLOWED
 from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.reference import Reference
@@ -70,12 +71,22 @@ _Read = tuple[Feed, Plan]
 class SpotChecks:
     """The checks of one run. Every rank makes the same calls."""
 
-    def __init__(self, job: Job, run: Run, pristine: nn.Module | None, profile: Profile | None) -> None:
-        """`pristine`: a copy of the job's module from before the run took it, on rank 0; None: the job has a factory."""
+    def __init__(
+        self,
+        job: Job,
+        run: Run,
+        pristine: nn.Module | None,
+        profile: Profile | None,
+        *,
+        entropy: int | None = None,
+    ) -> None:
+        """`pristine`: a copy of the job's module from before the run took it, on rank 0; None: the job has a factory. `entropy`: what the
+        steps are drawn from; None: rank 0 draws it, from no generator that training has."""
         self._run, self._profile = run, profile
         self._job, self._pristine = dataclasses.replace(job, warmup_data=None), pristine
         self._began, self.seconds, self.count = time.perf_counter(), 0.0, 0
-        self._steps = _chosen(job.seed, run.total_steps)
+        launch = run.ranks.gather(secrets.randbits(64))[0] if entropy is None else entropy
+        self._steps = _chosen(launch, run.total_steps)
         self._feed: Feed | None = None
         #: The last step (from 1) that was compared and agreed, on rank 0. The gate compared those before FIRST.
         self._agreed = FIRST - 1
@@ -229,6 +240,7 @@ class SpotChecks:
         flags = {name: flag for theirs in run.ranks.gather(run.attributes.switched()) for name, flag in theirs.items()}
         return _State(
             parameters=whole(run, dict(run.model.named_parameters())),
+            moved=_further_names(run.model),
             buffers=whole(run, dict(run.model.named_buffers())),
             attributes=attributes,
             lost=lost,
@@ -271,9 +283,9 @@ class SpotChecks:
             return
         if beyond:
             worst = max(beyond, key=lambda each: each.value)
-            what = "the loss" if worst.kind == "loss" else f"the gradient of {worst.name}"
+            pair = (loss, truth) if worst.kind == "loss" else (found.get(worst.name), gradients.get(worst.name))
             raise DivergenceError(
-                f'step {step + 1}: {what} under "{self._run.plan}" is {worst.value:.2g} off what one device computes from the same state '
+                f"step {step + 1}: {_described(worst, self._run.plan, *pair)} from the same state "
                 f"and samples ({len(beyond)} of {len(differences)} values differ), and the first steps agreed: something that begins "
                 f"later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step. The last step that this "
                 f"start checked and found equal is {self._agreed}: resume from a checkpoint at or before it, because later ones may contain the error",
@@ -307,6 +319,7 @@ class _State:
     """What a step starts from: tensors by unsharded name, and what modules keep otherwise."""
 
     parameters: dict[str, Tensor]
+    moved: dict[str, str]  #: further names of parameters on rank 0, with their first
     buffers: dict[str, Tensor]
     attributes: Changes  #: what modules keep otherwise and changed since the start
     lost: list[str]  #: and what of that cannot be copied
@@ -319,6 +332,13 @@ class _State:
     def load(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         """Give it to a fresh model, of `dtype` if that is given."""
         for name, value in model.named_parameters():
+            if name not in self.parameters:
+                now = self.moved.get(name)
+                raise JobError(
+                    f"{name} is the same parameter as {now} since forward replaced it, and was one of its own at the start"
+                    if now
+                    else f"{name} was a parameter at the start, and is none any more since forward replaced it"
+                )
             value.copy_(self.parameters[name])
         _put(_buffers(model), self.buffers)
         for path, module in _with_extra_state(model):
@@ -341,9 +361,9 @@ class _Start:
     functions: Isolated
 
 
-def _chosen(seed: int, total: int) -> frozenset[int]:
+def _chosen(entropy: int, total: int) -> frozenset[int]:
     """One random step of each doubling from FIRST on, and the last: the same on every rank."""
-    draw, steps, start = random.Random(f"{seed} spot checks"), set(), FIRST
+    draw, steps, start = random.Random(entropy), set(), FIRST
     while start < total:
         steps.add(draw.randrange(start, min(2 * start, total)))
         start *= 2
@@ -355,6 +375,26 @@ def _differences(
 ) -> list[Difference]:
     made = compare("loss", {"loss": loss}, {"loss": truth}, step=step)
     return made + compare("gradient", {name: found.get(name) for name in gradients}, gradients, step=step)
+
+
+def _described(worst: Difference, plan: Plan, mine: Tensor | None, true: Tensor | None) -> str:
+    """How far a tensor is off; as two numbers where one device's is zero or a number is not finite."""
+    what = "the loss" if worst.kind == "loss" else f"the gradient of {worst.name}"
+    if worst.value < BROKEN:
+        return f'{what} under "{plan}" is {worst.value:.2g} off what one device computes'
+    if mine is not None and true is not None and mine.shape != true.shape:
+        return f'{what} under "{plan}" has the shape {tuple(mine.shape)}, and {tuple(true.shape)} is what one device computes'
+    if worst.kind == "loss":
+        return f'{what} under "{plan}" is {_number(mine)}, and {_number(true)} is what one device computes'
+    return f'the largest element of {what} under "{plan}" is {_number(mine)}, and {_number(true)} is what one device computes'
+
+
+def _number(tensor: Tensor | None) -> str:
+    """A loss, or a gradient's largest element; one that nothing reached is zero."""
+    if tensor is None or not tensor.numel():
+        return "0"
+    values = wide(tensor)
+    return f"{float(values.abs().max()) if values.dim() or values.is_complex() else float(values):.4g}"
 
 
 def _copied(batch: StepBatch) -> StepBatch:
@@ -385,6 +425,13 @@ def _isolated() -> Iterator[None]:
 
 def _cast(value: Tensor, *, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     return value.to(device, dtype if value.is_floating_point() else None, copy=True)
+
+
+def _further_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that have several, but for the first, with the first."""
+    first = {id(value): name for name, value in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(value)] for name, value in every if first[id(value)] != name}
 
 
 def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:

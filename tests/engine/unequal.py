@@ -144,6 +144,9 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 REFUSED: dict[str, Callable[[], Job]] = {
     "two counts": lambda: _job(lambda s, y: _mean(s, y) + s.square().mean()),
+    "a factor of its own": lambda: _job(
+        lambda s, y: _mean(s, y.clamp(min=0)) + float(s.detach().std()) * s.square().mean()
+    ),
     "a term on some parts": lambda: _job(
         lambda s, y: _mean(s, y.clamp(min=0)) + (s.square().mean() if (y == -100).sum() > 2 else 0.0)
     ),

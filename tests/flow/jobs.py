@@ -16,7 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 import echelon
+from echelon.engine.run import Run
 from echelon.events import Event
+from echelon.plan.text import from_text
+from echelon.verifier.spot_check import SpotChecks
 from echelon.world import World
 
 #: Samples and batch give this many steps per epoch.
@@ -89,6 +92,17 @@ def checked_losses(world: World, folder: str, plan: str, verify: bool) -> list[f
     echelon.train(job, plan, folder=Path(folder), quiet=True, verify=verify, listeners=[events.append])
     counts = [event.data["count"] for event in events if event.kind == "checked"]
     return [*(counts or [0]), *(event.data["loss"] for event in events if event.kind == "step")]
+
+
+def checked_steps(world: World, plan: str, entropy: int | None = None) -> list[int]:
+    """The steps that a launch on this rank of several would check."""
+    job = make(epochs=50)
+    with Run(job, from_text(plan), world) as run:
+        begun = torch.get_rng_state(), random.getstate()
+        checks = SpotChecks(job, run, None, None, entropy=entropy)
+        assert torch.equal(torch.get_rng_state(), begun[0])
+        assert random.getstate() == begun[1]
+        return [step for step in range(run.total_steps) if checks.due(step)]
 
 
 class Uncut(nn.Module):

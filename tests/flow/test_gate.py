@@ -29,7 +29,16 @@ from echelon.profiler import coupling
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
-from tests.flow.jobs import checked_losses, coupled, failing_on_rank_1, keeping, kept, make, trained_alone
+from tests.flow.jobs import (
+    checked_losses,
+    checked_steps,
+    coupled,
+    failing_on_rank_1,
+    keeping,
+    kept,
+    make,
+    trained_alone,
+)
 from tests.whole import some
 
 
@@ -319,6 +328,22 @@ def test_ranks_are_checked_and_train_the_same(ranks: Pool, tmp_path: Path, plan:
     (count, *losses) = checked[0]
     assert count > 0
     assert losses == plain[0][1:]
+
+
+def test_every_launch_checks_other_steps() -> None:
+    found = [checked_steps(World(), "dp=1") for _ in range(6)]
+    assert len({tuple(steps) for steps in found}) > 1
+    for steps in found:
+        assert steps[-1] == 50 * 4 - 1
+        first, *_ = starts = [3 * 2**place for place in range(7)]
+        assert all(sum(start <= step < 2 * start for step in steps) in (1, 2) for start in starts if start < 199)
+        assert steps[0] >= first
+    assert checked_steps(World(), "dp=1", 7) == checked_steps(World(), "dp=1", 7)
+
+
+def test_ranks_check_the_same_steps(ranks: Pool) -> None:
+    one, other = ranks.run(2, checked_steps, "dp=2", timeout=120)
+    assert one == other
 
 
 def failing(*kinds: str, started: bool = False) -> Any:

@@ -337,3 +337,38 @@ def test_a_spot_check_sees_a_gradient_that_is_off() -> None:
         run.backward = halved  # type: ignore[method-assign]
         with pytest.raises(DivergenceError, match=r"gradient of 0\.weight"):
             checks.step(next(run.batches()))
+
+
+def test_a_spot_check_against_zero_says_both_numbers() -> None:
+    job = unusual.job(loss=lambda output, batch: 0 * output.sum())
+    with Run(job, Plan(), World()) as run:
+        checks = SpotChecks(job, run, None, None)
+        usual = run.backward
+        run.backward = lambda batch: usual(batch) + 0.25  # type: ignore[method-assign]
+        with pytest.raises(DivergenceError, match=r'the loss under "dp=1" is 0\.25, and 0 is what one device computes'):
+            checks.step(next(run.batches()))
+
+
+class TiesLate(nn.Module):
+    """Makes one layer's weight that of another in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.second.weight = self.first.weight
+        return self.last(self.second(self.first(x)))
+
+
+def test_a_spot_check_names_the_parameter_that_changed_its_place() -> None:
+    job = unusual.job(model=TiesLate)
+    with Run(job, Plan(), World()) as run:
+        checks = SpotChecks(job, run, None, None)
+        first, second, third = run.batches()
+        run.step(first)
+        run.step(second)
+        checks.step(third)
+        assert "second.weight is the same parameter as first.weight since forward replaced it" in checks.left_out
