@@ -186,7 +186,8 @@ class _Comparison:
         return found
 
     def couples_later(self, samples: int) -> bool:
-        """Whether the samples of a batch see each other at one of the later calls, each compared with its parts from the same state."""
+        """Whether the samples of a batch see each other at one of the later calls, each compared with its parts from the same state.
+        The next call goes on from what the last part left."""
         end = time.thread_time() + _SECONDS  # other processes do not count
         for call in range(LATER):
             whole, halves = _halves(call * samples, samples)
@@ -194,8 +195,6 @@ class _Comparison:
                 return True
             if time.thread_time() > end:
                 return False
-            self._put_back()
-            self._advance(whole)
         return False
 
     def _stays_apart(self, call: int, whole: _Part, halves: Sequence[_Part]) -> bool:
@@ -203,7 +202,7 @@ class _Comparison:
         with contextlib.suppress(Exception):  # as at the first call: a model may not run in float64
             wide = self.fresh(torch.float64)
             for earlier in range(call):
-                wide._advance(_halves(earlier * whole.size, whole.size)[0])
+                wide._advance(_halves(earlier * whole.size, whole.size)[1][-1])
             self._put_back()  # the loss's, which both have
             if not wide.from_here().parts_badly(whole, halves):
                 return False
