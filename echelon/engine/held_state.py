@@ -62,6 +62,18 @@ class HeldState:
         ]
         return [name + label for name, label, digest in found if digest != self._first[name].get(label)]
 
+    def shared(self, ids: Collection[int], places: Collection[tuple[int, str]]) -> dict[str, bytes]:
+        """By name, what tells one state from another: of the things with one of these ids, and of the values in these places (id of the
+        holder, key)."""
+        found: dict[str, bytes] = {}
+        for name, value in self._nodes.items():
+            if id(value) in ids and has_content(value):
+                found[name] = self._digest(value, content=True)
+            for label, slot in slots_of(value).items():
+                if (id(slot.holder), slot.key) in places:
+                    found[name + label] = self._digest(slot.value, content=False)
+        return found
+
     def changes(self, put: Put, only: Collection[str] | None = None) -> tuple[Changes, list[str]]:
         """What changed since the start (of those in `only`), with what `put` makes of each tensor; and why, for each change that cannot be
         stored."""

@@ -133,9 +133,10 @@ def _rebuild_schedules(run: Run) -> None:
         for group in optimizer.param_groups:
             if "initial_lr" in group:
                 _set(group, "lr", group.pop("initial_lr"))
-    run.schedules = make_schedules(run.job, run.optimizers, run.total_steps)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # schedules expect a step of their optimizer before each of theirs
-        for schedule, count in zip(run.schedules, steps, strict=True):
-            for _ in range(count):
-                schedule.step()
+    with run.schedule_reads.watching():
+        run.schedules = make_schedules(run.job, run.optimizers, run.total_steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # schedules expect a step of their optimizer before each of theirs
+            for schedule, count in zip(run.schedules, steps, strict=True):
+                for _ in range(count):
+                    schedule.step()

@@ -36,10 +36,13 @@ from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.renorm import agree
+from echelon.engine.replacements import Replacements
 from echelon.engine.rollback import Rollback
+from echelon.engine.schedule_reads import ScheduleReads
 from echelon.engine.schedule_state import takes_metric
 from echelon.engine.served import Hub
 from echelon.engine.shard import forget_meshes
+from echelon.engine.shared_state import SharedState
 from echelon.engine.state import State
 from echelon.engine.state_check import require_storable, require_storable_state
 from echelon.engine.statistics import StepStatistics
@@ -88,6 +91,8 @@ class Run:
         try:
             self._begin(job, plan, world, dtype, workers, warn)
             self.watch = Watch(self, warn, off=not watch)
+            self._replacements = Replacements(plan, self.model, self.pieces)
+            self._shared_state = SharedState(self)
         except BaseException:
             self.ranks.close()  # a group that still runs when Python ends may abort the process
             raise
@@ -157,7 +162,9 @@ class Run:
             served={table.name for table in plan.tables},
             whole=self.whole,
         )
-        self.schedules = make_schedules(job, self.optimizers, self.total_steps)
+        self.schedule_reads = ScheduleReads(plan, self.model, self.pieces, self.optimizers, self.whole)
+        with self.ranks.together(), self.schedule_reads.watching():
+            self.schedules = make_schedules(job, self.optimizers, self.total_steps)
         #: What this rank has to do with a parameter server, under plans that have one.
         self.hub = Hub(self, self.assembly.first) if plan.served else None
         if self.hub is not None and (tedious := self.hub.tedious(self.total_steps)):
@@ -246,7 +253,9 @@ class Run:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
         self._watched = self.data.size > 1 or len(batch.micros) > 1
         again = self._watched and self.nominal is None and self.hub is None and self.device.type == "cpu"
+        self._replacements.begin()
         self.prepare(batch)
+        self._shared_state.begin(parts=self._watched)
         versions = _versions(batch)
         if again:
             self._rollback.keep()
@@ -268,6 +277,8 @@ class Run:
             self._undo(batch.step)
             loss = self._accumulate(batch)
         assert loss is not None
+        self._replacements.require_none(batch.step)
+        self._shared_state.require_unchanged(batch.step)
         return loss
 
     def prepare(self, batch: StepBatch) -> None:
@@ -544,9 +555,9 @@ class Run:
                         optimizer.step()
             for schedule in self.schedules:
                 if not takes_metric(schedule):
-                    schedule.step()
+                    self._step_schedule(schedule)
                 elif self.job.evaluation is None:
-                    schedule.step(float(loss))
+                    self._step_schedule(schedule, float(loss))
             if self._unchecked_state:
                 self._unchecked_state = False
                 require_storable_state(self)
@@ -560,6 +571,10 @@ class Run:
         if self._agreement is not None:
             self._asked = self._one * self._agreement.tell(self.step_number, self.stop_asked)
         return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
+
+    def _step_schedule(self, schedule: Any, *metric: float) -> None:
+        with self.schedule_reads.watching(schedule, self.step_number):
+            schedule.step(*metric)
 
     def norm(self) -> Tensor:
         """The norm of the whole model's gradient, the same on every rank. All must ask."""
@@ -698,7 +713,7 @@ class Run:
         found = evaluate(self, data)
         for schedule in self.schedules if data is None else ():
             if takes_metric(schedule):
-                schedule.step(found["loss"])
+                self._step_schedule(schedule, found["loss"])
         self._agree_on_shortened()
         return found
 
@@ -723,8 +738,9 @@ class Run:
         if self.hub is not None:
             self.hub.close()
         self.watch.close()
+        self._replacements.close()
         if self.assembly.close():
-            del self.model, self.optimizers, self.schedules, self.whole
+            del self.model, self.optimizers, self.schedules, self.schedule_reads, self.whole
             self._statistics = StepStatistics(nn.Module(), self.data)
             forget_meshes()
         self._restore()

@@ -640,3 +640,20 @@ def packed_sequence() -> Spec:
 
     data = TensorDataset(numbers(SAMPLES, 6, WIDTH), integers(6, SAMPLES, seed=5) + 1, integers(CLASSES, SAMPLES))
     return Spec(model=lambda: Reader().double(), loss=cross_entropy, optimizer=sgd(), data=data)
+
+
+@job("a weight that is tied to another one in the fourth forward", refusable="micro pp zero tp resume")
+def tied_late() -> Spec:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.head, self.calls = nn.Linear(WIDTH, CLASSES), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += self.training
+            if self.calls == 4:
+                self.second.weight = self.first.weight
+            return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+    return Spec(model=lambda: Late().double(), loss=cross_entropy, optimizer=sgd(), data=classes())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import lr_scheduler as torch_schedules
 
-from bench.adversary.kit import plain, sgd
+from bench.adversary.kit import cross_entropy, plain, sgd
 from bench.adversary.spec import Spec, job
 
 
@@ -107,3 +109,45 @@ def decays_decay() -> Spec:
             return [group["lr"] for group in self.optimizer.param_groups]
 
     return Spec(**plain(optimizer=sgd(0.1, weight_decay=0.1), schedule=Decay))
+
+
+@job("a rate that follows from the norm of the weights, from step 6 on", refusable="pp tp")
+def weight_norm_rate() -> Spec:
+    def schedule(optimizer: Any) -> Any:
+        weights = optimizer.param_groups[0]["params"]
+        return torch_schedules.LambdaLR(
+            optimizer, lambda step: 1.0 if step < 6 else 1 / (1 + float(weights[0].detach().norm()))
+        )
+
+    return Spec(**plain(schedule=schedule))
+
+
+@job("a rate that follows from the norm of the gradients, from step 6 on", refusable="pp tp")
+def gradient_norm_rate() -> Spec:
+    def schedule(optimizer: Any) -> Any:
+        def factor(step: int) -> float:
+            found = [each.grad for each in optimizer.param_groups[0]["params"] if step >= 6 and each.grad is not None]
+            return min(1.0, sum(float(each.norm()) for each in found)) if found else 1.0
+
+        return torch_schedules.LambdaLR(optimizer, factor)
+
+    return Spec(**plain(schedule=schedule))
+
+
+@job(
+    "a rate that follows from a running mean which the loss keeps, from step 5 on",
+    refusable="dp micro zero shares pp resume",
+)
+def loss_rate() -> Spec:
+    seen = {"mean": 1.0}
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        value = cross_entropy(output, batch)
+        if torch.is_grad_enabled():
+            seen["mean"] = 0.8 * seen["mean"] + 0.2 * float(value.detach())
+        return value
+
+    def schedule(optimizer: Any) -> Any:
+        return torch_schedules.LambdaLR(optimizer, lambda step: 1.0 if step < 5 else min(1.0, seen["mean"] / 2))
+
+    return Spec(**plain(loss=loss, schedule=schedule))
