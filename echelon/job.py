@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
@@ -358,14 +358,14 @@ def lift(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     )
 
 
-def make_dense(model: nn.Module) -> list[str]:
-    """Have no module give sparse gradients, which cannot be added up over ranks, clipped or proved; returns the paths of those that did.
+def make_dense(model: nn.Module, keep: Collection[int] = ()) -> list[str]:
+    """Have no module give sparse gradients, which cannot be added up over ranks; returns the paths of those that did.
 
-    The same is trained: an optimizer that takes either kind makes the same update of both.
+    The same is trained: an optimizer that takes either kind makes the same update of both. `keep`: ids of weights whose optimizer does not.
     """
     found = []
     for path, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and hasattr(module, "weight"):
+        if getattr(module, "sparse", False) is True and hasattr(module, "weight") and id(module.weight) not in keep:
             module.sparse = False
             found.append(path or "model")
     return found

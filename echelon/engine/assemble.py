@@ -34,6 +34,11 @@ from echelon.profiler.coupling import first_line
 from echelon.profiler.example import Example
 
 
+def takes_sparse(plan: Plan) -> bool:
+    """Whether gradients may be sparse: one process steps on them as they are."""
+    return plan.ranks == 1 and not plan.served
+
+
 class Assembly:
     """The model on this rank, and how its parameters are joined with those of other ranks."""
 
@@ -121,7 +126,15 @@ class Assembly:
     def _build(self, warn: Callable[[str], None]) -> nn.Module:
         plan, ranks = self._plan, self._ranks
         sharded = plan.zero > 0 and self._data.size > 1
-        model = build(self._job, ranks, sharded=sharded, dtype=self._dtype, expected=plan.model, tables=plan.tables)
+        model = build(
+            self._job,
+            ranks,
+            sharded=sharded,
+            dtype=self._dtype,
+            expected=plan.model,
+            tables=plan.tables,
+            dense=not takes_sparse(plan),
+        )
         self.fingerprint = fingerprint(model)
         self.shapes = {name: list(value.shape) for name, value in model.named_parameters()}
         if plan.tables:

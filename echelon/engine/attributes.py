@@ -65,7 +65,7 @@ class Attributes:
         self._optimizers, self._trainable = _of_optimizers(run), trainable(run.model)
         self.model = ModelState(run.model)
         #: What the loss and `inputs` keep.
-        self.functions = FunctionState(run.job, run.model)
+        self.functions = FunctionState(run.job, run.model, trained=run.loss_parameters.values())
         #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
         self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()

@@ -33,12 +33,13 @@ def build(
     dtype: torch.dtype | None = None,
     expected: str | None = None,
     tables: Sequence[Served] = (),
+    dense: bool = True,
 ) -> nn.Module:
     """The model on this rank's host memory.
 
     When it will be sharded only rank 0 holds real values (`realise` deals them out); the others build on the meta device,
     so that a model larger than N hosts' memory over N can start. `expected`: the fingerprint that a plan was made for.
-    `tables`: of them those that begin on servers are left without values.
+    `tables`: of them those that begin on servers are left without values. `dense`: no module gives sparse gradients.
     """
     beyond = [table for table in tables if table.start == "server"]
 
@@ -49,7 +50,8 @@ def build(
                 model = _made(job, empty)
             initialise_lazy(model, job)
             require_trainable(model)
-            make_dense(model)
+            if dense:
+                make_dense(model)
             if not empty:
                 materialise(model, job, {table.path for table in beyond})
             found = fingerprint(model)
@@ -244,11 +246,16 @@ def realise(
 
 @torch.no_grad()
 def equalise(model: nn.Module, ranks: Ranks, megabytes: int = 25) -> None:
-    """Rank 0's values on every rank, many tensors to a message."""
+    """Rank 0's values on every rank."""
+    broadcast([value for _, value in tensors(model)], ranks, megabytes)
+
+
+def broadcast(given: Iterable[Tensor], ranks: Ranks, megabytes: int = 25) -> None:
+    """Have tensors hold rank 0's values, many of them to a message."""
     if ranks.world.size == 1:
         return
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for _, value in tensors(model):
+    for value in given:
         kinds.setdefault(value.dtype, []).append(value)
     for values in kinds.values():
         group: list[Tensor] = []

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.engine.held_state import HeldState
 from echelon.errors import JobError
 from echelon.job import Job
+from echelon.profiler.reach import reachable
 from echelon.profiler.snapshot import Snapshot
 
 
 class FunctionState(HeldState):
     """Saves and restores what the functions of one job keep."""
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
+    def __init__(self, job: Job, model: nn.Module, *, trained: Collection[Tensor] = ()) -> None:
+        """`trained`: parameters of the loss that optimizers step: calls of the loss do not change them."""
+        self._trained = set(map(id, trained))
         super().__init__(_roots(job), without=_models_own(job, model))
+
+    def changed(self) -> list[str]:
+        """The names of the objects that calls changed since the start."""
+        return [name for name in super().changed() if id(self._nodes[name]) not in self._trained]
+
+
+def loss_parameters(job: Job, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that the loss and `inputs` hold (class proxies, a temperature), by names that no parameter of the model has."""
+    taken = {name for name, _ in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for name, value in reachable(_roots(job), without=_models_own(job, model)).items():
+        if isinstance(value, nn.Parameter):
+            while name in taken:
+                name += "'"
+            found[name] = value
+    return found
 
 
 def snapshot(job: Job, model: nn.Module) -> Callable[[], None]:

@@ -29,8 +29,9 @@ _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
 def names(run: Run) -> dict[int, str]:
-    """Parameter identity -> its first name; also of the whole tensors that stand for a parameter in its optimizer."""
-    named = [*run.model.named_parameters(), *(pair for each in run.whole.values() for pair in each.parameters.items())]
+    """Parameter identity -> its first name; also of the loss's own, and of the whole tensors that stand for a parameter in its optimizer."""
+    named = [*run.model.named_parameters(), *run.loss_parameters.items()]
+    named += [pair for each in run.whole.values() for pair in each.parameters.items()]
     return {id(value): name for name, value in reversed(named)}
 
 

@@ -15,8 +15,17 @@ from echelon.engine.ranks import Ranks
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that exist."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """The gradients that exist; of a sparse one the rows that it holds."""
+    return [_numbers(parameter) for parameter in parameters if parameter.grad is not None]
+
+
+def _numbers(parameter: nn.Parameter) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        parameter.grad = grad = grad.coalesce()
+        return grad._values()  # not values(), which gives no view to write to
+    return grad
 
 
 @torch.no_grad()

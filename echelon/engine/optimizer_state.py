@@ -84,6 +84,7 @@ def _one(run: Run, index: int, optimizer: Optimizer, tensors: dict[str, Held]) -
         def note(path: str, value: Tensor) -> list[str]:
             while path in tensors:
                 path += "'"  # a key may hold a slash
+            value = value.to_dense() if value.is_sparse else value  # a step on it computes the same
             owner = _owner(run, index, optimizer, path, value) if like is None else like
             # On whole tensors a rank steps what it owns, and the first of them what is shared.
             if index not in run.whole or like is not None or run.world.main:
@@ -204,13 +205,13 @@ class Loading:
     def __init__(self, run: Run, stored: Stored) -> None:
         self._run, self._plain = run, stored.manifest["optimizers"]
         self.rooms: dict[str, Held] = {}
-        parameters = dict(run.model.named_parameters())
+        parameters = dict(run.model.named_parameters()) | run.loss_parameters
         for index, optimizer in enumerate(run.optimizers):
             plain, mine = self._plain[index], self._mine(index, optimizer)
             for name in plain["state"]:
                 if name not in parameters:
                     raise ForeignCheckpoint(
-                        f"{stored.folder}: optimizer state for {name}, which the model does not have"
+                        f"{stored.folder}: optimizer state for {name}, which neither the model nor the loss has"
                     )
             kept = [entry for name, entry in plain["state"].items() if name in mine]
             for path, like, device in tensor_refs([*kept, plain["shared"], plain["extra"]]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from echelon.engine.groups import is_plain, settings
 from echelon.engine.ranks import Group
 from echelon.engine.schedule_state import require_steps
 from echelon.engine.whole_optimizer import WholeOptimizer
-from echelon.errors import JobError
+from echelon.errors import JobError, PlanError
 from echelon.job import Job
+from echelon.plan.plan import Plan
 from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
 
 #: Torch's word for an optimizer without parameters.
@@ -32,11 +33,13 @@ def make_optimizers(
     fused: bool,
     served: Set[str] = frozenset(),
     whole: Mapping[int, WholeOptimizer] | None = None,
+    others: Collection[nn.Parameter] = (),
+    sparse: bool = False,
 ) -> list[Optimizer]:
     """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on.
 
     `shapes`: of the whole model's parameters. `served`: parameters that are tables of a parameter server. `whole`: by place, what steps
-    on whole tensors.
+    on whole tensors. `others`: parameters that the loss holds, which the job's function may add. `sparse`: gradients may be.
     """
     whole = whole or {}
     named = _trained(model, whole)
@@ -50,7 +53,8 @@ def make_optimizers(
             # Over the parameters of its own stage the job's function gives something else than on one device.
             named = _trained(model, whole, absent=True)
     with ranks.together():
-        optimizers = _make(job, named, served)
+        optimizers = _make(job, named, served, sparse=sparse)
+        _require_known(optimizers, [*(value for _, value in named), *others])
         _require_same_settings(job, model, named, shapes, optimizers)
         _require_places(optimizers, whole)
         _leave_to_others(optimizers, whole)
@@ -128,7 +132,7 @@ def _require_places(optimizers: Sequence[Optimizer], whole: Mapping[int, WholeOp
                 )
 
 
-def _make(job: Job, trainable: list[tuple[str, nn.Parameter]], served: Set[str]) -> list[Optimizer]:
+def _make(job: Job, trainable: list[tuple[str, nn.Parameter]], served: Set[str], *, sparse: bool) -> list[Optimizer]:
     if not trainable:
         raise JobError("no parameter requires a gradient: nothing would be trained")
     made = _called(job, trainable)
@@ -137,12 +141,15 @@ def _make(job: Job, trainable: list[tuple[str, nn.Parameter]], served: Set[str])
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
         tables = {id(value) for name, value in trainable if name in served}
-        if isinstance(optimizer, torch.optim.SparseAdam) and any(
-            id(value) not in tables for group in optimizer.param_groups for value in group["params"]
+        if (
+            isinstance(optimizer, torch.optim.SparseAdam)
+            and not sparse
+            and any(id(value) not in tables for group in optimizer.param_groups for value in group["params"])
         ):
-            raise JobError(
-                "optimizer= is SparseAdam, which takes sparse gradients alone; here gradients are dense, so that they can be added up over "
-                "ranks: use Adagrad or SGD, which train the same either way, or Adam, which also moves rows that a batch did not use; or a plan with exchange=server, which trains tables as SparseAdam does"
+            raise PlanError(
+                "optimizer= is SparseAdam, which takes sparse gradients alone; ranks add up dense ones: train in one process (dp=1), or with "
+                "Adagrad or SGD, which train the same either way, or with Adam, which also moves rows that a batch did not use; or under a plan "
+                "with exchange=server, which trains tables as SparseAdam does"
             )
         if _needs_closure(optimizer):
             raise JobError(
@@ -150,7 +157,6 @@ def _make(job: Job, trainable: list[tuple[str, nn.Parameter]], served: Set[str])
                 "that steps on gradients (AdamW, SGD)"
             )
         optimizers.append(optimizer)
-        _require_live(optimizer, trainable)
     return optimizers
 
 
@@ -180,15 +186,40 @@ def _called(job: Job, trainable: list[tuple[str, nn.Parameter]]) -> Any:
             ) from second
 
 
-def _require_live(optimizer: Optimizer, trainable: list[tuple[str, nn.Parameter]]) -> None:
-    live = {id(value) for _, value in trainable}
-    for group in optimizer.param_groups:
-        for value in group["params"]:
-            if id(value) not in live:
+def _require_known(optimizers: Sequence[Optimizer], known: Collection[nn.Parameter]) -> None:
+    """Every parameter is one that the function was given, or one that the loss holds."""
+    ids = set(map(id, known))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            stray = next((value for value in group["params"] if id(value) not in ids), None)
+            if stray is not None:
                 raise JobError(
-                    "optimizer= holds a parameter that is not the running model's (a sharded model has its own): use the "
-                    "parameters that the function is given, not those of a model outside"
+                    f"optimizer= holds a parameter of shape {tuple(stray.shape)} that neither the model that is trained nor loss= uses: make the "
+                    "optimizer over the parameters that the function is given, not over those of another copy of the model; a parameter of "
+                    "your own has to be in the model (nn.Parameter) or in what loss= refers to"
                 )
+
+
+def stepped_sparse(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Ids of the parameters whose optimizer may treat sparse gradients in a way of its own: SparseAdam, and those that are not torch's."""
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type) and each is not Optimizer]
+    dense = tuple(each for each in kinds if issubclass(each, Optimizer) and each is not torch.optim.SparseAdam)
+    own = [each for each in optimizers if not isinstance(each, dense)]
+    return {id(value) for each in own for group in each.param_groups for value in group["params"]}
+
+
+def loss_parameters_of(
+    optimizers: Sequence[Optimizer], held_by_loss: Mapping[str, nn.Parameter], plan: Plan, *, gathered: bool
+) -> dict[str, nn.Parameter]:
+    """Of the parameters that the loss holds those that the optimizers train. `gathered`: whether an optimizer steps on whole tensors."""
+    trained = {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
+    found = {name: value for name, value in held_by_loss.items() if id(value) in trained}
+    if found and (plan.mesh.tp > 1 or plan.mesh.pp > 1 or plan.served or gathered):
+        raise PlanError(
+            f'"{plan}" cannot train {next(iter(found))}, a parameter that loss= holds and optimizer= trains beside the model\'s: one process and plans of '
+            "dp and zero can (zero: with an optimizer that treats each number by itself); or make it a parameter of the model"
+        )
+    return found
 
 
 def _require_same_settings(

@@ -118,6 +118,8 @@ class Replicas:
         for name, value in run.model.named_parameters():
             if not value.is_meta and name not in served:
                 yield name, _Thing(kind, value)
+        for name, value in run.loss_parameters.items():
+            yield name, _Thing(kind, value)
         # Ranks of an accelerator agree on a buffer that changes for the first time one step later.
         for name, buffer in run.model.named_buffers() if settled or run.device.type == "cpu" else ():
             if not buffer.is_meta and (

@@ -22,15 +22,24 @@ from torch import Tensor, nn
 from echelon.data.loader import Micro, StepBatch
 from echelon.engine import checkpoint, norm, state
 from echelon.engine.agreement import Agreement
-from echelon.engine.assemble import Assembly
+from echelon.engine.assemble import Assembly, takes_sparse
 from echelon.engine.attributes import Attributes
 from echelon.engine.averages import Averages, nothing, weighed
 from echelon.engine.buffer_rules import CallState, find_rules
+from echelon.engine.build import broadcast
 from echelon.engine.evaluate import evaluate, measured
+from echelon.engine.function_state import loss_parameters
 from echelon.engine.intake import Mover, open_intake, own_generators, seed_step
 from echelon.engine.keeper import Elsewhere
 from echelon.engine.metrics import Kind
-from echelon.engine.optimizers import adopt, begin_late, make_optimizers, make_schedules
+from echelon.engine.optimizers import (
+    adopt,
+    begin_late,
+    loss_parameters_of,
+    make_optimizers,
+    make_schedules,
+    stepped_sparse,
+)
 from echelon.engine.outcome import Later, Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
@@ -49,7 +58,7 @@ from echelon.engine.statistics import StepStatistics
 from echelon.engine.watch import Watch
 from echelon.engine.whole_optimizer import whole_optimizers
 from echelon.errors import DivergenceError, PlanError, TrainingError
-from echelon.job import Job, call_loss, call_model
+from echelon.job import Job, call_loss, call_model, make_dense
 from echelon.plan.plan import Plan
 from echelon.tree import tensors
 from echelon.world import World, usable_cores
@@ -153,6 +162,7 @@ class Run:
         self.whole = whole_optimizers(
             job, plan, self.ranks, self.axes, model=self.model, pieces=self.pieces, shapes=self.shapes
         )
+        held_by_loss = loss_parameters(job, self.model)
         self.optimizers = make_optimizers(
             job,
             self.model,
@@ -161,7 +171,14 @@ class Run:
             fused=plan.fused,
             served={table.name for table in plan.tables},
             whole=self.whole,
+            others=held_by_loss.values(),
+            sparse=takes_sparse(plan),
         )
+        if takes_sparse(plan):
+            make_dense(self.model, keep=stepped_sparse(self.optimizers))
+        #: Parameters that the loss holds and the optimizers train, by name: every rank has them whole.
+        self.loss_parameters = loss_parameters_of(self.optimizers, held_by_loss, plan, gathered=bool(self.whole))
+        broadcast([value.detach() for value in self.loss_parameters.values()], self.ranks)
         self.schedule_reads = ScheduleReads(plan, self.model, self.pieces, self.optimizers, self.whole)
         with self.ranks.together(), self.schedule_reads.watching():
             self.schedules = make_schedules(job, self.optimizers, self.total_steps)
@@ -322,6 +339,8 @@ class Run:
     def _accumulate(self, batch: StepBatch) -> Tensor | None:
         """Forward and backward of every part; None where the parts were not weighed as the loss counts, which it now does."""
         self._seed(batch.step, self.data.rank)
+        for parameter in self.loss_parameters.values():
+            parameter.grad = None  # the user's own: a profile or a trial may have left one
         self._statistics.begin()
         self._statistics.weigh(sum(micro.samples for micro in batch.micros) / batch.samples)
         self._averages.begin()
@@ -338,6 +357,8 @@ class Run:
         if self.assembly.sharding is not None:
             self.assembly.sharding.finish()
         add_up(self.assembly.partial, self.axes["tp"])
+        if self.data.size > 1:
+            add_up(list(self.loss_parameters.values()), self.data)
         if self.hub is not None:
             self.hub.collect()
         self._agree_on_shortened()
@@ -523,6 +544,8 @@ class Run:
 
     def _scale_gradients(self, factor: float | Tensor) -> None:
         norm.scale(norm.gradients(self.assembly.parameters), factor)
+        for grad in norm.gradients(self.loss_parameters.values()):  # they may be on another device
+            grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
         if self.hub is not None:
             self.hub.scale(factor)
 
@@ -533,7 +556,7 @@ class Run:
         rates = self._rates()
         if self.job.clip is not None or self.loss_scale is not None:
             size = self.norm()
-            skipped = self.loss_scale is not None and not math.isfinite(size.item())
+            skipped = self.loss_scale is not None and not self._are_finite(size)
             if self.job.clip is not None and not skipped:
                 norm.clip(norm.gradients(self.assembly.parameters), size, self.job.clip)
                 if self.hub is not None:
@@ -564,7 +587,7 @@ class Run:
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=skipped)
             self._require_hope(self.loss_scale)
-        for parameter in self.assembly.parameters:
+        for parameter in (*self.assembly.parameters, *self.loss_parameters.values()):
             parameter.grad = None
         self.step_number += 1
         self.watch.after_update(self.step_number)
@@ -575,6 +598,11 @@ class Run:
     def _step_schedule(self, schedule: Any, *metric: float) -> None:
         with self.schedule_reads.watching(schedule, self.step_number):
             schedule.step(*metric)
+
+    def _are_finite(self, size: Tensor) -> bool:
+        """Whether all gradients are; `size`: the norm of the model's."""
+        rest = norm.gradients(self.loss_parameters.values())
+        return math.isfinite(size.item()) and all(bool(grad.isfinite().all()) for grad in rest)
 
     def norm(self) -> Tensor:
         """The norm of the whole model's gradient, the same on every rank. All must ask."""

@@ -53,6 +53,7 @@ def whole(run: Run, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Not DTensor.full_tensor(): it gives the whole to every rank, on the device, and over gloo it crashes with CUDA tensors.
     """
+    values = {name: value.to_dense() if value.is_sparse else value for name, value in values.items()}
     if run.world.size == 1 and _has_room(run.device, values):
         return {name: value.detach().clone() for name, value in values.items() if not value.is_meta}
     mine = {name: _held(run, name, value) for name, value in values.items() if _speaks(run, name, value)}

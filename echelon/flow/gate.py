@@ -147,7 +147,7 @@ def _verify(subject: Subject, prepared: Prepared, ranks: Ranks, limit: float) ->
             frozen = freeze(subject.job, ranks, STEPS)
             made = made if frozen is None else proved(frozen)
         return cover(made, subject.identity, prepared.profile)
-    except UnpartedState as error:
+    except (UnpartedState, PlanError) as error:
         raise UnprovedPlan(str(error)) from error
     except Exception as error:  # whatever a model does that one process may still train
         raise UnprovedPlan(

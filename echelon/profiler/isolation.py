@@ -62,7 +62,8 @@ class Isolated:
         self._copy = None if self._original is None else copy_module(pristine or self._original, memo)
         if pristine is not None and self._original is not None and self._copy is not None:
             memo |= _counterparts(self._original, self._copy)
-        mine = frozenset() if self._copy is None else frozenset(map(id, self._copy.modules()))
+        own = [] if self._copy is None else [*self._copy.modules(), *self._copy.parameters()]
+        mine = frozenset(map(id, own))
         self._values = [
             (slot, _copied(slot.value, memo, dtype if lifted else None, mine)) for slot, lifted in _slots(job)
         ]
@@ -174,9 +175,8 @@ def _copied(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own: Se
         return memo[id(value)]
     if isinstance(value, (*PLAIN, FunctionType, type, ModuleType)):
         return value
-    if any(_bytes(each) >= _LARGE and id(each) not in memo for each in _tensors(value)) and not isinstance(
-        value, nn.Module
-    ):
+    large = [each for each in _tensors(value) if _bytes(each) >= _LARGE and not isinstance(each, nn.Parameter)]
+    if any(id(each) not in memo for each in large) and not isinstance(value, nn.Module):
         return value
     known = set(memo)
     try:
@@ -192,9 +192,13 @@ def _copied(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own: Se
 
 
 def _lifted(value: Any, dtype: torch.dtype, own: Set[int]) -> Any:
-    """With floating tensors in `dtype`, but for the modules `own`: the model is cast as a whole."""
+    """With floating tensors in `dtype`, but for modules and parameters in `own`: the model is cast as a whole."""
+    if isinstance(value, nn.Parameter):
+        if id(value) not in own:
+            value.data = _wide(value.data, dtype)  # in place: it stays what the optimizer trains
+        return value
     if isinstance(value, Tensor):
-        return value if isinstance(value, nn.Parameter) else _wide(value, dtype)
+        return _wide(value, dtype)
     if isinstance(value, nn.Module):
         for module in value.modules():
             if id(module) not in own:

@@ -67,7 +67,7 @@ class _UntriedError(Exception):
 
 
 def made_for(job: Job, parameters: Mapping[str, nn.Parameter]) -> list[Optimizer]:
-    """The job's optimizers over these."""
+    """The job's optimizers over these, for trial steps: of other parameters that they hold (the loss's own) they get copies."""
     try:
         made = job.optimizer(iter(parameters.items()))
     except (TypeError, AttributeError, ValueError):
@@ -76,7 +76,23 @@ def made_for(job: Job, parameters: Mapping[str, nn.Parameter]) -> list[Optimizer
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise JobError(f"optimizer= gives {type(optimizer).__name__}, not a torch optimizer or a list of them")
+        _copy_others(optimizer, parameters)
     return optimizers
+
+
+def _copy_others(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Have it hold copies of parameters that are not among `parameters`: a trial must not train the user's own."""
+    given = {id(value) for value in parameters.values()}
+    without_memory = all(value.is_meta for value in parameters.values())
+    for group in optimizer.param_groups:
+        for place, value in enumerate(group["params"]):
+            if id(value) in given:
+                continue
+            copied = torch.empty_like(value, device="meta") if without_memory else value.detach().clone()
+            mine = nn.Parameter(copied, requires_grad=value.requires_grad)
+            group["params"][place] = mine
+            if value in optimizer.state:
+                optimizer.state[mine] = optimizer.state.pop(value)
 
 
 def meta_parameters(parameters: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

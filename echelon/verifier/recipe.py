@@ -136,6 +136,14 @@ def optimizer_state(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Te
     }
 
 
+def loss_parameters(model: nn.Module, made: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """What the optimizers hold besides the model's parameters, in order: those of the loss."""
+    models = {id(value) for value in model.parameters()}
+    held = [value for optimizer in made for group in optimizer.param_groups for value in group["params"]]
+    others = [value for value in held if id(value) not in models]
+    return {f"parameter {number} of the loss": value for number, value in enumerate(others, 1)}
+
+
 def groups(model: nn.Module, made: Sequence[Optimizer], standins: Iterable[tuple[str, Tensor]] = ()) -> dict[str, str]:
     """Parameter -> what its optimizer is set to for it: those that are set alike make steps of like size. `standins`: tensors that
     optimizers hold in place of the model's parameters."""

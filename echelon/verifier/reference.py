@@ -92,6 +92,7 @@ class Reference:
             self._names = frozenset(name for name, _ in self.model.named_parameters())
             self.optimizers = recipe.optimizers(self.job, self.model)
             self.schedules = recipe.schedules(self.job, self.optimizers, feed.total)
+            self._others = recipe.loss_parameters(self.model, self.optimizers)
         #: Whether draws that cannot be held follow from the micro-batch: the plan's are then run one after another.
         self.seeded = False
         #: Module path -> when the first forward entered it.
@@ -136,6 +137,7 @@ class Reference:
             norm = get_total_norm([grad for grad in gradients.values() if grad is not None])
         else:
             norm = _clipped(list(self.model.parameters()), self.job.clip)
+        gradients |= {name: _copied(value.grad) for name, value in self._others.items()}
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         groups = recipe.groups(self.model, self.optimizers)
         with self._isolated.active():
@@ -146,7 +148,8 @@ class Reference:
             for schedule in self.schedules:
                 schedule.step(float(loss)) if recipe.wants_loss(schedule) else schedule.step()
         self.last = Record(
-            step=number, loss=loss, norm=norm, gradients=gradients, parameters=dict(self.model.named_parameters()),
+            step=number, loss=loss, norm=norm, gradients=gradients,
+            parameters=dict(self.model.named_parameters()) | self._others,
             buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
             rates=rates, groups=groups, outputs=self._outputs,
         )  # fmt: skip
@@ -161,7 +164,9 @@ class Reference:
 
     def backward(self, number: int) -> Tensor:
         """Leave the gradients of step `number`'s global loss in the model; give that loss."""
-        self.model.zero_grad(set_to_none=True)
+        trained = [*self.model.parameters(), *self._others.values()]
+        for parameter in trained:
+            parameter.grad = None
         first = not self.order
         hooks = self._note_order() if first else []
         total, count = torch.zeros((), dtype=torch.float64), 0.0
@@ -175,7 +180,8 @@ class Reference:
                 part.backward()
             total += part.detach().double().cpu()
             count += weight
-        for parameter in self.model.parameters():
+        trained = [*self.model.parameters(), *self._others.values()]  # forward may have made layers
+        for parameter in trained:
             if parameter.grad is not None:
                 parameter.grad.div_(count)
         for hook in hooks:

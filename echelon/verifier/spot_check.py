@@ -198,14 +198,14 @@ class SpotChecks:
     def _silent(self, batch: StepBatch, start: _Start) -> tuple[Tensor, dict[str, Tensor], bool]:
         """Loss and gradients without random numbers, and whether none were drawn. What the real pass left is put back."""
         run = self._run
-        named = [(name, value) for name, value in run.model.named_parameters() if value.grad is not None]
-        kept = [(value, value.grad, None if value.grad is None else value.grad.clone()) for _, value in named]
+        trained = [*run.model.parameters(), *run.loss_parameters.values()]
+        kept = [(value, value.grad, value.grad.clone()) for value in trained if value.grad is not None]
         after = _copies(run.model)
         held, flags = model_snapshot(run.model), trainable(run.model)
         start.held.put_back()
         _put(_tensors(run.model), start.tensors)
         set_trainable(run.model, start.trainable)
-        for value in run.model.parameters():
+        for value in trained:
             value.grad = None
         generators = [(each, each.get_state()) for each in own_generators(run.model)]
         own, run.job = run.job, start.functions.job  # a loss that counts its calls must not count this one
@@ -217,11 +217,9 @@ class SpotChecks:
             for generator, drawn_to in generators:
                 generator.set_state(drawn_to)
         found = self._gradients()
-        for value in run.model.parameters():
+        for value in trained:
             value.grad = None
         for value, grad, copied in kept:
-            assert grad is not None
-            assert copied is not None
             grad.copy_(copied)  # in its place: the exchange keeps gradients in buckets of its own
             value.grad = grad
         held.put_back()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from echelon.data.loader import StepBatch
 from echelon.engine.layout import local, regions
 from echelon.engine.logits import Logits
+from echelon.engine.norm import gradients
 from echelon.engine.precision import switch
 from echelon.engine.ranks import Ranks
 from echelon.engine.run import Run
@@ -23,6 +24,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.split import Span, split
 from echelon.profiler.isolation import Isolated
 from echelon.profiler.still import UPDATE, Stillness, seed_samples, silence
+from echelon.verifier import recipe
 from echelon.verifier.mark import Holdings, Mark, Place, mark, weigh
 from echelon.verifier.outputs import Given, Outputs, listening, marked, singles
 from echelon.verifier.reference import Record
@@ -141,12 +143,14 @@ class Trial:
         if hub is not None:
             found |= hub.gradients()
         size = self._norm()
-        norms = [torch.linalg.vector_norm(local(value.grad)) for value in named.values() if value.grad is not None]
+        others = recipe.loss_parameters(run.model, run.optimizers) if run.loss_parameters else {}
+        found |= self._gathered({name: value.grad for name, value in others.items() if value.grad is not None})
+        norms = [torch.linalg.vector_norm(local(grad)) for grad in gradients(named.values())]
         with self._held_updates():
             step = run.update(loss, batch.samples)
         self.skipped += step.skipped
         parameters, buffers, optimizer = (
-            self._gathered(each) for each in (named, dict(run.model.named_buffers()), optimizer_tensors(run))
+            self._gathered(each) for each in (named | others, dict(run.model.named_buffers()), self._moments())
         )
         parameters |= {} if hub is None else hub.whole()
         if not run.world.main:
@@ -155,7 +159,10 @@ class Trial:
             step=number,
             loss=step.loss,
             norm=size if step.norm is None else step.norm,
-            gradients={name: found.get(name) for name, _ in run.model.named_parameters() if name in run.shapes},
+            gradients={
+                name: found.get(name)
+                for name in (*(name for name, _ in run.model.named_parameters() if name in run.shapes), *others)
+            },
             parameters=parameters,
             buffers=buffers,
             optimizer=optimizer,
@@ -164,6 +171,13 @@ class Trial:
             outputs={given: each for outputs in told for given, each in outputs.items()},
             untold=frozenset() if hub is None else hub.trained,
         )
+
+    def _moments(self) -> dict[str, Tensor]:
+        """What the optimizers keep for the model's parameters."""
+        others = tuple(
+            f"{place}/{name}/" for place in range(len(self.run.optimizers)) for name in self.run.loss_parameters
+        )
+        return {name: value for name, value in optimizer_tensors(self.run).items() if not name.startswith(others)}
 
     @contextlib.contextmanager
     def _seeded(self, number: int, parts: Sequence[Span]) -> Iterator[None]:

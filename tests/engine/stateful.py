@@ -301,6 +301,27 @@ class Centre(nn.Module):
         return F.cross_entropy(output - self.inner.centre, batch[-1])
 
 
+class Proxies(nn.Module):
+    """A loss with parameters of its own: one learned vector for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.eye(4))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output @ self.vectors, batch[-1])
+
+
+def proxies() -> Job:
+    """The loss's parameters train beside the model's, with a rate of their own."""
+    loss = Proxies()
+
+    def optimizer(params: Any) -> Optimizer:
+        return torch.optim.Adam([{"params": list(params)}, {"params": loss.parameters(), "lr": 0.1}], lr=0.01)
+
+    return mlp(loss=loss, optimizer=optimizer)
+
+
 def closing() -> Job:
     """A loss with a counter in its closure and one in a default; beside them what no checkpoint keeps."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
@@ -424,6 +445,7 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "refreezing": lambda: mlp(model=Refreezing, optimizer=lambda params: torch.optim.Adam(params, lr=0.01)),
     "weighing": lambda: mlp(loss=Weighing()),
     "centre": lambda: mlp(loss=Centre()),
+    "proxies": proxies,
     "closing": closing,
     "empty": lambda: mlp(model=empty),
     "shaking": lambda: mlp(optimizer=Shaking),

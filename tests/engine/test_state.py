@@ -40,6 +40,7 @@ WHOLE = [
     "refreezing",
     "weighing",
     "centre",
+    "proxies",
     "closing",
     "plain",
     "curve",
@@ -78,6 +79,8 @@ def test_a_resumed_run_goes_on_with_all_state(tmp_path: Path, name: str) -> None
         ("holding", "pp=2 micro=16", "dp=2 zero=3"),
         ("weighing", "dp=1", "tp=2"),
         ("weighing", "tp=2", "dp=1"),
+        ("proxies", "dp=1", "dp=2"),
+        ("proxies", "dp=2 zero=3", "dp=1"),
         ("empty", "tp=2", "dp=2 zero=3"),
     ],
 )

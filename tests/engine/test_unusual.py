@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from echelon.engine.exchange import Exchange
 from echelon.engine.run import Run
-from echelon.errors import JobError
+from echelon.errors import JobError, PlanError
+from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Mesh, Plan
+from echelon.plan.text import from_text
 from echelon.testing.ranks import Pool
+from echelon.verifier.verify import verify
 from echelon.world import World
-from tests.engine.jobs import JOBS, failure, mlp, trained
+from tests.engine.jobs import JOBS, classes, failure, mlp, trained
 from tests.engine.staged import Hooked
 from tests.whole import some
 from tests.zoo import ZOO, prove
@@ -123,10 +128,85 @@ def test_sparse_gradients_train_as_in_a_plain_loop() -> None:
     run.close()
 
 
-def test_an_optimizer_of_sparse_gradients_alone_is_refused() -> None:
-    job = replace(ZOO["dlrm-sparse"](), optimizer=lambda params: torch.optim.SparseAdam(list(params)))
-    with pytest.raises(JobError, match="SparseAdam, which takes sparse gradients alone"):
-        Run(job, Plan(), World())
+class Lazy(torch.optim.Optimizer):
+    """Treats sparse gradients in a way of its own: momentum of the rows that they hold alone."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for value in (value for group in self.param_groups for value in group["params"]):
+            grad, momentum = value.grad.coalesce(), self.state[value].setdefault("momentum", torch.zeros_like(value))
+            (rows,) = grad.indices()
+            momentum[rows] = 0.9 * momentum[rows] + grad.values()
+            self.state[value]["last"] = grad
+            value[rows] -= self.param_groups[0]["lr"] * momentum[rows]
+
+
+def sparse_job(kind: Any = torch.optim.SparseAdam, **changes: Any) -> Job:
+    def optimizers(params: Any) -> list[torch.optim.Optimizer]:
+        params = list(params)
+        tables = [value for value in params if value.shape[0] == 40]
+        rest = [value for value in params if value.shape[0] != 40]
+        return [kind(tables), torch.optim.SGD(rest, lr=0.05)]
+
+    ids = torch.randint(40, (32, 3), generator=torch.Generator().manual_seed(3))
+    return mlp(
+        model=lambda: nn.Sequential(nn.Embedding(40, 4, sparse=True), nn.Flatten(), nn.Linear(12, 4)),
+        data=TensorDataset(ids, classes(32)),
+        optimizer=optimizers,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, Lazy])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_one_process_steps_on_sparse_gradients(tmp_path: Path, kind: Any, clip: float | None) -> None:
+    """Torch clips none, so the plain loop does it by hand."""
+    job = sparse_job(kind, clip=clip)
+    run = Run(job, Plan(), World())
+    plain = copy.deepcopy(run.model)
+    optimizers = job.optimizer(plain.parameters())
+    for batch in run.batches():
+        (micro,) = batch.micros
+        for each in optimizers:
+            each.zero_grad()
+        job.loss(plain(micro.batch[0]), micro.batch).backward()
+        if clip is not None:
+            norm = torch.stack([value.grad.to_dense().norm() for value in plain.parameters()]).norm()
+            for value in plain.parameters():
+                value.grad.mul_(min(clip / (norm + 1e-6), torch.tensor(1.0)))
+        for each in optimizers:
+            each.step()
+        run.step(batch)
+    for mine, theirs in zip(run.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    run.save(tmp_path / "here")
+    run.close()
+    with Run(job, Plan(), World()) as again:
+        again.load(tmp_path / "here")
+        kept = again.optimizers[0].state_dict()["state"][0]
+    wanted = optimizers[0].state_dict()["state"][0]
+    for key, value in wanted.items():
+        torch.testing.assert_close(kept[key], value.to_dense() if isinstance(value, torch.Tensor) else value)
+
+
+def test_micro_batches_of_sparse_gradients_are_proved() -> None:
+    certificate = verify(sparse_job(clip=0.05), from_text("dp=1 micro=4"), world=World())
+    assert certificate.verified, certificate.divergent
+
+
+def test_several_ranks_refuse_what_takes_sparse_gradients_alone(ranks: Pool) -> None:
+    assert all("takes sparse gradients alone; ranks add up dense" in each for each in ranks.run(2, sparse_failure))
+
+
+def sparse_failure(world: World) -> str:
+    try:
+        Run(sparse_job(), from_text("dp=2"), world).close()
+    except PlanError as error:
+        return str(error)
+    return "no error"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors stay on the host there, which torch itself refuses")

@@ -177,3 +177,36 @@ def kept(world: World, folder: str, cache: str) -> None:
     """Train it on this rank of two."""
     os.environ["ECHELON_CACHE"], os.environ["ECHELON_VERIFY"] = cache, "1"
     echelon.train(keeping(), "dp=2", folder=Path(folder), quiet=True)
+
+
+def sparse() -> echelon.Job:
+    """A table that SparseAdam trains, and a layer that Adam does."""
+
+    def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
+        table, *rest = parameters
+        return [torch.optim.SparseAdam([table], lr=0.05), torch.optim.Adam(rest, lr=0.05)]
+
+    ids = torch.randint(20, (32, 2), generator=torch.Generator().manual_seed(0))
+    return make(
+        model=lambda: nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1)),
+        data=TensorDataset(ids, ids.sum(1, keepdim=True) / 20),
+        optimizer=optimizers,
+        epochs=1,
+    )
+
+
+def scaled(model: Any) -> echelon.Job:
+    """A parameter of the loss trains beside the model's."""
+    scale = nn.Parameter(torch.ones(()))
+    return make(
+        model=model,
+        loss=lambda output, batch: F.mse_loss(output * scale, batch[-1]),
+        optimizer=lambda parameters: torch.optim.SGD([*parameters, scale], lr=0.05, momentum=0.9),
+    )
+
+
+def trained_on_ranks(world: World, kind: str, folder: str, plan: str, cache: str) -> None:
+    """Train one of these on this rank of several."""
+    os.environ["ECHELON_CACHE"], os.environ["ECHELON_VERIFY"] = cache, "1"
+    job = sparse() if kind == "sparse" else scaled(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    echelon.train(job, plan, folder=Path(folder), quiet=True)

@@ -37,7 +37,9 @@ from tests.flow.jobs import (
     keeping,
     kept,
     make,
+    scaled,
     trained_alone,
+    trained_on_ranks,
 )
 from tests.whole import some
 
@@ -285,6 +287,25 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "plan", "words"),
+    [
+        ("sparse", "auto", "optimizer= is SparseAdam, which takes sparse gradients alone"),
+        ("sparse", "dp=2", "optimizer= is SparseAdam, which takes sparse gradients alone"),
+        ("scaled", "pp=2 micro=4", "cannot train loss.scale, a parameter that loss= holds"),
+    ],
+)
+def test_one_process_trains_what_ranks_cannot_exchange(
+    ranks: Pool, tmp_path: Path, known_machine: Path, kind: str, plan: str, words: str
+) -> None:
+    folder = tmp_path / "run"
+    ranks.run(2, trained_on_ranks, kind, str(folder), plan, str(known_machine), group=False, timeout=240)
+    events = read_events(folder)
+    assert [event.data["plan"] for event in events if event.kind == "start"] == ["dp=1"]
+    assert any(words in message for message in messages(events, "warning"))
+    assert sum(event.kind == "step" for event in events) == (4 if kind == "sparse" else 12)
+
+
 def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, failing_on_rank_1, str(tmp_path / "run"), group=False, timeout=120)
     (message, *_) = messages(read_events(tmp_path / "run"), "warning")
@@ -319,6 +340,15 @@ def test_spot_checks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return [event.data["loss"] for event in events if event.kind == "step"]
 
     assert losses("checked", True) == losses("plain", False)
+
+
+def test_spot_checks_leave_the_losss_own_gradients(tmp_path: Path) -> None:
+    found = [
+        [event.data["loss"] for event in train(tmp_path / str(verify), scaled(Drops), "dp=1 micro=4", verify=verify)
+         if event.kind == "step"]
+        for verify in (True, False)
+    ]  # fmt: skip
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("plan", some("checked", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"], 2))

@@ -415,6 +415,32 @@ def reads_batch_size() -> Spec:
     )
 
 
+def proxied(**options: Any) -> Spec:
+    """Learned vectors, one for each class, that the loss holds and the optimizer trains beside the model."""
+    vectors = nn.Parameter(numbers(CLASSES, CLASSES, seed=11) * 0.3)
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": list(params)}, {"params": [vectors], "lr": 0.3}], lr=0.1, momentum=0.9)
+
+    return Spec(
+        **plain(
+            loss=lambda output, batch: F.cross_entropy(-torch.cdist(output, vectors), batch[-1]),
+            optimizer=optimizer,
+            **options,
+        )
+    )
+
+
+@job("class proxies: the loss holds parameters that the optimizer trains", refusable="tp pp")
+def proxies() -> Spec:
+    return proxied()
+
+
+@job("class proxies, and clipping that looks at the model's gradients alone", refusable="tp pp")
+def proxies_clipped() -> Spec:
+    return proxied(clip=0.1)
+
+
 @job("ragged lists of strings per sample, collated by hand, mean over all tokens", refusable=COUPLED)
 def ragged_tokens() -> Spec:
     table = {chr(97 + place): numbers(WIDTH, seed=100 + place) for place in range(8)}

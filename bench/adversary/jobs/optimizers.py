@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
 
-from bench.adversary.kit import plain, sgd
+from bench.adversary.kit import CLASSES, SAMPLES, WIDTH, integers, net, plain, sgd
 from bench.adversary.spec import Spec, job
 
 
@@ -515,3 +516,22 @@ def hooked() -> Spec:
         return made
 
     return Spec(**plain(optimizer=optimizer))
+
+
+@job("SparseAdam, which takes sparse gradients alone, beside Adam", owner="optim", refusable="dp zero shares tp pp")
+def sparse_adam() -> Spec:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, WIDTH, sparse=True, dtype=torch.float64)
+            self.net = net()()
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.net(self.table(words).mean(1))
+
+    def optimizer(params: Any) -> list[Optimizer]:
+        table, *rest = params
+        return [torch.optim.SparseAdam([table], lr=0.05), torch.optim.Adam(rest, lr=0.01)]
+
+    data = TensorDataset(integers(20, SAMPLES, 3, seed=4), integers(CLASSES, SAMPLES))
+    return Spec(**plain(model=Words, optimizer=optimizer, data=data, evaluation=None, metrics={}))
