@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_modules
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from torch.utils.data import TensorDataset
 
@@ -308,4 +309,6 @@ def outcome(world: World, job: Job, plan: str) -> tuple[str, int]:
 
 
 def outcomes(world: World, names: list[str]) -> dict[str, tuple[str, int]]:
-    return {name: outcome(world, CASES[name][0](), CASES[name][1]) for name in names}
+    found = {name: outcome(world, CASES[name][0](), CASES[name][1]) for name in names}
+    assert not torch_modules._global_parameter_registration_hooks, "a closed run left its hook"
+    return found

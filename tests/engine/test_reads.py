@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from torch.nn.modules import module as torch_modules
 
 from echelon.testing.ranks import Pool
 from echelon.world import World
@@ -42,8 +41,3 @@ def test_state_that_a_loss_shares_with_what_sets_the_rate(name: str, said: str) 
     assert (said in message) if said else not message
     assert steps == (0 if said else 4)
     assert reads.outcome(World(), reads.shared(name), "dp=1") == ("", 4)
-
-
-def test_a_closed_run_leaves_no_hook() -> None:
-    reads.outcome(World(), reads.make_job(), "dp=1")
-    assert not torch_modules._global_parameter_registration_hooks

@@ -115,9 +115,11 @@ def decays_decay() -> Spec:
 def weight_norm_rate() -> Spec:
     def schedule(optimizer: Any) -> Any:
         weights = optimizer.param_groups[0]["params"]
-        return torch_schedules.LambdaLR(
-            optimizer, lambda step: 1.0 if step < 6 else 1 / (1 + float(weights[0].detach().norm()))
-        )
+
+        def factor(step: int) -> float:
+            return 1.0 if step < 6 else 1 / (1 + sum(float(each.detach().norm()) for each in weights))
+
+        return torch_schedules.LambdaLR(optimizer, factor)
 
     return Spec(**plain(schedule=schedule))
 
