@@ -82,14 +82,14 @@ def test_a_copy_of_the_model_computes_with_its_own_weights_and_closing_leaves_no
     some("recompute", [
         "dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=2 micro=2", "dp=2 zero=3", "dp=2 zero=3 micro=2", "tp=2", "pp=2 micro=2",
         "pp=2 micro=2 schedule=gpipe", "pp=2 micro=2 schedule=interleaved",
-    ], 5),
+    ], 4),
 )  # fmt: skip
 def test_the_numbers_are_the_same(ranks: Pool, text: str) -> None:
     assert apart(again(ranks, "gpt", text), alone("gpt")) < 1e-9
 
 
 @pytest.mark.parametrize(
-    "text", some("recompute bits", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=2"], 3)
+    "text", some("recompute bits", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=2"], 2)
 )
 def test_what_is_kept_of_a_block_does_not_change_a_bit(ranks: Pool, text: str) -> None:
     kept, selected = (again(ranks, "cut heads", text, what) for what in ("none", "selective"))

@@ -67,7 +67,7 @@ def written(folder: Path, how: str) -> str:
         ("tp=2", "safetensors"),
         ("pp=2", "index"),
         ("dp=2 tp=2 zero=3", "safetensors"),
-    ], 5),
+    ], 4),
 )  # fmt: skip
 def test_weights_arrive_whole(ranks: Pool, tmp_path: Path, how: str, plan: str) -> None:
     path, count = written(tmp_path, how), from_text(plan).ranks
