@@ -133,6 +133,8 @@ class HeldState:
             return {"object": name}
         if id(value) in self._without or not _is_state(value):
             raise _NoState(path, "no state")
+        if type(value) in CONTAINERS and any(self._is_others(each) for _, each in pairs_of(content_of(value))):
+            raise _NoState(path, "refers to what others save")
         if type(value) in CONTAINERS and len(value) > ITEMS:
             raise Unstorable(path, f"a {type(value).__name__} of {len(value):,} items, which is too long")
         if isinstance(value, np.ndarray) and value.nbytes > _BYTES:
@@ -146,6 +148,9 @@ class HeldState:
             pairs = [(key, each, f"{path}[{key!r}]") for key, each in pairs_of(items)]
             return {"items": [[encode(key, at, put), self._reference(at, each, put)] for key, each, at in pairs]}
         return {"value": encode(items, path, put)}
+
+    def _is_others(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (id(value) in self._without or isinstance(value, DTensor))
 
     def _found(self, reference: Reference, take: Take) -> Any:
         if "object" in reference:

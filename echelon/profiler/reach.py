@@ -34,6 +34,8 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 #: Containers that are followed, by exact type.
 CONTAINERS = (list, dict, set, tuple, deque, OrderedDict, defaultdict)
 _DESCRIPTORS = (staticmethod, classmethod, property)
+#: What recurrent layers keep of their own parameters, made again whenever one is assigned.
+_OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"})
 #: Items of longer containers are not followed: they are data.
 _LONG = 10_000
 
@@ -140,8 +142,10 @@ def slots_of(value: Any) -> dict[str, Slot]:
 
 
 def _names_held(value: Any) -> list[str]:
-    """The attributes of an object itself, also those in `__slots__`; not what torch gives every module."""
-    hidden = _module_attributes() if isinstance(value, nn.Module) else frozenset()
+    """The attributes of an object itself, also those in `__slots__`; not what torch gives every module, nor lists of its parameters."""
+    hidden = _module_attributes() if isinstance(value, nn.Module) else frozenset[str]()
+    if isinstance(value, nn.RNNBase):
+        hidden |= _OF_RECURRENT
     fixed = [name for each in type(value).__mro__ for name in _fixed(each) if hasattr(value, name)]
     return [*(name for name in getattr(value, "__dict__", ()) if name not in hidden), *fixed]
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.engine.attributes import ModelState
 from echelon.engine.function_state import FunctionState, unchanged
 from echelon.engine.run import Run
 from echelon.errors import JobError
@@ -447,3 +448,26 @@ def test_an_evaluation_calls_the_loss_once_per_batch(kind: type[Counting], steps
         run.evaluate()
         assert run.loss_by_samples == (kind is Mixed)
         assert loss.calls == steps + -(-len(job.evaluation) // job.batch)  # type: ignore[arg-type]
+
+
+class Recurrent(nn.Module):
+    """torch's layer keeps lists of its parameters; this one keeps another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.calls = nn.GRU(2, 2), 0
+        self.listed = [*self.rnn.parameters()]
+
+
+def test_lists_of_parameters_are_no_state() -> None:
+    model = Recurrent()
+    state = ModelState(model)
+    model.calls = 1
+    with torch.no_grad():
+        for value in model.parameters():
+            value += 1
+    model.rnn.weight_ih_l0 = nn.Parameter(model.rnn.weight_ih_l0.detach().clone())  # torch makes its lists again
+    model.listed = [*model.rnn.parameters()][:2]
+    changes, lost = state.changes(lambda path, value: path)
+    assert changes == {"model": {".calls": {"value": 1}}}
+    assert not lost
