@@ -63,8 +63,7 @@ class HeldState:
         return [name + label for name, label, digest in found if digest != self._first[name].get(label)]
 
     def shared(self, ids: Collection[int], places: Collection[tuple[int, str]]) -> dict[str, bytes]:
-        """By name, what tells one state from another: of the things with one of these ids, and of the values in these places (id of the
-        holder, key)."""
+        """Digests by name: of the objects with one of these ids, and of the values in these places (id of the holder, key)."""
         found: dict[str, bytes] = {}
         for name, value in self._nodes.items():
             if id(value) in ids and has_content(value):
@@ -106,7 +105,7 @@ class HeldState:
         return missing
 
     def _digests(self, value: Any) -> dict[str, bytes]:
-        """By label, what tells one state from another."""
+        """A digest of the state, by label."""
         labels = [_CONTENT] if has_content(value) else list(self._slots(value))
         return {label: self._digest(_held(value, label), content=not label) for label in labels}
 
@@ -187,7 +186,7 @@ def _held(value: Any, label: str) -> Any:
 
 
 def _digest_of(value: Tensor) -> bytes:
-    """Of a tensor's numbers; of a large or a special one of how often it was changed."""
+    """A digest of a tensor's numbers; for a large or a special one, of torch's version counter."""
     if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided or value.nbytes > LARGE:
         return f"{id(value)} {value._version}".encode()
     try:

@@ -217,7 +217,7 @@ class _Comparison:
     def parts_badly(self, whole: _Part, parts: Sequence[_Part]) -> bool:
         """Whether the parts together have another gradient than the whole, or none."""
         apart = self.furthest(whole, [parts])
-        if math.isnan(apart):  # a whole that has no gradient either tells nothing
+        if math.isnan(apart):  # the whole batch may have no gradient either
             return not math.isnan(self.apart(whole, []))
         return apart > self.bound
 

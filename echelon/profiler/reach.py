@@ -70,7 +70,7 @@ def reachable(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dic
     same code built the same objects."""
     found: dict[str, Any] = {}
     seen = set(without)
-    pending = [(name, value) for name, value in reversed(list(roots.items()))]
+    pending = list(roots.items())[::-1]
     while pending:
         name, value = pending.pop()
         if id(value) in seen or not _is_followed(value):

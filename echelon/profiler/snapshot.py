@@ -1,6 +1,6 @@
 """What code holds at one moment, put back later: attributes, containers, tensors and generators that are reached from some roots.
 
-Tensors above a size are not copied; whether they were changed in place is told from torch's count of changes.
+Large tensors are not copied; torch's version counter shows whether they were changed in place.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def pairs_of(content: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are as good as each other; not told of objects."""
+    """Whether two values are equal; two objects of the user's never are."""
     if one is other:
         return True
     if type(one) is not type(other):
