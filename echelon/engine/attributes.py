@@ -1,35 +1,29 @@
-"""What a run keeps besides `state_dict()`: what modules and the loss hold in attributes, closures and globals (held_state.py), counters and
-generators of optimizers, and which parameters forward froze or unfroze.
+"""What a run keeps besides `state_dict()`: what modules, the loss and optimizers hold in attributes, closures and globals (held_state.py), and
+which parameters forward froze or unfroze.
 
 A checkpoint holds what changed since the job was made, and a resumed run gets it back.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Mapping, Sequence, Sized
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from echelon.engine.function_state import FunctionState
-from echelon.engine.held_state import Changes, HeldState
+from echelon.engine.held_state import Changes, HeldState, digest_of
+from echelon.engine.optimizer_state import state_dict_of
 from echelon.engine.stored import Stored
-from echelon.engine.values import Unstorable, decode, encode, from_inline, tensor_refs
+from echelon.engine.values import Put, tensor_refs
+from echelon.plan.codec import to_plain
 from echelon.profiler.snapshot import Snapshot
 from echelon.tree import tensors
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-
-Values = Mapping[str, Any]
-#: Types of attributes that are kept; containers if they hold nothing else and are small.
-_KEPT = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.Generator, list, tuple, dict, set, deque)
-_SMALL = 1000
 
 
 class ModelState(HeldState):
@@ -57,15 +51,39 @@ def _saved(model: nn.Module) -> set[int]:
     return {id(value) for value in (*model.parameters(), *buffers)}
 
 
+class OptimizerAttributes(HeldState):
+    """Saves and restores what optimizers keep besides what `state_dict()` returns."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], *, without: Collection[int]) -> None:
+        self._optimizers, self._others = optimizers, without
+        numbers = range(1, len(optimizers) + 1) if len(optimizers) > 1 else [""]
+        roots = {f"optimizer{number}": each for number, each in zip(numbers, optimizers, strict=False)}
+        super().__init__(roots, without=self._saved())
+
+    def changes(self, put: Put, only: Collection[str] | None = None) -> tuple[Changes, list[str]]:
+        self._without = self._saved()  # optimizers make their state while they step
+        return super().changes(put, only)
+
+    def _saved(self) -> set[int]:
+        state = [tensors(state_dict_of(each)) for each in self._optimizers]
+        parameters = [group["params"] for each in self._optimizers for group in each.param_groups]
+        return {id(value) for values in (*state, *parameters) for value in values}.union(self._others)
+
+    def _is_others(self, value: Any) -> bool:
+        return id(value) in self._without  # a sharded tensor of its own is none: it is named as lost
+
+
 class Attributes:
     """Saves and restores what one run keeps so."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._optimizers, self._trainable = _of_optimizers(run), trainable(run.model)
+        self._trainable = trainable(run.model)
         self.model = ModelState(run.model)
         #: What the loss and `inputs` keep.
         self.functions = FunctionState(run.job, run.model, trained=run.loss_parameters.values())
+        models = {id(each) for each in (*run.model.modules(), *run.model.parameters(), *run.model.buffers())}
+        self.optimizers = OptimizerAttributes(run.optimizers, without=models | self.model.ids() | self.functions.ids())
         #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
         self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()
@@ -89,15 +107,39 @@ class Attributes:
         model, lost = self.model.changes(put, mine)
         functions, also_lost = (None, []) if run.data.rank or not run.tells else self.functions.changes(put)
         ahead = [f"{name}: collate= changes it while samples are read" for name in self._collation.changed_places()]
-        self._warn([*lost, *also_lost, *ahead])
-        optimizers = [_changed(*each) for each in zip(_of_optimizers(run), self._optimizers, strict=True)]
-        everyone = run.ranks.gather((model, optimizers, self.switched(), functions))
+        optimizers, differing = self._of_optimizers(put)
+        self._warn([*lost, *also_lost, *differing, *ahead])
+        everyone = run.ranks.gather((model, self.switched(), functions))
         return {
             "model": {name: labels for each, *_ in everyone for name, labels in each.items()},
-            "optimizers": everyone[0][1],
-            "trainable": {name: flag for _, _, theirs, _ in everyone for name, flag in theirs.items()},
+            "optimizers": optimizers,
+            "trainable": {name: flag for _, theirs, _ in everyone for name, flag in theirs.items()},
             "functions": next(each for *_, each in everyone if each is not None),
         }, tensors
+
+    def _of_optimizers(self, put: Put) -> tuple[Changes, list[str]]:
+        """What all ranks' optimizers keep alike, with its tensors from the first rank; and what cannot be stored."""
+        run = self._run
+        mine, lost = self.optimizers.changes(lambda _, value: digest_of(value, whole=True).hex())
+        everyone = run.ranks.gather(mine)
+        places = dict.fromkeys((name, label) for each in everyone for name, labels in each.items() for label in labels)
+        values = {(name, label): [each.get(name, {}).get(label) for each in everyone] for name, label in places}
+        alike = {place for place, theirs in values.items() if all(each == theirs[0] for each in theirs)}
+        lost += [f"{name}{label}: the ranks' values differ" for name, label in places if (name, label) not in alike]
+        live: dict[str, Tensor] = {}
+
+        def note(path: str, value: Tensor) -> Any:
+            live[path] = value
+            return [path, value.device.type]
+
+        changes, _ = self.optimizers.changes(note)
+        kept = {
+            name: {label: each for label, each in labels.items() if (name, label) in alike}
+            for name, labels in changes.items()
+        }
+        for path, _ in tensor_refs(kept) if run.world.main else ():
+            put(path, live[path])
+        return kept, lost
 
     def of_model(self) -> tuple[Changes, list[str]]:
         """What the modules of all stages keep and changed since the start, with tensors as they are; and what of it cannot be copied. Every rank
@@ -122,49 +164,49 @@ class Attributes:
     def rooms(self, stored: Stored) -> dict[str, Tensor]:
         """Tensors to be filled from a checkpoint before `restore`."""
         self._rooms = {}
-        attributes = stored.manifest.get("attributes") or {}
-        for path, device in tensor_refs([attributes.get("model", {}), attributes.get("functions", {})]):
+        attributes = stored.manifest["attributes"]
+        for path, device in tensor_refs([attributes[part] for part in ("model", "functions", "optimizers")]):
             entry = stored.entries[f"held/{path}"]
             where = torch.device("cpu") if device == "cpu" else self._run.device
             self._rooms[path] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
         return self._rooms
 
-    def restore(self, stored: Mapping[str, Any] | None) -> None:
-        """Give back what `collect` returned; None: the checkpoint is from before attributes were kept."""
-        if stored is None:
-            return
-        run = self._run
-        set_trainable(run.model, self._trainable | stored.get("trainable", {}))
-        for optimizer, values in zip(run.optimizers, stored["optimizers"], strict=True):
-            _restore_attributes(optimizer, values)
-        for held, changes in ((self.model, stored.get("model", {})), (self.functions, stored.get("functions", {}))):
-            for name in held.restore(changes, lambda ref: self._rooms[ref[0]]):
+    def restore(self, manifest: Mapping[str, Any]) -> None:
+        """Give back what `collect` returned."""
+        run, stored = self._run, manifest["attributes"]
+        set_trainable(run.model, self._trainable | stored["trainable"])
+        optimizers = self._fitting(stored["optimizers"], manifest["plan"])
+        held = ((self.model, stored["model"]), (self.functions, stored["functions"]), (self.optimizers, optimizers))
+        for each, changes in held:
+            for name in each.restore(changes, lambda ref: self._rooms[ref[0]]):
                 run.warn(
                     f"{name}: the checkpoint holds a value for it, and this job has no place for it; it is left out"
                 )
 
-
-def _restore_attributes(owner: Any, values: Values) -> None:
-    held = vars(owner)
-    for name, stored in values.items():
-        held[name] = _restored(held.get(name), decode(stored, from_inline))
-
-
-def _restored(there: Any, value: Any) -> Any:
-    """`value`, in the container or generator that is there, because other objects may refer to it."""
-    if type(there) is not type(value):
-        return value
-    if isinstance(there, torch.Generator):
-        there.set_state(value.get_state())
-    elif isinstance(there, list | dict | set | deque):
-        there.clear()
-        (there.extend if isinstance(there, list | deque) else there.update)(value)
-    else:
-        return value
-    return there
+    def _fitting(self, changes: Changes, written: Mapping[str, Any]) -> Changes:
+        """What optimizers kept, without tensors where one of two plans cuts parameters: they would be laid out otherwise."""
+        run, plan = self._run, to_plain(self._run.plan)
+        if plan == written or not (run.whole or _cuts(plan) or _cuts(written)):
+            return changes
+        found: Changes = {}
+        for name, labels in changes.items():
+            for label, reference in labels.items():
+                if any(self._rooms[path].ndim for path, _ in tensor_refs(reference)):
+                    run.warn(
+                        f"{name}{label}: it holds tensors, which a checkpoint of another plan cannot give back; it has its first value again; "
+                        "have the optimizer's state_dict() return it"
+                    )
+                else:
+                    found.setdefault(name, {})[label] = reference
+        return found
 
 
-def _changed(values: Values, first: Values) -> dict[str, Any]:
+def _cuts(plan: Mapping[str, Any]) -> bool:
+    """Whether some rank has a part of the parameters only."""
+    return bool(plan["zero"]) or plan["mesh"]["tp"] > 1 or plan["mesh"]["pp"] > 1
+
+
+def _changed(values: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in first or first[name] != value}
 
 
@@ -178,32 +220,3 @@ def set_trainable(model: nn.Module, flags: Mapping[str, bool]) -> None:
     for name, value in model.named_parameters():
         if flags.get(name, value.requires_grad) != value.requires_grad:
             value.requires_grad_(flags[name])
-
-
-def _of_optimizers(run: Run) -> list[Values]:
-    return [_encoded(each, _optimizer_attributes()) for each in run.optimizers]
-
-
-@cache
-def _optimizer_attributes() -> frozenset[str]:
-    """Those that torch gives every optimizer; schedules add two."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "_step_count"}
-
-
-def _encoded(owner: Any, torchs: frozenset[str]) -> Values:
-    """Attributes that are kept, for JSON; none of an owner that caches tensors."""
-    own = {
-        name: value for name, value in vars(owner).items() if name not in torchs and not isinstance(value, nn.Module)
-    }
-    if tensors(own):
-        return {}
-    found = {}
-    for name, value in own.items():
-        if isinstance(value, _KEPT) and (not isinstance(value, Sized) or len(value) <= _SMALL):
-            with contextlib.suppress(Unstorable):
-                found[name] = encode(value, name, _refuse)
-    return found
-
-
-def _refuse(path: str, value: Tensor) -> Any:
-    raise Unstorable(path, "a tensor")

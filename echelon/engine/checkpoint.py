@@ -153,7 +153,7 @@ def load(run: Run, folder: Path) -> None:
         if made := model_state.derived(run, tensors):
             run.model.load_state_dict({name: tensors[name] for name in made}, strict=False)
         extra.finish()
-        run.attributes.restore(manifest.get("attributes"))
+        run.attributes.restore(manifest)
         optimizers.finish()
         for index, schedule in enumerate(run.schedules):
             own = own_groups(run, run.optimizers[index], manifest["optimizers"][index]["groups"])

@@ -49,6 +49,10 @@ class HeldState:
         self._names = {id(value): name for name, value in self._nodes.items()}
         self._first = {name: self._digests(value) for name, value in self._nodes.items()}
 
+    def ids(self) -> set[int]:
+        """Those of the objects that it saves."""
+        return set(self._names)
+
     def changed(self) -> list[str]:
         """The names of the objects that differ from the start."""
         return [name for name, value in self._nodes.items() if self._digests(value) != self._first[name]]
@@ -120,9 +124,9 @@ class HeldState:
         if isinstance(value, PLAIN):
             return f"{type(value).__name__} {value!r}".encode()
         if content and isinstance(value, Tensor):
-            return _digest_of(value)
+            return digest_of(value)
         try:
-            reference = self._reference("", value, lambda _, tensor: _digest_of(tensor).hex(), content=content)
+            reference = self._reference("", value, lambda _, tensor: digest_of(tensor).hex(), content=content)
         except Exception:  # it cannot be stored: at least another object, or another length, is noticed
             return f"{len(value) if type(value) in CONTAINERS else id(value)}".encode()
         return hashlib.blake2b(json.dumps(reference, sort_keys=True).encode()).digest()
@@ -130,7 +134,7 @@ class HeldState:
     def _reference(self, path: str, value: Any, put: Put, *, content: bool = False) -> Reference:
         if not content and (name := self._names.get(id(value))) is not None:
             return {"object": name}
-        if id(value) in self._without or not _is_state(value):
+        if self._is_others(value) or not _is_state(value):
             raise _NoState(path, "no state")
         if type(value) in CONTAINERS and any(self._is_others(each) for _, each in pairs_of(content_of(value))):
             raise _NoState(path, "refers to what others save")
@@ -149,7 +153,8 @@ class HeldState:
         return {"value": encode(items, path, put)}
 
     def _is_others(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and (id(value) in self._without or isinstance(value, DTensor))
+        """Whether it is saved elsewhere: sharded tensors are parameters and buffers."""
+        return id(value) in self._without or isinstance(value, DTensor)
 
     def _found(self, reference: Reference, take: Take) -> Any:
         if "object" in reference:
@@ -176,7 +181,7 @@ def _dense(put: Put) -> Put:
 
 
 def _is_state(value: Any) -> bool:
-    if isinstance(value, FunctionType | MethodType | ModuleType | type | DTensor):
+    if isinstance(value, FunctionType | MethodType | ModuleType | type):
         return False
     return isinstance(value, (*PLAIN, Tensor, np.ndarray, *GENERATORS)) or type(value) in CONTAINERS or is_object(value)
 
@@ -185,9 +190,11 @@ def _held(value: Any, label: str) -> Any:
     return slots_of(value)[label].value if label else value
 
 
-def _digest_of(value: Tensor) -> bytes:
-    """A digest of a tensor's numbers; for a large or a special one, of torch's version counter."""
-    if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided or value.nbytes > LARGE:
+def digest_of(value: Tensor, *, whole: bool = False) -> bytes:
+    """A digest of a tensor's numbers; for a special one and, but `whole`, for a large one, of torch's version counter."""
+    if isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided:
+        return f"{id(value)} {value._version}".encode()
+    if value.nbytes > LARGE and not whole:
         return f"{id(value)} {value._version}".encode()
     try:
         return (

@@ -2,7 +2,7 @@
 
     functions       closures, globals that they mention, defaults, attributes
     partials        the function and its arguments
-    objects         attributes and methods; of a module also its parameters, buffers and submodules
+    objects         attributes and methods; of a module also its parameters, buffers and submodules, of an optimizer neither state nor groups
     classes         attributes and methods
     containers      their items
 
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 #: Values without an identity: an equal one is as good.
@@ -90,10 +91,10 @@ def _is_followed(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether it is an object of the user's that may change, or a module of any kind but a compiled one."""
+    """Whether it is an object of the user's that may change, or an optimizer or a module of any kind but a compiled one."""
     if isinstance(value, (ModuleType, Dataset, torch.jit.ScriptModule, *_DESCRIPTORS, type, FunctionType, MethodType)):
         return False
-    return isinstance(value, nn.Module) or (
+    return isinstance(value, nn.Module | Optimizer) or (
         is_user(type(value)) and (hasattr(value, "__dict__") or any(map(_fixed, type(value).__mro__)))
     )
 
@@ -142,8 +143,10 @@ def slots_of(value: Any) -> dict[str, Slot]:
 
 
 def _names_held(value: Any) -> list[str]:
-    """The attributes of an object itself, also those in `__slots__`; not what torch gives every module, nor lists of its parameters."""
-    hidden = _module_attributes() if isinstance(value, nn.Module) else frozenset[str]()
+    """The attributes of an object itself, also those in `__slots__`; not what torch gives every module and optimizer, nor lists of a module's parameters."""
+    hidden = frozenset[str]()
+    if isinstance(value, nn.Module | Optimizer):
+        hidden = _module_attributes() if isinstance(value, nn.Module) else _optimizer_attributes()
     if isinstance(value, nn.RNNBase):
         hidden |= _OF_RECURRENT
     fixed = [name for each in type(value).__mro__ for name in _fixed(each) if hasattr(value, name)]
@@ -229,6 +232,12 @@ def _is_own_file(file: str) -> bool:
 def _module_attributes() -> frozenset[str]:
     """Those that torch gives every module."""
     return frozenset(vars(nn.Module()))
+
+
+@cache
+def _optimizer_attributes() -> frozenset[str]:
+    """Those that torch gives every optimizer; schedules add three."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"_opt_called", "_step_count", "step"}
 
 
 _LIBRARIES = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -431,6 +431,49 @@ class Shaking(SGD):
         super().step()
 
 
+class Meter:
+    """How often it was asked."""
+
+    def __init__(self) -> None:
+        self.count, self.seen = 0, [0.0]
+
+
+class Equipped(SGD):
+    """Keeps an object, generators of Python and NumPy, and tensors besides its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=3.0)
+        self.meter, self.python, self.numpy = Meter(), random.Random(3), np.random.default_rng(4)
+        self.scale = torch.ones(3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.meter.count += 1
+        self.meter.seen.append(self.python.random() * float(self.numpy.random()))
+        self.scale *= 0.9
+        for group in self.param_groups:
+            group["lr"] = 3.0 * float(self.scale[0]) * sum(self.meter.seen) / self.meter.count
+        super().step()
+
+
+class Slow(SGD):
+    """Slow weights that its `state_dict` does not return."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.slow: list[Tensor] = []
+        self.ticks = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        values = [value for group in self.param_groups for value in group["params"]]
+        self.slow = self.slow or [value.detach().clone() for value in values]
+        super().step()
+        self.ticks += 1
+        for slow, value in zip(self.slow, values, strict=True) if self.ticks % 3 == 0 else ():
+            value.copy_(slow.lerp_(value, 0.5))
+
+
 STATEFUL: dict[str, Callable[[], Job]] = {
     "nested": lambda: mlp(optimizer=Nested),
     "shared": lambda: mlp(optimizer=Shared),
@@ -449,6 +492,8 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "closing": closing,
     "empty": lambda: mlp(model=empty),
     "shaking": lambda: mlp(optimizer=Shaking),
+    "equipped": lambda: mlp(optimizer=Equipped),
+    "slow": lambda: mlp(optimizer=Slow),
     "plain": scheduled(Plain),
     "curve": scheduled(lambda optimizer: LambdaLR(optimizer, Curve())),
     "warming": scheduled(lambda optimizer: Warming(optimizer, ExponentialLR(optimizer, 0.7))),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echelon.engine.run import Run
-from echelon.engine.stored import MANIFEST, read_manifest
+from echelon.engine.stored import FORMAT, MANIFEST, read_manifest
 from echelon.engine.tensor_files import INDEX
 from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.plan import Plan
@@ -176,7 +176,7 @@ def test_another_format_is_foreign(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "here")
     assert manifest["job"] == "job"  # a job without a name
     resealed(tmp_path / "here", manifest | {"format": 99})
-    with pytest.raises(ForeignCheckpoint, match="format 99, this echelon reads 3"):
+    with pytest.raises(ForeignCheckpoint, match=f"format 99, this echelon reads {FORMAT}"):
         run.load(tmp_path / "here")
     (tmp_path / "here" / MANIFEST).write_text(json.dumps({"format": 2, "step": 7}))  # as versions before wrote it
     with pytest.raises(

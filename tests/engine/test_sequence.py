@@ -14,7 +14,7 @@ from tests.whole import only_whole, some
 from tests.zoo.prove import completed, prove_plan
 
 
-@pytest.fixture(scope="module", params=some("sequence", product((2, 3), CASES), 4), ids=str)
+@pytest.fixture(scope="module", params=some("sequence", product((2, 3), CASES), 3), ids=str)
 def compared(ranks: Pool, request: pytest.FixtureRequest) -> list[Compared]:
     ways, name = request.param
     return ranks.run(ways, compare, name, timeout=120)

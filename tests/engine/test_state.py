@@ -19,10 +19,12 @@ from echelon.job import Job
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool, RankError
 from echelon.world import World
 from tests.engine.jobs import mlp
-from tests.engine.stateful import Switching, after, refused, sgd, until
+from tests.engine.stateful import STATEFUL, Switching, after, refused, sgd, until
+from tests.whole import some
 
 STEPS = 2
 WHOLE = [
@@ -35,6 +37,8 @@ WHOLE = [
     "caching",
     "assorted",
     "shaking",
+    "equipped",
+    "slow",
     "holding",
     "switching",
     "refreezing",
@@ -63,26 +67,33 @@ def test_a_resumed_run_goes_on_with_all_state(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "writer", "reader"),
-    [
-        ("nested", "dp=2 zero=3", "dp=1"),
-        ("nested", "dp=1", "tp=2"),
-        ("nested", "pp=2 micro=2", "dp=2 zero=1"),
-        ("shared", "dp=2 zero=2", "pp=2 micro=2"),
-        ("looking", "dp=1", "dp=2 zero=3"),
-        ("looking", "dp=2 zero=3", "dp=1"),
-        ("extra", "dp=2 zero=3", "dp=1"),
-        ("extra tensor", "pp=2 micro=2", "tp=2"),
-        ("counting", "dp=2 zero=3", "tp=2"),
-        ("warming", "pp=2 micro=2", "dp=2"),
-        ("holding", "dp=2", "dp=1"),
-        ("holding", "dp=1", "pp=2 micro=16"),
-        ("holding", "pp=2 micro=16", "dp=2 zero=3"),
-        ("weighing", "dp=1", "tp=2"),
-        ("weighing", "tp=2", "dp=1"),
-        ("proxies", "dp=1", "dp=2"),
-        ("proxies", "dp=2 zero=3", "dp=1"),
-        ("empty", "tp=2", "dp=2 zero=3"),
-    ],
+    some(
+        "passing",
+        [
+            ("nested", "dp=2 zero=3", "dp=1"),
+            ("nested", "dp=1", "tp=2"),
+            ("nested", "pp=2 micro=2", "dp=2 zero=1"),
+            ("shared", "dp=2 zero=2", "pp=2 micro=2"),
+            ("looking", "dp=1", "dp=2 zero=3"),
+            ("looking", "dp=2 zero=3", "dp=1"),
+            ("extra", "dp=2 zero=3", "dp=1"),
+            ("extra tensor", "pp=2 micro=2", "tp=2"),
+            ("counting", "dp=2 zero=3", "tp=2"),
+            ("warming", "pp=2 micro=2", "dp=2"),
+            ("equipped", "dp=2", "dp=1"),
+            ("equipped", "dp=2 zero=3", "dp=2 zero=3"),
+            ("slow", "dp=2", "dp=1"),
+            ("holding", "dp=2", "dp=1"),
+            ("holding", "dp=1", "pp=2 micro=16"),
+            ("holding", "pp=2 micro=16", "dp=2 zero=3"),
+            ("weighing", "dp=1", "tp=2"),
+            ("weighing", "tp=2", "dp=1"),
+            ("proxies", "dp=1", "dp=2"),
+            ("proxies", "dp=2 zero=3", "dp=1"),
+            ("empty", "tp=2", "dp=2 zero=3"),
+        ],
+        14,
+    ),
 )
 def test_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path, name: str, writer: str, reader: str) -> None:
     def call(plan: str, function: Any, *arguments: Any) -> Any:
@@ -242,3 +253,25 @@ class Timed:
 def test_a_schedule_that_wants_more_than_steps_is_refused() -> None:
     with pytest.raises(JobError, match=r"schedule= gives Timed, whose step\(\) needs epoch"):
         Run(mlp(schedule=lambda optimizer: Timed()), Plan(), World())
+
+
+def warnings_of(world: World, name: str, plan: str, folder: str, load: bool) -> list[str]:
+    """What a run warns of while it loads a checkpoint, or trains two steps and saves one."""
+    job, said = STATEFUL[name](), list[str]()
+    with Run(job, complete(from_text(plan), job), world, warn=said.append) as run:
+        if load:
+            run.load(Path(folder))
+        else:
+            for batch in run.batches(2):
+                run.step(batch)
+            run.save(Path(folder))
+    return said
+
+
+def test_slow_weights_of_a_rank_are_named_as_lost(ranks: Pool, tmp_path: Path) -> None:
+    sharded, whole = str(tmp_path / "sharded"), str(tmp_path / "whole")
+    said = ranks.run(2, warnings_of, "slow", "dp=2 zero=3", sharded, False)[0]
+    assert any(each.startswith("optimizer.slow") and "checkpoints do not hold it" in each for each in said), said
+    assert warnings_of(World(), "slow", "dp=1", whole, load=False) == []
+    said = ranks.run(2, warnings_of, "slow", "dp=2 zero=3", whole, True)[0]
+    assert any("another plan cannot give back" in each for each in said), said

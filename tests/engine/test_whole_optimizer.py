@@ -157,7 +157,7 @@ def _trains_as_plain(ranks: Pool, plan: str, names: list[str]) -> None:
     assert all(rank[name][key] == every[0][name][key] for rank in every for name in names for key in ("rates", "d"))
 
 
-@pytest.mark.parametrize("plan", some("whole optimizers", CASES, 3))
+@pytest.mark.parametrize("plan", some("whole optimizers", CASES, 2))
 def test_it_trains_as_a_plain_loop_does(ranks: Pool, plan: str) -> None:
     _trains_as_plain(ranks, plan, CASES[plan])
 
