@@ -57,6 +57,9 @@ class Ghost:
         for value in (*model.parameters(), *model.buffers()):
             memo[id(value)] = self._fake(value, device)
         self.model = copy.deepcopy(model, memo)
+        for module in self.model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.dropout = 0.0  # cuDNN draws a seed for it, which a tensor without numbers does not have
         self._known: dict[Any, list[Returned]] = {}
         self._invents = False
         self._scale = 1.0
