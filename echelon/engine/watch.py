@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,7 +64,7 @@ class Watch:
         if self._calls is not None:
             self._calls.begin()
         if not self.off and self._run.core.size > 1:
-            self._samples = _digest([micro.batch for micro in batch.micros], batch.step) & _BITS
+            self._samples = digest([micro.batch for micro in batch.micros], batch.step) & _BITS
 
     def data_share(self) -> list[float]:
         """What data ranks add up: the order in which sharded units were gathered."""
@@ -214,7 +215,7 @@ def _mixed(word: int, number: int) -> int:
     return word ^ word >> 17
 
 
-def _digest(value: Any, step: int) -> int:
+def digest(value: Any, step: int) -> int:
     """A word that tells samples apart: some numbers of each tensor, others at each step, and the text of everything else."""
     word = 0
     pending = [value]
@@ -223,10 +224,9 @@ def _digest(value: Any, step: int) -> int:
         if isinstance(item, Tensor):
             if not item.numel() or item.device.type != "cpu" or item.layout is not torch.strided:
                 continue
-            flat = item.detach().reshape(-1)
-            stride = max(len(flat) // _LOOKED_AT, 1)
-            some = flat[step % stride :: stride].contiguous()
-            word = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), word) ^ zlib.crc32(str(item.shape).encode())
+            stride = max(item.numel() // _LOOKED_AT, 1)
+            some = _flat(item)[step % stride :: stride]
+            word = zlib.crc32(some.tobytes(), word) ^ hash(tuple(item.shape)) & 0xFFFFFFFF
         elif isinstance(item, dict):
             pending.extend(item.values())
         elif isinstance(item, list | tuple):
@@ -236,3 +236,12 @@ def _digest(value: Any, step: int) -> int:
         elif hasattr(item, "__dict__"):
             pending.append(vars(item))
     return word
+
+
+def _flat(value: Tensor) -> np.ndarray:
+    """Its numbers in one row. NumPy's, because each of torch's calls costs a short step as much as all of this."""
+    try:
+        return value.numpy().reshape(-1)
+    except (TypeError, RuntimeError):  # of a type that NumPy lacks, or part of a graph
+        plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return plain.view(torch.uint8).numpy().reshape(value.numel(), -1)

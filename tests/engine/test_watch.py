@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from echelon.engine.replicas import checksum, equal
+from echelon.engine.watch import digest
 from echelon.testing.ranks import Pool
 from tests.engine import apart
 
@@ -52,3 +53,18 @@ def test_words_are_equal_only_where_they_are() -> None:
     large = float(0xFFFFF)
     assert equal(500, 500 * large, 500 * large**2)
     assert not equal(500, 500 * large - 1, 499 * large**2 + (large - 1) ** 2)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+)
+def test_samples_of_every_kind_and_layout_are_told_apart(dtype: torch.dtype) -> None:
+    value = (torch.arange(24).reshape(4, 6) % 5).to(dtype)
+    graph = value.clone().requires_grad_() if dtype == torch.float64 else value
+    for one in (value, value.t(), value[:, ::2], value[0, 1], graph, value.to(torch.complex64).conj()):
+        other = one.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
+        assert digest([one], 3) == digest([other], 3)
+        last = other.view(-1)[-1:]
+        last.copy_(torch.full_like(last, float(not last.to(torch.complex64).real.item())))
+        assert digest([one], 3) != digest([other], 3)
+    assert digest([value], 3) != digest([value.reshape(6, 4)], 3)
