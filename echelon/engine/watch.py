@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 
 #: What comparing replicas may cost: of a step's time, or seconds a step, whichever is more. The rest of the watch costs a short step about
 #: 0.2 ms of the 0.3 that all of it may (bench.watch).
-SHARE, SECONDS = 0.002, 5e-5
+SHARE, SECONDS = 0.002, 2.5e-5
 #: Steps between comparisons of replicas, at most.
 _RARELY = 1000
 #: Numbers of a tensor that a step's digest looks at.
 _LOOKED_AT = 64
 _BITS = 0xFFFFF
-#: Of a module: its path and the size of its input, 0 where ranks may differ in it.
-Call = tuple[str, int]
+#: Of a module: its number, and above these bits the size of its input, 0 where ranks may differ in it.
+_NUMBER = 20
 
 
 class Watch:
@@ -68,12 +69,12 @@ class Watch:
 
     def data_share(self) -> list[float]:
         """What data ranks add up: the order in which sharded units were gathered."""
-        word = float(self._calls.gathers & _BITS if self._calls is not None else 0)
+        word = float(_word(self._calls.gathers)) if self._calls is not None else 0.0
         return [word, word * word]
 
     def core_share(self) -> list[float]:
         """What the ranks of one data group add up: samples, and by stage the order of calls of modules that the tensor axis cuts."""
-        samples, calls = float(self._samples), float(self._calls.cuts & _BITS if self._calls is not None else 0)
+        samples, calls = float(self._samples), float(_word(self._calls.cuts)) if self._calls is not None else 0.0
         stage = self._run.axes["pp"]
         slots = [0.0] * (2 * stage.size)
         slots[2 * stage.rank : 2 * stage.rank + 2] = [calls, calls * calls]
@@ -83,7 +84,7 @@ class Watch:
         """Raise where data ranks gathered sharded units in different orders."""
         if not equal(self._run.data.size, *sums):
             assert self._calls is not None
-            self._mispaired(self._run.data, self._calls.gathered, step, "zero")
+            self._mispaired(self._run.data, self._calls.named(self._calls.gathers), step, "zero")
 
     def judge_core(self, sums: Sequence[float], step: int) -> None:
         """Raise where the ranks of one data group read different samples, or called cut modules in different orders."""
@@ -103,11 +104,11 @@ class Watch:
         for stage, sums_of_stage in enumerate(calls):
             if not equal(run.axes["tp"].size, *sums_of_stage):
                 assert self._calls is not None
-                named = self._calls.cut_calls if stage == run.axes["pp"].rank else None
+                named = self._calls.named(self._calls.cuts) if stage == run.axes["pp"].rank else None
                 self._mispaired(run.core, named, step, "tp")
 
-    def _mispaired(self, group: Group, mine: list[Call] | None, step: int, axis: str) -> None:
-        """`mine`: the calls of this rank; None where it is not among those that differ."""
+    def _mispaired(self, group: Group, mine: list[tuple[str, int]] | None, step: int, axis: str) -> None:
+        """`mine`: the modules that this rank called and the sizes of their inputs; None where it is not among those that differ."""
         found = [(rank, calls) for rank, calls in group.gather((self._run.world.rank, mine)) if calls is not None]
         first_rank, first = found[0]
         rank, other = next(((rank, calls) for rank, calls in found if calls != first), found[0])
@@ -163,56 +164,61 @@ class _Calls:
     """The order in which this rank calls modules whose forward or backward exchanges values with other ranks."""
 
     def __init__(self, run: Run) -> None:
-        self.cuts = self.gathers = 0
-        self.cut_calls: list[Call] = []
-        self.gathered: list[Call] = []
+        self.cuts: list[int] = []
+        self.gathers: list[int] = []
+        self._paths = ["the model"]
         owners = {name.rpartition(".")[0] for name in run.pieces}
         uneven = {name.rpartition(".")[0] for name, piece in run.pieces.items() if not piece.even}
         whole = not run.plan.segments  # parts of a sequence differ in length
         modules = dict(run.model.named_modules())
         self._hooks = [
-            modules[path].register_forward_pre_hook(self._cut(path, number, sized=whole and path not in uneven))
-            for number, path in enumerate(sorted(owners & modules.keys()), 1)
+            modules[path].register_forward_pre_hook(self._cut(self._number(path), sized=whole and path not in uneven))
+            for path in sorted(owners & modules.keys())
         ]
         units = [] if run.assembly.sharding is None else run.assembly.sharding.units()
         paths = {id(module): path for path, module in modules.items()}
-        for number, unit in enumerate(units, 1):
-            hook = self._gather(paths.get(id(unit), ""), number)
+        for unit in units:
+            hook = self._gather(self._number(paths.get(id(unit), "")))
             self._hooks.append(unit.register_forward_pre_hook(hook, prepend=True))
 
     def begin(self) -> None:
-        self.cuts = self.gathers = 0
-        self.cut_calls.clear()
-        self.gathered.clear()
+        self.cuts.clear()
+        self.gathers.clear()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _cut(self, path: str, number: int, *, sized: bool) -> Callable[[nn.Module, Any], None]:
+    def named(self, calls: Sequence[int]) -> list[tuple[str, int]]:
+        """The paths of the modules that were called, and the sizes of their inputs."""
+        return [(self._paths[call % (1 << _NUMBER)], call >> _NUMBER) for call in calls]
+
+    def _number(self, path: str) -> int:
+        self._paths.append(path or self._paths[0])
+        return len(self._paths) - 1
+
+    def _cut(self, number: int, *, sized: bool) -> Callable[[nn.Module, Any], None]:
         """`sized`: inputs have the same size on every rank."""
+        append = self.cuts.append
 
         def note(_: nn.Module, args: Any) -> None:
-            size = args[0].numel() if sized and args and isinstance(args[0], Tensor) else 0
-            self.cuts = _mixed(self.cuts, number + (size << 16))
-            self.cut_calls.append((path, size))
+            append(number + (args[0].numel() << _NUMBER if sized and args and isinstance(args[0], Tensor) else 0))
 
         return note
 
-    def _gather(self, path: str, number: int) -> Callable[[nn.Module, Any], None]:
+    def _gather(self, number: int) -> Callable[[nn.Module, Any], None]:
         from echelon.engine.shard import is_sharded
 
         def note(unit: nn.Module, _: Any) -> None:
             if is_sharded(unit):  # else its parameters are here already, and nothing is exchanged
-                self.gathers = _mixed(self.gathers, number)
-                self.gathered.append((path or "the model", 0))
+                self.gathers.append(number)
 
         return note
 
 
-def _mixed(word: int, number: int) -> int:
-    word = (word * 1000003 ^ number) & 0xFFFFFFFFFFFF
-    return word ^ word >> 17
+def _word(calls: Sequence[int]) -> int:
+    """A number that tells sequences of calls apart."""
+    return zlib.crc32(array("q", calls).tobytes()) & _BITS
 
 
 def digest(value: Any, step: int) -> int:
