@@ -58,16 +58,16 @@ class OptimizerAttributes(HeldState):
         self._optimizers, self._others = optimizers, without
         numbers = range(1, len(optimizers) + 1) if len(optimizers) > 1 else [""]
         roots = {f"optimizer{number}": each for number, each in zip(numbers, optimizers, strict=False)}
-        super().__init__(roots, without=self._saved())
+        super().__init__(roots, without=self._parameters())
 
     def changes(self, put: Put, only: Collection[str] | None = None) -> tuple[Changes, list[str]]:
-        self._without = self._saved()  # optimizers make their state while they step
+        state = [tensors(state_dict_of(each)) for each in self._optimizers]  # made while they step
+        self._without = self._parameters() | {id(value) for values in state for value in values}
         return super().changes(put, only)
 
-    def _saved(self) -> set[int]:
-        state = [tensors(state_dict_of(each)) for each in self._optimizers]
-        parameters = [group["params"] for each in self._optimizers for group in each.param_groups]
-        return {id(value) for values in (*state, *parameters) for value in values}.union(self._others)
+    def _parameters(self) -> set[int]:
+        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        return {id(value) for values in groups for value in values}.union(self._others)
 
     def _is_others(self, value: Any) -> bool:
         return id(value) in self._without  # a sharded tensor of its own is none: it is named as lost
