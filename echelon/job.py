@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import lru_cache, partial
@@ -369,6 +370,24 @@ def make_dense(model: nn.Module, keep: Collection[int] = ()) -> list[str]:
             module.sparse = False
             found.append(path or "model")
     return found
+
+
+def call_optimizer(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
+    """What `optimizer=` returns for parameters or, where it fails on them, for (name, parameter) pairs. Pairs come second: a function that asks
+    `getattr(p, "_no_decay", False)` or `id(p) in mine` would take a pair without an error, and group it wrongly."""
+    try:
+        return job.optimizer(value for _, value in parameters)
+    except Exception as first:
+        try:
+            return job.optimizer(iter(parameters))
+        except Exception as second:
+            # The message of a function that unpacks pairs says nothing where it was given parameters.
+            raise (
+                second if isinstance(first, TypeError | ValueError) and _UNPACKING.search(str(first)) else first
+            ) from None
+
+
+_UNPACKING = re.compile(r"unpack|0-d tensor|update sequence")
 
 
 def require_trainable(model: nn.Module) -> None:

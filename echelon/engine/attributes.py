@@ -7,6 +7,8 @@ A checkpoint holds what changed since the job was made, and a resumed run gets i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 from echelon.engine.function_state import FunctionState
 from echelon.engine.held_state import Changes, HeldState, digest_of
 from echelon.engine.optimizer_state import state_dict_of
+from echelon.engine.shared_state import opened
 from echelon.engine.stored import Stored
 from echelon.engine.values import Put, tensor_refs
 from echelon.plan.codec import to_plain
@@ -52,12 +55,13 @@ def _saved(model: nn.Module) -> set[int]:
 
 
 class OptimizerAttributes(HeldState):
-    """Saves and restores what optimizers keep besides what `state_dict()` returns."""
+    """Saves and restores what optimizers, and functions of schedules, keep besides what `state_dict()` returns."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, without: Collection[int]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], schedules: Sequence[Any], *, without: Collection[int]) -> None:
         self._optimizers, self._others = optimizers, without
-        numbers = range(1, len(optimizers) + 1) if len(optimizers) > 1 else [""]
-        roots = {f"optimizer{number}": each for number, each in zip(numbers, optimizers, strict=False)}
+        roots: dict[str, Any] = {}
+        for kind, live in (("optimizer", optimizers), ("schedule", [_functions(each) for each in schedules])):
+            roots |= {f"{kind}{place + 1 if len(live) > 1 else ''}": each for place, each in enumerate(live)}
         super().__init__(roots, without=self._parameters())
 
     def changes(self, put: Put, only: Collection[str] | None = None) -> tuple[Changes, list[str]]:
@@ -73,6 +77,14 @@ class OptimizerAttributes(HeldState):
         return id(value) in self._without  # a sharded tensor of its own is none: it is named as lost
 
 
+def _functions(schedule: Any) -> list[Any]:
+    """Those that a schedule calls, and its class: its attributes are in schedule_state.py."""
+    return [
+        type(schedule),
+        *(each for each in opened(schedule, set()) if isinstance(each, FunctionType | MethodType | partial)),
+    ]
+
+
 class Attributes:
     """Saves and restores what one run keeps so."""
 
@@ -83,7 +95,9 @@ class Attributes:
         #: What the loss and `inputs` keep.
         self.functions = FunctionState(run.job, run.model, trained=run.loss_parameters.values())
         models = {id(each) for each in (*run.model.modules(), *run.model.parameters(), *run.model.buffers())}
-        self.optimizers = OptimizerAttributes(run.optimizers, without=models | self.model.ids() | self.functions.ids())
+        self.optimizers = OptimizerAttributes(
+            run.optimizers, run.schedules, without=models | self.model.ids() | self.functions.ids()
+        )
         #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
         self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()

@@ -16,9 +16,10 @@ from echelon.engine.ranks import Group
 from echelon.engine.schedule_state import require_steps
 from echelon.engine.whole_optimizer import WholeOptimizer
 from echelon.errors import JobError, PlanError
-from echelon.job import Job
+from echelon.job import Job, call_optimizer
 from echelon.plan.plan import Plan
 from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
+from echelon.profiler.snapshot import without_trace
 
 #: Torch's word for an optimizer without parameters.
 _EMPTY = "empty parameter list"
@@ -35,11 +36,12 @@ def make_optimizers(
     whole: Mapping[int, WholeOptimizer] | None = None,
     others: Collection[nn.Parameter] = (),
     sparse: bool = False,
+    alone: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Optimizer]:
     """The job's optimizers for what this rank trains. Every rank must call it: where one cannot make them none goes on.
 
     `shapes`: of the whole model's parameters. `served`: parameters that are tables of a parameter server. `whole`: by place, what steps
-    on whole tensors. `others`: parameters that the loss holds, which the job's function may add. `sparse`: gradients may be.
+    on whole tensors. `others`: parameters that the loss holds, which the job's function may add. `sparse`: gradients may be. `alone`: what `settings_alone` returned.
     """
     whole = whole or {}
     named = _trained(model, whole)
@@ -55,7 +57,10 @@ def make_optimizers(
     with ranks.together():
         optimizers = _make(job, named, served, sparse=sparse)
         _require_known(optimizers, [*(value for _, value in named), *others])
-        _require_same_settings(job, model, named, shapes, optimizers)
+        if alone:
+            _require_same_objects(dict(named), optimizers, alone)
+        else:
+            _require_same_settings(job, model, named, shapes, optimizers)
         _require_places(optimizers, whole)
         _leave_to_others(optimizers, whole)
     for place, optimizer in enumerate(optimizers):
@@ -170,20 +175,15 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _called(job: Job, trainable: list[tuple[str, nn.Parameter]]) -> Any:
-    """What the job's function gives for (name, parameter) pairs, or for parameters if it does not take pairs."""
     try:
-        return job.optimizer(iter(trainable))
-    except (TypeError, AttributeError, ValueError) as first:
-        # A function that looks at each parameter (`p.ndim > 1`) fails on a pair; if it fails on parameters too, that is the error.
-        try:
-            return job.optimizer(value for _, value in trainable)
-        except Exception as second:
-            if not any(_EMPTY in str(error) for error in (first, second)):
-                raise
-            held = ", ".join(name for name, _ in trainable[:3]) + (", ..." if len(trainable) > 3 else "")
-            raise JobError(
-                f"optimizer=: one of the optimizers is given no parameter of the model's ({held}); leave it out"
-            ) from second
+        return call_optimizer(job, trainable)
+    except Exception as error:
+        if _EMPTY not in str(error):
+            raise
+        held = ", ".join(name for name, _ in trainable[:3]) + (", ..." if len(trainable) > 3 else "")
+        raise JobError(
+            f"optimizer=: one of the optimizers is given no parameter of the model's ({held}); leave it out"
+        ) from error
 
 
 def _require_known(optimizers: Sequence[Optimizer], known: Collection[nn.Parameter]) -> None:
@@ -251,7 +251,35 @@ def _require_same_settings(
             raise JobError(
                 f"optimizer=: {name} has {key}={mine.get(key)} under this plan, and {key}={there[name].get(key)} on one device: groups "
                 "follow from the order, the number or the size of the parameters, and a stage has some of them only, tp parts of them; "
-                "choose groups by name (the function is given (name, parameter) pairs if it takes them) or by dim()"
+                "choose groups by name (the function is given (name, parameter) pairs if it fails on parameters) or by dim()"
+            )
+
+
+def settings_alone(job: Job) -> dict[str, dict[str, Any]]:
+    """By parameter what one process trains it with, where the job gives a module: the user's code may know its parameters by identity. To be
+    asked before the module is cut."""
+    if not isinstance(job.model, nn.Module):
+        return {}
+    named = {name: value for name, value in job.model.named_parameters() if value.requires_grad}
+    try:
+        with without_trace(job):
+            return _settings(named, _as_list(_called(job, list(named.items()))))
+    except Exception:  # whatever it is, making the optimizers shows it again
+        return {}
+
+
+def _require_same_objects(
+    named: Mapping[str, Tensor], made: Sequence[Optimizer], alone: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """zero, tp and pp train tensors of their own in place of the module's parameters."""
+    for name, mine in _settings(named, made).items():
+        theirs = alone.get(name, mine)
+        key = next((key for key in (*mine, *theirs) if mine.get(key) != theirs.get(key)), None)
+        if key is not None:
+            raise PlanError(
+                f"optimizer=: {name} has {key}={mine.get(key)} under this plan, and {key}={theirs.get(key)} on one device: groups follow from "
+                "the identity, the attributes, the order or the number of the parameters, and this plan trains other tensors in their place; choose "
+                "groups by name (the function is given (name, parameter) pairs if it fails on parameters), or use a plan without zero, tp and pp"
             )
 
 

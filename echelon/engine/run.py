@@ -38,6 +38,7 @@ from echelon.engine.optimizers import (
     loss_parameters_of,
     make_optimizers,
     make_schedules,
+    settings_alone,
     stepped_sparse,
 )
 from echelon.engine.outcome import Later, Step
@@ -150,6 +151,7 @@ class Run:
         self.loss_by_samples = False
         #: Whether evaluations must see to it that a second call of the loss leaves no trace.
         self.loss_keeps_state = True
+        alone = settings_alone(job)
         self.assembly = Assembly(
             job, plan, self.ranks, self.axes, dtype=dtype, loss=self._loss_of, measure=self._measure, warn=warn
         )
@@ -173,6 +175,7 @@ class Run:
             whole=self.whole,
             others=held_by_loss.values(),
             sparse=takes_sparse(plan),
+            alone=alone,
         )
         if takes_sparse(plan):
             make_dense(self.model, keep=stepped_sparse(self.optimizers))

@@ -72,7 +72,7 @@ class SharedState:
 
     def _shared(self) -> dict[str, dict[str, bytes]]:
         readers = {"schedule": self._run.schedules, "optimizer": self._run.optimizers}
-        return {name: self._shared_with(list(_opened(live, set()))) for name, live in readers.items()}
+        return {name: self._shared_with(list(opened(live, set()))) for name, live in readers.items()}
 
     def _shared_with(self, roots: list[Any]) -> dict[str, bytes]:
         if not roots:
@@ -95,7 +95,7 @@ class SharedState:
         return self._run.attributes.functions.shared({id(node) for node in nodes}, places)
 
 
-def _opened(value: Any, seen: set[int]) -> Iterator[Any]:
+def opened(value: Any, seen: set[int]) -> Iterator[Any]:
     """An object of the user's, and what torch's own schedules and optimizers hold: functions, hooks, other schedules."""
     if id(value) in seen:
         return
@@ -104,10 +104,10 @@ def _opened(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
         for key, each in vars(value).items():
             if key not in _PARAMETERS:
-                yield from _opened(each, seen)
+                yield from opened(each, seen)
     elif isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _opened(each, seen)
+            yield from opened(each, seen)
     elif callable(value) or hasattr(value, "__dict__"):
         yield value
 

@@ -25,6 +25,7 @@ from echelon.engine.values import Unstorable, decode, encode
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.optimizer_class import made_for
+from echelon.profiler.snapshot import without_trace
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -71,7 +72,7 @@ def _of_torch(optimizer: Optimizer) -> bool:
 def require_storable_optimizers(job: Job, parameters: Mapping[str, Tensor]) -> None:
     """Step the job's optimizers on tiny parameters; refuse them where what they then keep is not what another has after loading it."""
     few = dict([(name, value) for name, value in parameters.items() if value.requires_grad][:_COUNT])
-    with _undisturbed():
+    with _undisturbed(), without_trace(job):
         try:
             made = _stepped(job, few)
             fresh = _made(job, few)

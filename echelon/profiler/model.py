@@ -27,6 +27,7 @@ from echelon.profiler.isolation import Isolated
 from echelon.profiler.optimizer import rules
 from echelon.profiler.random_state import outside_torch, random_states, seed_all
 from echelon.profiler.repeat import Run, alike_in_forward, find, shortened, stretched
+from echelon.profiler.snapshot import without_trace
 from echelon.profiler.tables import find_tables
 from echelon.profiler.trace import Trace, counting, graph_hash, recording
 from echelon.profiler.tree import is_compiled, module_tree
@@ -60,8 +61,7 @@ class _HeldBesideError(RuntimeError):
 
 def profile(job: Job, *, device: str | None = None) -> Profile:
     """What a step of `job` computes, moves and keeps. `device`: trace for "cpu" or "cuda" (default: what is here)."""
-    isolated = Isolated(job)  # a loss that counts its calls must not count these
-    with isolated.active():
+    with without_trace(job), (isolated := Isolated(job)).active():  # a loss that counts its calls must not count these
         return _profiled(isolated.job, device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.errors import EchelonError, JobError
-from echelon.job import Job
+from echelon.job import Job, call_optimizer
 from echelon.plan.profile import Reads
 from echelon.profiler.coupling import first_line
 from echelon.profiler.random_state import outside_torch, random_states
+from echelon.profiler.snapshot import without_trace
 
 #: Longest sides of stand-ins by dim, and of a second trial with larger ones: Google's Adafactor factors matrices whose sides are 128 or
 #: longer, 8-bit Adam quantises parameters of 4096 elements or more.
@@ -68,10 +69,7 @@ class _UntriedError(Exception):
 
 def made_for(job: Job, parameters: Mapping[str, nn.Parameter]) -> list[Optimizer]:
     """The job's optimizers over these, for trial steps: of other parameters that they hold (the loss's own) they get copies."""
-    try:
-        made = job.optimizer(iter(parameters.items()))
-    except (TypeError, AttributeError, ValueError):
-        made = job.optimizer(iter(parameters.values()))
+    made = call_optimizer(job, list(parameters.items()))
     optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -109,6 +107,11 @@ _TRIED: MutableMapping[Any, tuple[Any, tuple[OptimizerClass, ...]]] = WeakKeyDic
 
 def classify(job: Job, parameters: Mapping[str, Tensor]) -> tuple[OptimizerClass, ...]:
     """The class of each of the job's optimizers; `parameters`: the trainable ones, on any device."""
+    with without_trace(job):
+        return _classify(job, parameters)
+
+
+def _classify(job: Job, parameters: Mapping[str, Tensor]) -> tuple[OptimizerClass, ...]:
     standins = meta_parameters(parameters)
     try:
         made = made_for(job, standins)

@@ -2,7 +2,7 @@
 
     functions       closures, globals that they mention, defaults, attributes
     partials        the function and its arguments
-    objects         attributes and methods; of a module also its parameters, buffers and submodules, of an optimizer neither state nor groups
+    objects         attributes and methods; of a module also its parameters, buffers, submodules and hooks, of an optimizer its hooks
     classes         attributes and methods
     containers      their items
 
@@ -37,6 +37,8 @@ CONTAINERS = (list, dict, set, tuple, deque, OrderedDict, defaultdict)
 _DESCRIPTORS = (staticmethod, classmethod, property)
 #: What recurrent layers keep of their own parameters, made again whenever one is assigned.
 _OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"})
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 #: Items of longer containers are not followed: they are data.
 _LONG = 10_000
 
@@ -92,7 +94,7 @@ def _is_followed(value: Any) -> bool:
 
 def is_object(value: Any) -> bool:
     """Whether it is an object of the user's that may change, or an optimizer or a module of any kind but a compiled one."""
-    if isinstance(value, (ModuleType, Dataset, torch.jit.ScriptModule, *_DESCRIPTORS, type, FunctionType, MethodType)):
+    if isinstance(value, (ModuleType, torch.jit.ScriptModule, *_DESCRIPTORS, type, FunctionType, MethodType)):
         return False
     return isinstance(value, nn.Module | Optimizer) or (
         is_user(type(value)) and (hasattr(value, "__dict__") or any(map(_fixed, type(value).__mro__)))
@@ -117,7 +119,28 @@ def _next(value: Any) -> list[tuple[str, Any]]:
         return held + [(f"({name})", each) for name, each in defaults]
     if isinstance(value, type):
         return held + [(f".{name}", each) for name, each in methods_of(value)]
-    return [*held, (".class", type(value))] if is_object(value) else []
+    if not is_object(value) or isinstance(value, Dataset):
+        return held
+    return [*held, *_hooks(value), (".class", type(value))]
+
+
+def _hooks(value: Any) -> list[tuple[str, Any]]:
+    """Functions of the user's that torch calls around a module, around a step of an optimizer, or for a parameter's gradient."""
+    owners: list[tuple[str, Any, tuple[str, ...]]] = [("", value, _HOOKS)]
+    if isinstance(value, nn.Module):
+        owners += [(f".{name}", each, _GRADIENT_HOOKS) for name, each in value._parameters.items() if each is not None]
+    found = []
+    for name, owner, kinds in owners:
+        for kind in kinds:
+            hooks = [each for each in (getattr(owner, kind, None) or {}).values() if _is_users(each)]
+            found += [(f"{name}.{kind}[{place}]", each) for place, each in enumerate(hooks)]
+    return found
+
+
+def _is_users(hook: Any) -> bool:
+    code = hook.func if isinstance(hook, partial) else hook
+    code = code.__func__ if isinstance(code, MethodType) else code
+    return is_user(code) if isinstance(code, FunctionType) else is_object(code)
 
 
 def slots_of(value: Any) -> dict[str, Slot]:
@@ -150,6 +173,8 @@ def _names_held(value: Any) -> list[str]:
     if isinstance(value, nn.RNNBase):
         hidden |= _OF_RECURRENT
     fixed = [name for each in type(value).__mro__ for name in _fixed(each) if hasattr(value, name)]
+    if isinstance(value, Dataset):  # the rest is data
+        return [name for name, each in vars(value).items() if isinstance(each, PLAIN)]
     return [*(name for name in getattr(value, "__dict__", ()) if name not in hidden), *fixed]
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from echelon.job import Job
 from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, reachable, slot_at, slots_of
 
 #: Longer containers are not copied, nor are tensors with more bytes.
 ITEMS, LARGE = 100_000, 2**26
+#: Nor larger ones around a trial: they are not what steps count by.
+_TRIED = 2**22
 
 
 class Snapshot:
@@ -62,6 +65,20 @@ class Snapshot:
                 return True
         pairs = [(content_of(value), content) for value, content in self._small]
         return bool(self.unrestored()) or not all(_is_equal(*each) or _is_same(*each) for each in pairs)
+
+
+@contextlib.contextmanager
+def without_trace(job: Job) -> Iterator[None]:
+    """Calls and steps that are only tried, inside, change nothing that the job's functions keep: closures, globals, attributes of classes,
+    settings of a data set. Modules are left alone."""
+    model = [job.model] if isinstance(job.model, nn.Module) else []
+    own = {id(each) for one in model for each in (*one.modules(), *one.parameters(), *one.buffers())}
+    roots = {"loss": job.loss, "inputs": job.inputs, "optimizer": job.optimizer, "schedule": job.schedule}
+    held = Snapshot(roots, without=own, largest=_TRIED)
+    try:
+        yield
+    finally:
+        held.put_back()
 
 
 def has_content(value: Any) -> bool:

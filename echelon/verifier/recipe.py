@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from echelon.engine.stored import MANIFEST, open_stored, tensors
 from echelon.errors import JobError
-from echelon.job import Job
+from echelon.job import Job, call_optimizer
 from echelon.profiler.lazy import initialise_lazy
 from echelon.tree import to_device
 
@@ -94,12 +94,8 @@ def cast(batch: Any, device: torch.device, dtype: torch.dtype | None = torch.flo
 
 
 def optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
-    """The job's optimizers over what trains, given (name, parameter) pairs or, where it wants them, parameters."""
-    pairs = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
-    try:
-        made = job.optimizer(iter(pairs))
-    except (TypeError, ValueError, AttributeError):
-        made = job.optimizer(iter([value for _, value in pairs]))
+    """The job's optimizers over what trains."""
+    made = call_optimizer(job, [(name, value) for name, value in model.named_parameters() if value.requires_grad])
     return [made] if isinstance(made, Optimizer) else list(made)
 
 

@@ -25,6 +25,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
 from echelon.profiler.isolation import Isolated
+from echelon.profiler.snapshot import without_trace
 from echelon.profiler.still import Stillness
 from echelon.verifier import noise
 from echelon.verifier.basis import Basis, Referee
@@ -82,6 +83,22 @@ def verify(
         raise VerificationError(f"steps={steps}: a proof needs at least one step")
     require(plan, profile)
     job = dataclasses.replace(job, warmup_data=None)  # its steps compute the same with other samples
+    with without_trace(job):
+        return _verify(job, plan, world, steps, job_hash, device, profile, reference, memory, seconds)
+
+
+def _verify(
+    job: Job,
+    plan: Plan,
+    world: World,
+    steps: int,
+    job_hash: str,
+    device: torch.device | None,
+    profile: Profile | None,
+    reference: str,
+    memory: int | None,
+    seconds: float | None,
+) -> Certificate:
     if plan != in_step(plan):
         proved = verify(
             job, in_step(plan), world=world, steps=steps, job_hash=job_hash, device=device, profile=profile,

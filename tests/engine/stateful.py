@@ -456,6 +456,51 @@ class Equipped(SGD):
         super().step()
 
 
+def hooked_step(params: Any) -> Optimizer:
+    """An optimizer whose hook counts in its closure."""
+    made, count = SGD(params, lr=0.3), 0
+
+    def divide(live: Optimizer, *_: Any) -> None:
+        nonlocal count
+        count += 1
+        for group in live.param_groups:
+            group["lr"] = 3.0 / count
+
+    made.register_step_pre_hook(divide)
+    return made
+
+
+def hooked_model() -> nn.Module:
+    """A model whose hooks of a layer and of a parameter count in their closures."""
+    made, calls, gradients = MLP(width=12, layers=3, inputs=8, classes=4), 0, 0
+
+    def scale(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += module.training
+        return output * (1 + 0.3 * calls)
+
+    def divide(gradient: Tensor) -> Tensor:
+        nonlocal gradients
+        gradients += 1
+        return gradient / gradients
+
+    list(made.modules())[-1].register_forward_hook(scale)
+    list(made.parameters())[-1].register_hook(divide)
+    return made
+
+
+def counting(optimizer: Optimizer) -> LambdaLR:
+    """A schedule over a function that counts in its closure."""
+    count = 0
+
+    def rate(_: int) -> float:
+        nonlocal count
+        count += 1
+        return 30 / count
+
+    return LambdaLR(optimizer, rate)
+
+
 class Slow(SGD):
     """Slow weights that its `state_dict` does not return."""
 
@@ -493,6 +538,9 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "empty": lambda: mlp(model=empty),
     "shaking": lambda: mlp(optimizer=Shaking),
     "equipped": lambda: mlp(optimizer=Equipped),
+    "hooked step": lambda: mlp(optimizer=hooked_step),
+    "hooked model": lambda: mlp(model=hooked_model),
+    "counting schedule": scheduled(counting),
     "slow": lambda: mlp(optimizer=Slow),
     "plain": scheduled(Plain),
     "curve": scheduled(lambda optimizer: LambdaLR(optimizer, Curve())),
