@@ -15,7 +15,6 @@ from echelon.job import Job
 from echelon.plan.profile import Rule
 from echelon.profiler.coupling import first_line
 from echelon.profiler.optimizer_class import OptimizerClass, classes, made_for, meta_parameters, plainly
-from echelon.profiler.snapshot import without_trace
 from echelon.profiler.trace import Recorder
 
 #: Those that take fused=True in their constructor, where the same switch in a group turns the kernel on later, as the engine does; and of
@@ -28,11 +27,6 @@ _GUESS = 2
 
 def rules(job: Job, parameters: Mapping[str, Tensor]) -> tuple[tuple[Rule, ...], list[str]]:
     """One rule per optimizer, and notes on what had to be guessed. `parameters`: the trainable ones, of any device."""
-    with without_trace(job):
-        return _rules(job, parameters)
-
-
-def _rules(job: Job, parameters: Mapping[str, Tensor]) -> tuple[tuple[Rule, ...], list[str]]:
     standins = meta_parameters(parameters)
     notes: list[str] = []
     try:

@@ -16,7 +16,6 @@ from echelon.plan.profile import Amount, Table
 from echelon.profiler.coupling import first_line
 from echelon.profiler.fold import Line
 from echelon.profiler.optimizer_class import made_for
-from echelon.profiler.snapshot import without_trace
 from echelon.profiler.trace import Figures, Trace
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
@@ -103,8 +102,7 @@ def _groups(job: Job, model: nn.Module) -> dict[str, tuple[Optimizer, Mapping[st
         if value.requires_grad
     }
     try:
-        with without_trace(job):
-            made = made_for(job, standins)
+        made = made_for(job, standins)
     except EchelonError:
         raise
     except Exception as error:  # a user's own, which wants parameters with numbers

@@ -303,9 +303,8 @@ class SpotChecks:
         functions = state.functions
         assert functions is not None
         with _isolated(), functions.active():
-            job = dataclasses.replace(
-                functions.job, schedule=None
-            )  # a new one would set anew what it shares with the loss
+            # Making the schedule would reset what it shares with the loss.
+            job = dataclasses.replace(functions.job, schedule=None)
             made = Reference(job, plan, feed, device=self._device, still=held, pristine=self._pristine, dtype=dtype)
             state.load(made.model, dtype)
             with rough, silenced(made.model) if still else contextlib.nullcontext():
