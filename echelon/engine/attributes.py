@@ -1,4 +1,4 @@
-"""What a run keeps besides `state_dict()`: what modules, the loss and optimizers hold in attributes, closures and globals (held_state.py), and
+"""What a run keeps besides `state_dict()`: what modules, the loss, metrics and optimizers hold in attributes, closures and globals (held_state.py), and
 which parameters forward froze or unfroze.
 
 A checkpoint holds what changed since the job was made, and a resumed run gets it back.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine.function_state import FunctionState
+from echelon.engine.function_state import FunctionState, MetricState
 from echelon.engine.held_state import Changes, HeldState, digest_of
 from echelon.engine.optimizer_state import state_dict_of
 from echelon.engine.shared_state import opened
@@ -98,6 +98,7 @@ class Attributes:
         self.optimizers = OptimizerAttributes(
             run.optimizers, run.schedules, without=models | self.model.ids() | self.functions.ids()
         )
+        self._metrics = MetricState(run.job, run.model, without=self.functions.ids())
         #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
         self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()
@@ -119,16 +120,20 @@ class Attributes:
         # Of stages that changed the same object the first one stores it.
         mine = [name for name in changed[run.ranks.rank] if not any(name in each for each in changed[: run.ranks.rank])]
         model, lost = self.model.changes(put, mine)
-        functions, also_lost = (None, []) if run.data.rank or not run.tells else self.functions.changes(put)
+        functions = metrics = None
+        if not run.data.rank and run.tells:  # the rank that calls metrics which keep state
+            (functions, lost_too), (metrics, also_lost) = self.functions.changes(put), self._metrics.changes(put)
+            lost += [*lost_too, *also_lost]
         ahead = [f"{name}: collate= changes it while samples are read" for name in self._collation.changed_places()]
         optimizers, differing = self._of_optimizers(put)
-        self._warn([*lost, *also_lost, *differing, *ahead])
-        everyone = run.ranks.gather((model, self.switched(), functions))
+        self._warn([*lost, *differing, *ahead])
+        everyone = run.ranks.gather((model, self.switched(), functions, metrics))
         return {
             "model": {name: labels for each, *_ in everyone for name, labels in each.items()},
             "optimizers": optimizers,
-            "trainable": {name: flag for _, theirs, _ in everyone for name, flag in theirs.items()},
-            "functions": next(each for *_, each in everyone if each is not None),
+            "trainable": {name: flag for _, theirs, *_ in everyone for name, flag in theirs.items()},
+            "functions": next(each for *_, each, _ in everyone if each is not None),
+            "metrics": next(each for *_, each in everyone if each is not None),
         }, tensors
 
     def _of_optimizers(self, put: Put) -> tuple[Changes, list[str]]:
@@ -179,7 +184,7 @@ class Attributes:
         """Tensors to be filled from a checkpoint before `restore`."""
         self._rooms = {}
         attributes = stored.manifest["attributes"]
-        for path, device in tensor_refs([attributes[part] for part in ("model", "functions", "optimizers")]):
+        for path, device in tensor_refs([attributes[part] for part in ("model", "functions", "metrics", "optimizers")]):
             entry = stored.entries[f"held/{path}"]
             where = torch.device("cpu") if device == "cpu" else self._run.device
             self._rooms[path] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
@@ -190,7 +195,12 @@ class Attributes:
         run, stored = self._run, manifest["attributes"]
         set_trainable(run.model, self._trainable | stored["trainable"])
         optimizers = self._fitting(stored["optimizers"], manifest["plan"])
-        held = ((self.model, stored["model"]), (self.functions, stored["functions"]), (self.optimizers, optimizers))
+        held = (
+            (self.model, stored["model"]),
+            (self.functions, stored["functions"]),
+            (self._metrics, stored["metrics"]),
+            (self.optimizers, optimizers),
+        )
         for each, changes in held:
             for name in each.restore(changes, lambda ref: self._rooms[ref[0]]):
                 run.warn(

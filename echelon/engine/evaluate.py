@@ -15,7 +15,7 @@ from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
 from echelon.engine.averages import weighed
-from echelon.engine.function_state import snapshot, unchanged
+from echelon.engine.function_state import metrics_snapshot, snapshot, unchanged
 from echelon.engine.metrics import (
     Kind,
     Metric,
@@ -37,6 +37,7 @@ from echelon.job import Job, call_loss, call_model
 from echelon.loss_counts import Term, read_counts
 from echelon.plan.split import sizes
 from echelon.profiler.random_state import random_states
+from echelon.profiler.snapshot import Snapshot
 from echelon.world import usable_memory
 
 if TYPE_CHECKING:
@@ -62,12 +63,15 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     run.model.eval()
     run.loss_keeps_state = not run.step_number or bool(run.attributes.functions.changed())
     put_back = snapshot(job, run.model) if run.loss_keeps_state else None
+    metrics = metrics_snapshot(job, run.model)
     try:
         found = sums = None
         while found is None:  # again where a metric is no mean, or the loss has no common weight
-            if sums is not None and put_back is not None:
-                put_back()
-            sums = _Sums(run)
+            if sums is not None:
+                metrics.put_back()
+                if put_back is not None:
+                    put_back()
+            sums = _Sums(run, metrics)
             for micro in _micros(run, data):
                 batch = run.move(micro.batch)
                 sums.add(batch, run.values(batch), micro.samples)
@@ -81,8 +85,9 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
 class _Sums:
     """Loss and metrics of an evaluation so far, on this rank."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._metrics = run, run.job.metrics
+    def __init__(self, run: Run, metrics: Snapshot) -> None:
+        """`metrics`: what metrics kept before this evaluation."""
+        self._run, self._metrics, self._before = run, run.job.metrics, metrics
         self._names = ["loss", *self._metrics]
         self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=run.device)
         #: The first parts, by which metrics are told apart; then those of metrics over the whole set.
@@ -140,8 +145,18 @@ class _Sums:
     def _doubt(self, part: Part) -> None:
         """Look again whether metrics are means: samples may be sorted, so that the first ones did not tell."""
         means = [name for name, kind in self._run.metric_kinds.items() if kind == "mean" and name in self._metrics]
-        with autocast(self._run.precision, self._run.device):
+        with self._tried():
             self._doubted |= {name for name in means if classify(self._metrics[name], [part]) == "whole"}
+
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        """Metrics may be called inside, and what they keep is afterwards as it was."""
+        held = metrics_snapshot(self._run.job, self._run.model)
+        try:
+            with autocast(self._run.precision, self._run.device):
+                yield
+        finally:
+            held.put_back()
 
     def _collect(self, part: Part) -> None:
         if self._decided("pair", "mean"):
@@ -156,19 +171,19 @@ class _Sums:
         run, kinds = self._run, self._run.metric_kinds
         unknown = [name for name in self._metrics if name not in kinds]
         if unknown:
-            with autocast(run.precision, run.device):
-                mine = (
-                    {name: _classified(self._metrics[name], self._parts, run.device) for name in unknown}
-                    if run.tells
-                    else {}
-                )
+            mine: dict[str, Kind | None] = {}
+            if run.tells:
+                with self._tried():
+                    mine = {name: _classified(self._metrics[name], self._parts, run.device) for name in unknown}
             votes = [each for each in run.ranks.gather(mine) if each]
             for name in unknown:
                 said = {each[name] for each in votes} - {None}
                 kinds[name] = said.pop() if len(said) == 1 else "whole"
-        for name in unknown:
-            if kinds[name] == "whole":  # what was added up of it so far is no part of it
-                self._sums[self._names.index(name)] = 0
+        added = [name for name in unknown if kinds[name] == "whole"]
+        for name in added:  # what was added up of it so far is no part of it
+            self._sums[self._names.index(name)] = 0
+        if added:
+            self._before.put_back()  # nor is what its calls so far left behind
         if not any(kind == "whole" for kind in kinds.values()):
             self._parts = []
 

@@ -1,4 +1,4 @@
-"""What the loss and `inputs` keep between calls: attributes, closures, mutable defaults, globals."""
+"""What the loss, `inputs` and metrics keep between calls: attributes, closures, mutable defaults, globals."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from echelon.profiler.reach import reachable
 from echelon.profiler.snapshot import Snapshot
 
 
+class MetricState(HeldState):
+    """Saves and restores what the metrics of one job keep; `without`: ids of what others save."""
+
+    def __init__(self, job: Job, model: nn.Module, *, without: Collection[int]) -> None:
+        super().__init__({"metrics": dict(job.metrics)}, without=_models_own(job, model).union(without))
+
+
 class FunctionState(HeldState):
-    """Saves and restores what the functions of one job keep."""
+    """Saves and restores what the loss and `inputs` of one job keep."""
 
     def __init__(self, job: Job, model: nn.Module, *, trained: Collection[Tensor] = ()) -> None:
         """`trained`: parameters of the loss that optimizers step: calls of the loss do not change them."""
@@ -52,6 +59,11 @@ def snapshot(job: Job, model: nn.Module) -> Callable[[], None]:
             )
 
     return put_back
+
+
+def metrics_snapshot(job: Job, model: nn.Module) -> Snapshot:
+    """What metrics keep, as it is now."""
+    return Snapshot({"metrics": dict(job.metrics)}, without=_models_own(job, model))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from echelon.engine.logits import Logits
 from echelon.errors import JobError
 from echelon.loss_counts import ModelOutput
+from echelon.profiler.random_state import random_states
 
 #: How a metric is added up: pairs and means batch by batch, others over the whole set.
 Kind = Literal["pair", "mean", "whole"]
@@ -55,6 +57,8 @@ def classify(metric: Metric, parts: Sequence[Part]) -> Kind | None:
     tried with shaken outputs, on which a mean stays a mean. Where the value never varies (F1 without a positive sample) nothing is known.
     """
     counted = [widened(part) for part in parts if part.samples]
+    if counted and _varies(metric, counted[0]):
+        return "whole"  # it keeps state: it is called once per evaluation, whatever the plan
     trials = [(part, pieces) for part in counted for pieces in _pieces(part)]
     if len(counted) > 1:
         with contextlib.suppress(UnjoinableError):
@@ -93,6 +97,24 @@ def _compared(metric: Metric, part: Part, pieces: Sequence[Part]) -> Literal["pa
     if not math.isclose(mean, whole, rel_tol=_ROUNDING, abs_tol=1e-9):  # type: ignore[arg-type]
         return "whole"
     return any(value != whole for value in values)
+
+
+def _varies(metric: Metric, part: Part) -> bool:
+    """Whether two calls with the same arguments and the same random numbers return different values."""
+    with random_states():
+        first = _numbers(_value(metric, part))
+    with random_states():
+        second = _numbers(_value(metric, part))
+    if first is None or second is None or len(first) != len(second):
+        return False
+    return not np.allclose(first, second, rtol=_ROUNDING, atol=1e-9, equal_nan=True)
+
+
+def _numbers(value: Any) -> list[float] | None:
+    try:
+        return [float(each) for each in (value if isinstance(value, tuple) else (value,))]
+    except (TypeError, ValueError):  # the metric failed, or returned tuples of something else
+        return None
 
 
 def _is_number(value: Any) -> bool:

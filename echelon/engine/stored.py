@@ -21,7 +21,7 @@ from echelon.plan.seal import format_without_seal, open_regular, read_regular, u
 from echelon.world import World
 
 MANIFEST = "checkpoint.json"
-FORMAT = 4
+FORMAT = 5
 #: What a manifest has, and of which kind.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "step": int, "job": str, "plan": dict, "ranks": int, "parameters": dict, "optimizers": list, "schedules": list, "files": dict,
