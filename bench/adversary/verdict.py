@@ -192,7 +192,9 @@ def _tensors(mine: Mapping[str, Any], truth: Mapping[str, Any], spec: Spec) -> t
     missing = [name for name in truth["parameters"] if name not in mine]
     if missing:
         return math.inf, f"the checkpoint lacks {', '.join(missing[:4])}"
-    floor = 1e-3 * max((float(each.abs().max()) for each in state.values() if each.numel()), default=1.0)
+    floor = 1e-3 * max(
+        (float(each.to(_wide(each)).abs().max()) for each in state.values() if each.numel()), default=1.0
+    )
     worst, names = 0.0, []
     for name, value in mine.items():
         if name not in state:
