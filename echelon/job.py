@@ -239,6 +239,10 @@ def call_loss(job: Job, output: Any, batch: Any, model: nn.Module | None = None)
         if len(loss) != 2 or getattr(loss[0], "numel", lambda: 0)() != 1:
             raise JobError(f"loss= gave a tuple of {len(loss)}: give a scalar mean, or (sum, count) with a scalar sum")
         total, count = loss
+        if getattr(
+            count, "requires_grad", False
+        ):  # weights that are learned: the mean has a gradient through its count too
+            return (total / count).reshape(())
         return total.reshape(()), count
     shape = getattr(loss, "shape", None)
     if shape is None:

@@ -20,7 +20,10 @@ from echelon.errors import JobError, PlanError, WorldError
 from echelon.job import Job, lift, make_dense, require_trainable
 from echelon.plan import profile
 from echelon.plan.served import Served
+from echelon.profiler.build import call_factory
 from echelon.profiler.lazy import initialise_lazy, is_uninitialised
+from echelon.profiler.patches import Patches
+from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import seed_build
 from echelon.tree import tree_leaves
 
@@ -81,9 +84,12 @@ def _made(job: Job, empty: bool) -> nn.Module:
     if isinstance(job.model, nn.Module):
         return job.model
     if empty:
+        before, patches = Snapshot({"model": job.model}), Patches()
         model = _made_empty(job)
         if model is not None and not _stray_tensors(model) and not is_uninitialised(model):
             return model
+        before.put_back()
+        patches.put_back()
         seed_build(job.seed)  # it keeps tensors outside parameters and buffers: they must be real everywhere
     return _called(job)
 
@@ -100,7 +106,7 @@ def _made_empty(job: Job) -> nn.Module | None:
 
 
 def _called(job: Job) -> nn.Module:
-    model = job.model()
+    model = call_factory(job.model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
     return model

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -22,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine.tensor_files import name_of_dtype, raw
 from echelon.engine.values import Put, Take, Unstorable, decode, encode
-from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, Slot, is_object, reachable, slot_at, slots_of
-from echelon.profiler.snapshot import ITEMS, LARGE, content_of, has_content, pairs_of, refill
+from echelon.profiler.reach import BUFFERS, GENERATORS, PLAIN, Slot, is_container, is_object, slot_at, slots_of
+from echelon.profiler.replay import Replay
+from echelon.profiler.snapshot import ITEMS, LARGE, content_of, has_content, pairs_of, reached, refill
 
 #: Larger arrays are not written into the manifest.
 _BYTES = 2**24
@@ -45,7 +47,7 @@ class HeldState:
         """`without`: ids of objects that others save. `registered`: ids of modules whose `state_dict()` others save."""
         self._without, self._registered = without, registered
         #: By name; held here, so that their ids stay theirs.
-        self._nodes = reachable(roots, without=without)
+        self._nodes = reached(roots, without=without)
         self._names = {id(value): name for name, value in self._nodes.items()}
         self._first = {name: self._digests(value) for name, value in self._nodes.items()}
 
@@ -90,7 +92,7 @@ class HeldState:
                     found[name][label] = self._reference(
                         name + label, _held(value, label), _dense(put), content=not label
                     )
-                except _NoState:
+                except _OthersState:
                     continue
                 except Exception as error:  # torch's own for sparse and other special tensors
                     lost.append(f"{name}{label}: {error.why if isinstance(error, Unstorable) else error}")
@@ -110,7 +112,7 @@ class HeldState:
 
     def _digests(self, value: Any) -> dict[str, bytes]:
         """A digest of the state, by label."""
-        labels = [_CONTENT] if has_content(value) else list(self._slots(value))
+        labels = [*([_CONTENT] if has_content(value) else []), *self._slots(value)]
         return {label: self._digest(_held(value, label), content=not label) for label in labels}
 
     def _slots(self, value: Any) -> dict[str, Slot]:
@@ -128,17 +130,21 @@ class HeldState:
         try:
             reference = self._reference("", value, lambda _, tensor: digest_of(tensor).hex(), content=content)
         except Exception:  # it cannot be stored: at least another object, or another length, is noticed
-            return f"{len(value) if type(value) in CONTAINERS else id(value)}".encode()
+            return f"{len(value) if is_container(value) else _shown(value)}".encode()
         return hashlib.blake2b(json.dumps(reference, sort_keys=True).encode()).digest()
 
     def _reference(self, path: str, value: Any, put: Put, *, content: bool = False) -> Reference:
         if not content and (name := self._names.get(id(value))) is not None:
             return {"object": name}
-        if self._is_others(value) or not _is_state(value):
-            raise _NoState(path, "no state")
-        if type(value) in CONTAINERS and any(self._is_others(each) for _, each in pairs_of(content_of(value))):
-            raise _NoState(path, "refers to what others save")
-        if type(value) in CONTAINERS and len(value) > ITEMS:
+        if self._is_others(value):
+            raise _OthersState(path, "others save it")
+        if not _is_state(value):
+            raise Unstorable(path, f"{_kind(value)}, which a checkpoint does not hold")
+        if isinstance(value, Replay) and not value.is_stored:
+            raise Unstorable(path, f"an iterator ({type(value._source).__qualname__}) of which items were drawn")
+        if is_container(value) and any(self._is_others(each) for _, each in pairs_of(content_of(value))):
+            raise _OthersState(path, "it refers to what others save")
+        if is_container(value) and len(value) > ITEMS:
             raise Unstorable(path, f"a {type(value).__name__} of {len(value):,} items, which is too long")
         if isinstance(value, np.ndarray) and value.nbytes > _BYTES:
             raise Unstorable(path, f"an array of {value.nbytes / 2**20:.0f} MiB, which is too large; use a tensor")
@@ -146,7 +152,7 @@ class HeldState:
             raise Unstorable(path, f"a tensor of {value.nbytes / 2**20:.0f} MiB, which is too large; use a buffer")
         if not content:
             return {"value": encode(value, path, put)}
-        items = content_of(value)
+        items = value.count if isinstance(value, Replay) else content_of(value)
         if isinstance(items, list | dict) and any(id(each) in self._names for _, each in pairs_of(items)):
             pairs = [(key, each, f"{path}[{key!r}]") for key, each in pairs_of(items)]
             return {"items": [[encode(key, at, put), self._reference(at, each, put)] for key, each, at in pairs]}
@@ -164,8 +170,8 @@ class HeldState:
         return decode(reference["value"], take)
 
 
-class _NoState(Unstorable):
-    """Code, a library's object, or what others save."""
+class _OthersState(Unstorable):
+    """What others save, or a container of that."""
 
 
 def _dense(put: Put) -> Put:
@@ -183,7 +189,21 @@ def _dense(put: Put) -> Put:
 def _is_state(value: Any) -> bool:
     if isinstance(value, FunctionType | MethodType | ModuleType | type):
         return False
-    return isinstance(value, (*PLAIN, Tensor, np.ndarray, *GENERATORS)) or type(value) in CONTAINERS or is_object(value)
+    known = (*PLAIN, Tensor, np.ndarray, Replay, *BUFFERS, *GENERATORS)
+    return isinstance(value, known) or is_container(value) or is_object(value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, FunctionType | MethodType | ModuleType | type):
+        return f"{getattr(value, '__qualname__', value.__name__)}, which is code"
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _shown(value: Any) -> str:
+    """Shows when a value that cannot be stored is another one: its text if Python defines it (a Fraction, a Path), else its address."""
+    if type(value).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(value, FunctionType):
+        return repr(value)[:1000]
+    return str(id(value))
 
 
 def _held(value: Any, label: str) -> Any:

@@ -2,7 +2,7 @@
 
     None bool int float str                    as they are; nan and infinities by name
     list dict                                  as JSON's own; a dict with other keys than str as pairs
-    tuple set frozenset deque OrderedDict defaultdict torch.Size complex bytes bytearray
+    tuple set frozenset deque OrderedDict defaultdict Counter torch.Size complex bytes bytearray
     torch.dtype torch.device torch.Generator numpy scalars and arrays
     Tensor                                     by what the caller makes of it: a name in the checkpoint's index, or its bytes
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +31,7 @@ Take = Callable[[Any], Tensor]
 #: Marks an object that stands for another type.
 _TAG = "$"
 _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "int": int, "float": float, "set": set}
+_MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _INLINE = 1 << 20
 
 
@@ -71,8 +72,8 @@ def _encode_rare(value: Any, path: str, put: Put) -> Any:
         return _tagged("size" if kind is torch.Size else kind.__name__, items)
     if kind is deque:
         return _tagged("deque", [value.maxlen, [encode(each, f"{path}/{at}", put) for at, each in enumerate(value)]])
-    if kind is OrderedDict:
-        return _tagged("ordered", _pairs(value, path, put))
+    if kind in _MAPPINGS.values():
+        return _tagged(next(name for name, each in _MAPPINGS.items() if each is kind), _pairs(value, path, put))
     if kind is defaultdict:
         name = next((name for name, each in _FACTORIES.items() if each is value.default_factory), None)
         if name is None and value.default_factory is not None:
@@ -117,11 +118,11 @@ def decode(plain: Any, take: Take) -> Any:
     if name in _DECODERS:
         return _DECODERS[name](content)
     items = decode(content if name not in ("deque", "defaultdict") else content[1], take)
-    if name in ("dict", "ordered", "defaultdict"):
-        pairs = [(_key(key), each) for key, each in items]
+    if name in (*_MAPPINGS, "defaultdict"):
+        pairs = {_key(key): each for key, each in items}
         if name == "defaultdict":
             return defaultdict(None if content[0] is None else _FACTORIES[content[0]], pairs)
-        return dict(pairs) if name == "dict" else OrderedDict(pairs)
+        return _MAPPINGS[name](pairs)
     if name == "deque":
         return deque(items, maxlen=content[0])
     if name in _SEQUENCES:

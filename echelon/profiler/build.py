@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,14 @@ from echelon.errors import EchelonError, JobError
 from echelon.job import Job, make_dense, require_trainable
 from echelon.profiler.lazy import initialise_lazy, is_uninitialised
 from echelon.profiler.random_state import random_states
+from echelon.profiler.reach import reachable
+from echelon.profiler.snapshot import reached
 from echelon.profiler.wide_ops import restart_names
 
 
 def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy with the hooks of its parameters, which `copy.deepcopy` drops."""
+    reached({"model": model})  # iterators become such as can be copied
     copied: nn.Module = copy.deepcopy(model, memo)
     if isinstance(model, torch.jit.ScriptModule):
         return copied
@@ -38,6 +42,36 @@ def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modu
     return copied
 
 
+#: Modules that factories made and the user's code registered somewhere.
+_BUILT: WeakSet[nn.Module] = WeakSet()
+
+
+def call_factory(factory: Callable[[], nn.Module]) -> nn.Module:
+    """A model of the job's factory. Modules of an earlier one leave the user's lists and dicts first: each model registers its own there."""
+    before = reachable({"model": factory})
+    for value in before.values():
+        if isinstance(value, list) and any(_is_built(each) for each in value):
+            value[:] = [each for each in value if not _is_built(each)]
+        elif isinstance(value, dict):
+            for key in [key for key, each in value.items() if _is_built(each)]:
+                del value[key]
+    given = set(map(id, before.values()))
+    try:
+        return factory()
+    finally:
+        found = reachable({"model": factory}).values()
+        _BUILT.update(each for each in found if isinstance(each, nn.Module) and id(each) not in given)
+
+
+def note_copies(memo: Mapping[int, Any]) -> None:
+    """Copies of modules that factories made count as such too; `memo`: that of `copy.deepcopy`."""
+    _BUILT.update(memo[id(each)] for each in list(_BUILT) if id(each) in memo)
+
+
+def _is_built(value: Any) -> bool:
+    return isinstance(value, nn.Module) and value in _BUILT
+
+
 def made(job: Job) -> nn.Module:
     """What the job's factory gives, or a copy of its module: what a trial does to it is not seen in the training."""
     if isinstance(job.model, nn.Module):
@@ -45,12 +79,12 @@ def made(job: Job) -> nn.Module:
             model = copy_module(job.model)
     else:
         restart_names()
-        model = job.model()
+        model = call_factory(job.model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model= gives {type(model).__name__}, not an nn.Module")
     if is_uninitialised(model):
         with unset_fake_temporarily():
-            model = model if isinstance(job.model, nn.Module) else job.model()
+            model = model if isinstance(job.model, nn.Module) else call_factory(job.model)
             initialise_lazy(model, job)
     require_trainable(model)
     make_dense(model)

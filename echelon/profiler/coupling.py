@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.job import Job, call_loss, call_model, lift
 from echelon.loss_counts import read_counts
-from echelon.profiler.build import copy_module
+from echelon.profiler.build import call_factory, copy_module
 from echelon.profiler.example import Example
 from echelon.profiler.lazy import initialise_lazy
 from echelon.profiler.random_state import random_states, seed_all
@@ -364,7 +364,7 @@ def _is_rows(leaf: Any, samples: int) -> bool:
 def _still_model(job: Job) -> nn.Module:
     """A model of its own, with the values that training starts from, dropout off and batch norms that look at no batch."""
     seed_all(job.seed)
-    model = copy_module(job.model) if isinstance(job.model, nn.Module) else job.model()
+    model = copy_module(job.model) if isinstance(job.model, nn.Module) else call_factory(job.model)
     initialise_lazy(model, job)
     model = model.to("cpu").train()
     silence(model)

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from echelon.errors import EchelonError
 from echelon.profiler.build import unquestioned
 from echelon.profiler.random_state import random_states
+from echelon.profiler.snapshot import reached
 from echelon.profiler.visits import Visit, follow, intercepted, unit_paths
 from echelon.tree import Structure, tree_flatten, tree_map
 
@@ -56,6 +57,7 @@ class Ghost:
         memo: dict[int, Any] = {}
         for value in (*model.parameters(), *model.buffers()):
             memo[id(value)] = self._fake(value, device)
+        reached({"model": model})  # iterators become such as can be copied
         self.model = copy.deepcopy(model, memo)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):

@@ -33,13 +33,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from echelon.job import Job
-from echelon.profiler.build import copy_module
-from echelon.profiler.reach import GENERATORS, PLAIN, Slot, is_user, reachable, slots_of
+from echelon.profiler.build import copy_module, note_copies
+from echelon.profiler.patches import Patches
+from echelon.profiler.reach import BUFFERS, GENERATORS, PLAIN, RECORDS, Slot, is_user, slots_of
+from echelon.profiler.replay import Replay
+from echelon.profiler.snapshot import Snapshot, reached
 
 #: Bytes from which on a tensor that no model owns is shared: it is data, and data is read.
 _LARGE = 2**26
 _FUNCTIONS = ("loss", "inputs", "collate", "optimizer", "schedule")
-_STATEFUL = (nn.Module, Tensor, np.ndarray, *GENERATORS, list, dict, set, tuple, deque)
+_STATEFUL = (nn.Module, Tensor, np.ndarray, *GENERATORS, list, dict, set, tuple, deque, *BUFFERS, *RECORDS, Replay)
 
 
 class Isolated:
@@ -78,6 +81,7 @@ class Isolated:
             model = _copied(job.model, memo, None)
             changes["model"] = partial(_deep, model) if self._reuses(job.model) else model
         self.job: Job = dataclasses.replace(job, **changes)
+        note_copies(memo)
         self._depth = 0
 
     @contextlib.contextmanager
@@ -112,12 +116,16 @@ class Isolated:
         if (known := _REUSES.get(factory)) is not None:
             return known
         own = {id(leaf) for _, value in self._values for leaf in _tensors(value)}
-        kept, self._depth = list(self._values), 0
-        try:
-            with self.active(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-                made = list(factory().parameters())
-        except Exception:  # a constructor that looks at values
-            made = []
+        kept, self._depth, patches = list(self._values), 0, Patches()
+        with self.active():
+            held = Snapshot({"model": factory})
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+                    made = list(factory().parameters())
+            except Exception:  # a constructor that looks at values
+                made = []
+            held.put_back()
+        patches.put_back()
         self._values = kept
         found = any(not isinstance(each, FakeTensor) and not each.is_meta and id(each) not in own for each in made)
         with contextlib.suppress(TypeError):  # what weak references cannot point to is tried again
@@ -251,7 +259,7 @@ def _slots(job: Job) -> list[tuple[Slot, bool]]:
     step = {name: getattr(job, name) for name in _FUNCTIONS if name != "collate"} | {"metrics": dict(job.metrics)}
     rest = {"collate": job.collate, "model": None if isinstance(job.model, nn.Module) else job.model}
     for lifted, roots in ((True, step), (False, rest)):
-        for value in reachable(roots).values():
+        for value in reached(roots).values():
             for slot in _of(value):
                 found.setdefault((id(slot.holder), slot.key), (slot, lifted))
     return list(found.values())

@@ -4,23 +4,26 @@
     partials        the function and its arguments
     objects         attributes and methods; of a module also its parameters, buffers, submodules and hooks, of an optimizer its hooks
     classes         attributes and methods
-    containers      their items
+    containers      their items; of one of a user's class also attributes and methods
 
-Only the user's own code is followed, not torch's, NumPy's or another library's.
+Only the user's own code is followed, not torch's, NumPy's or another library's, and records of Python's own (`SimpleNamespace`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import queue
 import random
 import sys
 import sysconfig
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping
+from argparse import Namespace
+from array import array
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +32,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from echelon.profiler.replay import Replay
+
 #: Values without an identity: an equal one is as good.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device)
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-#: Containers that are followed, by exact type.
-CONTAINERS = (list, dict, set, tuple, deque, OrderedDict, defaultdict)
+#: Bytes that change in place.
+BUFFERS = (bytearray, array)
+_CONTAINERS = (OrderedDict, list, dict, set, tuple, deque)
+#: Classes of Python's own that hold attributes.
+RECORDS = (SimpleNamespace, Namespace, UserDict, UserList, queue.Queue)
 _DESCRIPTORS = (staticmethod, classmethod, property)
 #: What recurrent layers keep of their own parameters, made again whenever one is assigned.
 _OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs", "_flat_weights_names", "_all_weights"})
@@ -87,27 +95,35 @@ def reachable(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dic
 def _is_followed(value: Any) -> bool:
     if isinstance(value, FunctionType | type):
         return is_user(value)
-    if isinstance(value, (Tensor, np.ndarray, MethodType, partial, *GENERATORS)) or type(value) in CONTAINERS:
+    if isinstance(value, (Tensor, np.ndarray, MethodType, partial, Replay, *BUFFERS, *GENERATORS)):
         return True
-    return is_object(value)
+    return is_container(value) or is_object(value)
+
+
+def is_container(value: Any) -> bool:
+    """Whether it holds items that are followed; also of a class derived from Python's own (Counter, a list of the user's)."""
+    return isinstance(value, _CONTAINERS) and not isinstance(value, torch.Size)
+
+
+def base_of(container: Any) -> Any:
+    """Python's own class that a container is derived from: its methods go by no rule of the user's."""
+    return next(each for each in _CONTAINERS if isinstance(container, each))
 
 
 def is_object(value: Any) -> bool:
     """Whether it is an object of the user's that may change, or an optimizer or a module of any kind but a compiled one."""
     if isinstance(value, (ModuleType, torch.jit.ScriptModule, *_DESCRIPTORS, type, FunctionType, MethodType)):
         return False
-    return isinstance(value, nn.Module | Optimizer) or (
+    return isinstance(value, (nn.Module, Optimizer, *RECORDS)) or (
         is_user(type(value)) and (hasattr(value, "__dict__") or any(map(_fixed, type(value).__mro__)))
     )
 
 
 def _next(value: Any) -> list[tuple[str, Any]]:
     """What one thing leads to, by labels."""
-    if type(value) in CONTAINERS:
-        if len(value) > _LONG or isinstance(value, set):
-            return []
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(f"[{key!r}]", each) for key, each in items if isinstance(key, PLAIN) and not isinstance(each, PLAIN)]
+    items = _items(value) if is_container(value) else []
+    if is_container(value) and not is_object(value):
+        return items
     if isinstance(value, MethodType):
         return [(".self", value.__self__), (".function", value.__func__)]
     if isinstance(value, partial):
@@ -121,7 +137,15 @@ def _next(value: Any) -> list[tuple[str, Any]]:
         return held + [(f".{name}", each) for name, each in methods_of(value)]
     if not is_object(value) or isinstance(value, Dataset):
         return held
-    return [*held, *_hooks(value), (".class", type(value))]
+    return [*items, *held, *_hooks(value), (".class", type(value))]
+
+
+def _items(container: Any) -> list[tuple[str, Any]]:
+    if len(container) > _LONG or isinstance(container, set):
+        return []
+    base = base_of(container)
+    pairs = base.items(container) if isinstance(container, dict) else enumerate(base.__iter__(container))
+    return [(f"[{key!r}]", each) for key, each in pairs if isinstance(key, PLAIN) and not isinstance(each, PLAIN)]
 
 
 def _hooks(value: Any) -> list[tuple[str, Any]]:
@@ -174,7 +198,7 @@ def _names_held(value: Any) -> list[str]:
         hidden |= _OF_RECURRENT
     fixed = [name for each in type(value).__mro__ for name in _fixed(each) if hasattr(value, name)]
     if isinstance(value, Dataset):  # the rest is data
-        return [name for name, each in vars(value).items() if isinstance(each, PLAIN)]
+        return [name for name, each in vars(value).items() if isinstance(each, (*PLAIN, Iterator, Dataset))]
     return [*(name for name in getattr(value, "__dict__", ()) if name not in hidden), *fixed]
 
 
@@ -242,7 +266,7 @@ def is_user(value: Any) -> bool:
 
 
 def _is_user_module(name: str) -> bool:
-    if name.split(".")[0] in ("echelon", "builtins", "torch", "numpy"):
+    if name.split(".")[0] in ("echelon", "torch", "numpy", *sys.stdlib_module_names):
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is None or _is_own_file(file)

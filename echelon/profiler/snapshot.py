@@ -6,7 +6,10 @@ Large tensors are not copied; torch's version counter shows whether they were ch
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import random
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -14,21 +17,36 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from echelon.job import Job
-from echelon.profiler.reach import CONTAINERS, GENERATORS, PLAIN, reachable, slot_at, slots_of
+from echelon.profiler.patches import Patches
+from echelon.profiler.reach import (
+    BUFFERS,
+    GENERATORS,
+    PLAIN,
+    base_of,
+    is_container,
+    is_user,
+    reachable,
+    slot_at,
+    slots_of,
+)
+from echelon.profiler.replay import Replay, is_plain_iterator
 
 #: Longer containers are not copied, nor are tensors with more bytes.
 ITEMS, LARGE = 100_000, 2**26
 #: Nor larger ones around a trial: they are not what steps count by.
 _TRIED = 2**22
+#: Fields of a job that may hold the samples themselves.
+_DATA = ("data", "evaluation", "warmup_data")
 
 
 class Snapshot:
     """What is reached from `roots`, as it is now; `without`: ids of objects that are left alone."""
 
     def __init__(self, roots: Mapping[str, Any], *, without: Collection[int] = (), largest: int = LARGE) -> None:
-        nodes = list(reachable(roots, without=without).items())
+        nodes = list(reached(roots, without=without).items())
         self._owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
         self._large = [
             (name, value, value._version)
@@ -67,24 +85,48 @@ class Snapshot:
         return bool(self.unrestored()) or not all(_is_equal(*each) or _is_same(*each) for each in pairs)
 
 
+def reached(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dict[str, Any]:
+    """What is reached from `roots`, with a `Replay` in place of each iterator that could not be put back otherwise."""
+    found = reachable(roots, without=without)
+    replays: dict[int, tuple[Any, Replay]] = {}
+
+    def replaced(value: Any) -> Any:
+        if not is_plain_iterator(value) or is_user(type(value)):
+            return value
+        return replays.setdefault(id(value), (value, Replay(value)))[1]
+
+    for value in found.values():
+        for slot in slots_of(value).values():
+            held = slot.value
+            if replaced(held) is not held:
+                slot.put(replaced(held))
+        if isinstance(value, list | dict) and len(value) <= ITEMS:
+            for key, held in pairs_of(content_of(value)):
+                if replaced(held) is not held:
+                    base_of(value).__setitem__(value, key, replaced(held))
+    return reachable(roots, without=without) if replays else found
+
+
 @contextlib.contextmanager
 def without_trace(job: Job) -> Iterator[None]:
-    """Calls and steps that are only tried, inside, change nothing that the job's functions keep: closures, globals, attributes of classes,
-    settings of a data set. Modules are left alone."""
+    """Calls, steps and builds that are only tried, inside, change nothing that the job's functions keep (closures, globals, attributes of
+    classes), no setting of a data set, no place in a stream, and nothing in torch. Modules are left alone."""
     model = [job.model] if isinstance(job.model, nn.Module) else []
     own = {id(each) for one in model for each in (*one.modules(), *one.parameters(), *one.buffers())}
-    roots = {"loss": job.loss, "inputs": job.inputs, "optimizer": job.optimizer, "schedule": job.schedule}
-    held = Snapshot(roots, without=own, largest=_TRIED)
+    given = {each.name: getattr(job, each.name) for each in dataclasses.fields(job)}
+    roots = {name: each for name, each in given.items() if name not in _DATA or isinstance(each, Dataset)}
+    held, patches = Snapshot(roots, without=own | set(map(id, model)), largest=_TRIED), Patches()
     try:
         yield
     finally:
         held.put_back()
+        patches.put_back()
 
 
 def has_content(value: Any) -> bool:
     """Whether it changes in place otherwise than by its attributes."""
-    return isinstance(value, (Tensor, np.ndarray, *GENERATORS)) or (
-        type(value) in CONTAINERS and type(value) is not tuple
+    return isinstance(value, (Tensor, np.ndarray, Replay, *BUFFERS, *GENERATORS)) or (
+        is_container(value) and not isinstance(value, tuple)
     )
 
 
@@ -96,7 +138,7 @@ def _is_small(value: Any, largest: int) -> bool:
             and not value.is_meta
             and value.nbytes <= largest
         )
-    return len(value) <= ITEMS if type(value) in CONTAINERS else True
+    return len(value) <= ITEMS if is_container(value) else True
 
 
 def content_of(value: Any) -> Any:
@@ -107,14 +149,20 @@ def content_of(value: Any) -> Any:
         return value.bit_generator.state
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
-    if isinstance(value, dict | set):
-        return dict(value) if isinstance(value, dict) else set(value)
-    return list(value) if isinstance(value, list | deque) else value
+    if isinstance(value, BUFFERS):
+        return bytes(value)
+    if isinstance(value, dict):
+        return dict(base_of(value).items(value))
+    if isinstance(value, set):
+        return set(value)
+    return list(base_of(value).__iter__(value)) if isinstance(value, list | deque) else value
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor | torch.Generator):
         return value.detach().clone() if isinstance(value, Tensor) else value.clone_state()
+    if isinstance(value, Replay):
+        return copy.copy(value)
     return value.copy() if isinstance(value, np.ndarray) else content_of(value)
 
 
@@ -129,7 +177,14 @@ def refill(value: Any, content: Any) -> bool:
             value[...] = content
             return True
         return False
-    if isinstance(value, torch.Generator):
+    if isinstance(value, Replay):
+        return value.refill(content)
+    if isinstance(value, array):
+        del value[:]
+        value.frombytes(content)
+    elif isinstance(value, bytearray):
+        value[:] = content
+    elif isinstance(value, torch.Generator):
         value.set_state(content.get_state())
     elif isinstance(value, random.Random):
         value.setstate(content)
@@ -137,10 +192,11 @@ def refill(value: Any, content: Any) -> bool:
         value.bit_generator.state = content
     elif isinstance(value, np.random.RandomState):
         value.set_state(content)
-    elif type(value) in CONTAINERS:
+    elif is_container(value):
+        base = base_of(value)
         items = list(content.values()) if isinstance(content, dict) and isinstance(value, list | deque) else content
-        value.clear()
-        (value.extend if isinstance(value, list | deque) else value.update)(items)
+        base.clear(value)
+        (base.extend if isinstance(value, list | deque) else base.update)(value, items)
     else:
         return False
     return True
@@ -154,6 +210,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.tobytes() == other.tobytes()
     if isinstance(one, torch.Generator):
         return torch.equal(one.get_state(), other.get_state())
+    if isinstance(one, Replay):
+        return one.count == other.count
     if isinstance(one, list | dict):
         keys = list(one) == list(other) if isinstance(one, dict) else len(one) == len(other)
         return keys and all(mine is each for (_, mine), (_, each) in zip(pairs_of(one), pairs_of(other), strict=True))

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from echelon.job import Job, call_loss, call_model, lift
 from echelon.plan.plan import Plan
 from echelon.plan.split import split
+from echelon.profiler.build import call_factory
 from echelon.profiler.isolation import Isolated
 from echelon.profiler.lazy import initialise_lazy
 from echelon.profiler.random_state import random_states
@@ -82,7 +83,7 @@ class Reference:
         self.device = torch.device(device)
         with self._isolated.active(), random_states():
             seed_build(job.seed)
-            made = self.job.model if isinstance(self.job.model, nn.Module) else self.job.model()
+            made = self.job.model if isinstance(self.job.model, nn.Module) else call_factory(self.job.model)
             initialise_lazy(made, self.job)
             recipe.fill(made, self.job)
             self.fingerprint = model_hash(made)  # of the model as it is, before float64

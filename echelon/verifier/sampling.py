@@ -20,7 +20,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds
 from echelon.plan.stages import stage_count
-from echelon.profiler.build import built, copy_module
+from echelon.profiler.build import built, call_factory, copy_module
 from echelon.profiler.complete import complete
 from echelon.profiler.repeat import TRACED, Run, find
 
@@ -103,7 +103,7 @@ def _blocks(job: Job) -> Run | None:
 
 def _shortened(job: Job, run: Run) -> Callable[[], nn.Module]:
     def model() -> nn.Module:
-        made: Any = copy_module(job.model) if isinstance(job.model, nn.Module) else job.model()
+        made: Any = copy_module(job.model) if isinstance(job.model, nn.Module) else call_factory(job.model)
         holder = made.get_submodule(run.path)
         for name in list(holder._modules)[TRACED:]:
             del holder._modules[name]

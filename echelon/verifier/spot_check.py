@@ -44,6 +44,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
 from echelon.profiler.isolation import Isolated
+from echelon.profiler.patches import Patches
 from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import Stillness, silenced
 from echelon.tree import copy_tensors
@@ -304,8 +305,9 @@ class SpotChecks:
         assert functions is not None
         with _isolated(), functions.active():
             # Making the schedule would reset what it shares with the loss.
-            job = dataclasses.replace(functions.job, schedule=None)
+            job, patches = dataclasses.replace(functions.job, schedule=None), Patches()
             made = Reference(job, plan, feed, device=self._device, still=held, pristine=self._pristine, dtype=dtype)
+            patches.put_back()
             state.load(made.model, dtype)
             with rough, silenced(made.model) if still else contextlib.nullcontext():
                 loss = made.backward(step)
