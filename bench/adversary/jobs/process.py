@@ -49,7 +49,7 @@ def registry() -> Spec:
         penalty = sum(each.up.weight.pow(2).sum() for each in REGISTRY)
         return F.cross_entropy(output, batch[-1]) + 0.05 * penalty
 
-    return Spec(model=net(block=Registered), loss=loss, optimizer=sgd(), data=classes(), restart=REGISTRY.clear)
+    return Spec(model=net(block=Registered), loss=loss, optimizer=sgd(), data=classes())
 
 
 class Once(IterableDataset[Any]):
