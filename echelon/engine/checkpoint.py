@@ -46,8 +46,13 @@ def save(run: Run, folder: Path) -> int:
         if run.world.main:
             if (folder / MANIFEST).exists():
                 raise CheckpointError(f"{folder}: there is a checkpoint already")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            try:
+                if partial.is_symlink() or partial.is_file():
+                    partial.unlink()
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            except OSError as error:
+                raise _named(error, folder) from error
     try:
         return _save(run, folder, partial)
     except (Exception, CheckpointException) as error:  # torch's is no Exception

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class _Found:
 
     shapes: Mapping[str, tuple[int, ...]]
     fill: Callable[[Mapping[str, Tensor]], None]
+    #: Of tensors in files; those of a checkpoint are the model's own.
+    kinds: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -52,6 +55,8 @@ def load_weights(
             here = tuple(whole_shape(targets[name], pieces.get(name)))
             if shape != here:
                 raise JobError(f"{path}: {name} is {shape} there and {here} in the model")
+        for name, dtype in found.kinds.items():
+            _require_kind(path, name, dtype, targets[name].dtype)
         mine = [name for name in found.shapes if not targets[name].is_meta]  # the others are other stages'
         found.fill({name: targets[name] for name in mine if name not in pieces})
         for name in mine:
@@ -90,7 +95,7 @@ def checkpoint_of(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
     found = [each for each in (path / "checkpoints").glob("step-*") if each.name.removeprefix("step-").isdigit()]
-    saved = [each for each in found if (each / MANIFEST).is_file()]
+    saved = [each for each in found if (each / MANIFEST).is_file() and not each.is_symlink()]
     if not saved:
         what = "a folder without a checkpoint" if path.is_dir() else "no such folder"
         raise CheckpointError(
@@ -164,7 +169,7 @@ def _fill_table(target: Tensor, folder: Path, name: str) -> None:
         target[torch.from_numpy(ids)] = torch.from_numpy(values).to(target.device, target.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Checkpoint(_Found):
     dtypes: Mapping[str, torch.dtype]
     manifest: Mapping[str, Any]
@@ -180,7 +185,26 @@ def _open_file(path: Path, files: ExitStack) -> _Found:
         for name, target in targets.items():
             _fill(target, found[name][1])
 
-    return _Found(shapes={name: tuple(shape) for name, (shape, _) in found.items()}, fill=fill)
+    if not found:
+        raise JobError(f"{path}: holds no tensors; save model.state_dict()")
+    return _Found(
+        shapes={name: tuple(shape) for name, (shape, _, _) in found.items()},
+        fill=fill,
+        kinds={name: dtype for name, (_, _, dtype) in found.items()},
+    )
+
+
+def _require_kind(path: Path, name: str, there: torch.dtype, here: torch.dtype) -> None:
+    """Integers in place of numbers are codes of a quantized model: they mean nothing without its scales."""
+    if there == here or (there.is_floating_point and here.is_floating_point):
+        return
+    whole = not any(each.is_floating_point or each.is_complex or each == torch.bool for each in (there, here))
+    if whole or (there.is_complex and here.is_complex):
+        return
+    raise JobError(
+        f"{path}: {name} is {str(there).removeprefix('torch.')} there and {str(here).removeprefix('torch.')} in the model; convert it "
+        "in the file: dequantize integers, take the real part of complex numbers"
+    )
 
 
 def _fill(target: Tensor, read: Read) -> None:
@@ -194,8 +218,8 @@ def _fill(target: Tensor, read: Read) -> None:
     local.copy_(read(slice(offset[0], offset[0] + shape[0])))
 
 
-def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read]]:
-    """name -> (shape, reader of some rows), without reading any data yet."""
+def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read, torch.dtype]]:
+    """name -> (shape, reader of some rows, dtype), without reading any data yet."""
     try:
         if path.name.endswith(".index.json"):
             return {key: value for part in shards(path) for key, value in _open(part, files).items()}
@@ -204,7 +228,8 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
 
             handle = files.enter_context(safe_open(str(path), framework="pt"))
             return {name: _lazy(handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # Files of torch before 1.6 are no zip archives and cannot be mapped.
+        state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except JobError:
         raise
     except Exception as error:
@@ -214,7 +239,12 @@ def _open(path: Path, files: ExitStack) -> dict[str, tuple[tuple[int, ...], Read
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise JobError(f"{path}: not a state dict of tensors; save model.state_dict()")
-    return {name: (tuple(value.shape), _rows(value)) for name, value in state.items()}
+    for name, value in state.items():
+        what = "quantized" if value.is_quantized else "on the meta device" if value.is_meta else ""
+        what = what or ("" if value.layout is torch.strided else str(value.layout).removeprefix("torch."))
+        if what:
+            raise JobError(f"{path}: {name} is {what}; save dense tensors with values (dequantize(), to_dense())")
+    return {name: (tuple(value.shape), _rows(value), value.dtype) for name, value in state.items()}
 
 
 def shards(index: Path) -> list[Path]:
@@ -231,9 +261,15 @@ def shards(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
-def _lazy(part: Any) -> tuple[tuple[int, ...], Read]:
+def _lazy(part: Any) -> tuple[tuple[int, ...], Read, torch.dtype]:
     shape = tuple(part.get_shape())
-    return shape, lambda rows: part[rows] if rows is not None else part[:] if shape else part[...]
+
+    def read(rows: slice | None) -> Tensor:
+        found: Tensor = part[rows] if rows is not None else part[:] if shape else part[...]
+        return found
+
+    # Its name in the file ("BF16") is not torch's; no row tells the dtype too.
+    return shape, read, part[:0].dtype if shape else part[...].dtype
 
 
 def _rows(value: Tensor) -> Read:

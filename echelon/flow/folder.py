@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -28,6 +30,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 
 _PREFIX = "step-"
+_BEST = "best.json"
 
 
 class RunFolder:
@@ -71,37 +74,78 @@ class RunFolder:
         except OSError as error:
             raise unwritable(self.path, error) from error
 
-    def recall(self) -> tuple[float | None, dict[str, float]]:
-        """Loss of the last step and metrics of the last evaluation, as far as the log knows them."""
+    def recall(self, step: int) -> tuple[float | None, dict[str, float] | None]:
+        """Loss of the last step, and metrics of the evaluation at `step`, as far as the log has them; None: it has no such evaluation."""
         from echelon.observer import read_events
 
         with contextlib.suppress(EchelonError, OSError):
-            last = {event.kind: event.data for event in read_events(self.path)}
-            return last.get("step", {}).get("loss"), dict(last.get("evaluation", {}).get("metrics", {}))
-        return None, {}
+            last = {event.kind: event for event in read_events(self.path)}
+            loss = last["step"].data.get("loss") if "step" in last else None
+            evaluation = last.get("evaluation")
+            found = evaluation is not None and evaluation.step == step
+            return loss, dict(evaluation.data.get("metrics", {})) if evaluation is not None and found else None
+        return None, None
 
     def place(self, step: int) -> Path:
         """Where the checkpoint of `step` goes."""
         return self.checkpoints / f"{_PREFIX}{step:08d}"
 
     def saved(self) -> list[Path]:
-        """Whole checkpoints, newest first."""
-        found = [path for path in self.checkpoints.glob(f"{_PREFIX}*") if _manifest(path).is_file()]
-        return sorted((path for path in found if path.name.removeprefix(_PREFIX).isdigit()), reverse=True)
+        """Whole checkpoints, newest first. A symbolic link is none: it may be another run's."""
+        return sorted(filter(_is_checkpoint, self._numbered()), reverse=True)
 
-    def best(self) -> tuple[Path, float] | None:
-        """The checkpoint with the lowest evaluation loss, and that loss."""
+    def _numbered(self) -> list[Path]:
+        found = self.checkpoints.glob(f"{_PREFIX}*")
+        return [path for path in found if re.fullmatch("[0-9]+", path.name.removeprefix(_PREFIX))]
+
+    def clear_leftovers(self) -> list[str]:
+        """Delete what broken writes left behind; warnings that name what is no checkpoint and stays."""
+        said = []
+        for path in sorted(self.checkpoints.glob(f"{_PREFIX}*.partial")):
+            self.discard(path)
+        for path in sorted(self._numbered()):
+            if path.is_symlink():
+                said.append(f"{path}: a symbolic link, not a checkpoint of this run; it is not read")
+            elif not path.is_dir():
+                said.append(
+                    f"{path}: a file where a checkpoint's folder goes; it is not read, and deleted when that checkpoint is saved"
+                )
+        return said
+
+    def best(self, judge: str | None = None) -> tuple[Path, float] | None:
+        """The checkpoint with the lowest evaluation loss, and that loss. `judge`: only if it was evaluated as this digest says."""
+        found = self._read_best()
+        return None if found is None or (judge is not None and found[2] != judge) else found[:2]
+
+    def drop_best(self, judge: str) -> str:
+        """Delete the note of the best where it cannot be compared with evaluations by `judge`; why, or ""."""
+        note = self.checkpoints / _BEST
+        if not note.exists() or self.best(judge) is not None:
+            return ""
+        found = self._read_best()
+        why = (
+            "its checkpoint is gone or was written again, or its loss is no number"
+            if found is None
+            else "the evaluation data, the loss or the collation changed"
+        )
+        with contextlib.suppress(OSError):
+            note.unlink()
+        return f"{note}: no longer the best, because {why}; the next evaluation is compared with none before it"
+
+    def _read_best(self) -> tuple[Path, float, str] | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads((self.path / "checkpoints" / "best.json").read_text())
+            note = json.loads((self.checkpoints / _BEST).read_text())
             path, loss = self.checkpoints / Path(str(note["checkpoint"])).name, float(note["loss"])
-            return (path, loss) if _manifest(path).is_file() else None
+            same = _is_checkpoint(path) and note["manifest"] == _digest(path)
+            return (path, loss, str(note["judge"])) if same and math.isfinite(loss) else None
         return None
 
-    def note_best(self, checkpoint: Path, loss: float) -> None:
-        """Remember the best."""
-        partial = self.checkpoints / "best.json.partial"
-        partial.write_text(json.dumps({"checkpoint": checkpoint.name, "loss": loss}))
-        partial.replace(self.checkpoints / "best.json")
+    def note_best(self, checkpoint: Path, loss: float, judge: str) -> None:
+        """Remember the best. `judge`: digest of what it was evaluated with."""
+        partial = self.checkpoints / f"{_BEST}.partial"
+        note = {"checkpoint": checkpoint.name, "loss": loss, "judge": judge, "manifest": _digest(checkpoint)}
+        partial.write_text(json.dumps(note))
+        partial.replace(self.checkpoints / _BEST)
 
     def prune(self) -> None:
         """Delete all but the last `keep` and the best, and what broken writes left behind. Never while a checkpoint is written."""
@@ -110,12 +154,17 @@ class RunFolder:
             if best is None or path != best[0]:
                 self.discard(path)
         for path in self.checkpoints.glob(f"{_PREFIX}*"):
-            if path.is_dir() and (path.name.endswith(".partial") or not _manifest(path).is_file()):
-                shutil.rmtree(path, ignore_errors=True)
+            if path.name.endswith(".partial") or (path.is_dir() and not path.is_symlink() and not _is_checkpoint(path)):
+                self.discard(path)
 
     def discard(self, checkpoint: Path) -> None:
-        """Delete a checkpoint."""
-        _manifest(checkpoint).unlink(missing_ok=True)  # first, so that a half-deleted checkpoint is none
+        """Delete a checkpoint; of a symbolic link the link alone."""
+        with contextlib.suppress(OSError):
+            if checkpoint.is_symlink() or not checkpoint.is_dir():
+                checkpoint.unlink(missing_ok=True)
+                return
+            if _is_checkpoint(checkpoint):
+                _manifest(checkpoint).unlink()  # first, so that a half-deleted checkpoint is none
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -151,6 +200,14 @@ def _manifest(checkpoint: Path) -> Path:
     from echelon.engine.stored import MANIFEST
 
     return checkpoint / MANIFEST
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return not path.is_symlink() and _manifest(path).is_file()
+
+
+def _digest(checkpoint: Path) -> str:
+    return hashlib.sha256(_manifest(checkpoint).read_bytes()).hexdigest()
 
 
 def read_record(path: Path) -> JobRecord:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +28,7 @@ from echelon.flow.signals import asking
 from echelon.launchers.command import given_command
 from echelon.launchers.handover import note_start
 from echelon.launchers.local import AGAIN, INTERRUPTED
+from echelon.plan.inputs import hashed
 from echelon.plan.store import installed_versions
 from echelon.world import World
 
@@ -171,6 +174,8 @@ class Training:
             if main:
                 self._write_documents(certificate)
                 self._folder.write_record(self._resumption.record())
+                said = [*self._folder.clear_leftovers(), self._folder.drop_best(self._judge())]
+                self._early.extend(filter(None, said))
         self._listeners += self._observers()
         self._emit("start", **self._start_facts())
         self._started = True
@@ -315,7 +320,7 @@ class Training:
         if run.step_number == self._saved_at:
             return
         begin, place = time.perf_counter(), folder.place(run.step_number)
-        if self._world.main and place.exists():
+        if self._world.main and os.path.lexists(place):
             folder.discard(place)  # it could not be read when the run was resumed, so its steps were done again
         try:
             size = run.save(place)
@@ -338,13 +343,25 @@ class Training:
             self._best = self._metrics["loss"]
         if self._world.main:
             if better:
-                self._folder.note_best(place, self._metrics["loss"])
+                self._note_best(place)
             self._folder.prune()
         self._emit("checkpoint", path=str(place), seconds=seconds, bytes=size, best=better)
 
+    def _note_best(self, place: Path) -> None:
+        try:
+            self._folder.note_best(place, self._metrics["loss"], self._judge())
+        except OSError as error:  # a full disk: the checkpoint is there
+            self._warn(f"{place}: the best so far, which could not be noted ({error.strerror})")
+
+    def _judge(self) -> str:
+        """Digest of what decides an evaluation's loss besides the weights: losses by another one are not comparable."""
+        parts = self._subject.identity.parts
+        names = ("evaluation", "code loss", "code inputs", "code collate")
+        return hashed(json.dumps([parts.get(name) for name in names]).encode())
+
     def _resume(self) -> None:
         """Load the newest checkpoint that is whole; a damaged one is passed over, loudly."""
-        mine, best = self._folder.saved() if self._settings.resume else [], self._folder.best()
+        mine, best = self._folder.saved() if self._settings.resume else [], self._folder.best(self._judge())
         # What rank 0 sees counts: a network disk may show the others something older.
         saved, self._best = self._run.ranks.gather(([str(path) for path in mine], best and best[1]))[0]
         self._resumption = Resumption(self._run, self._subject)
@@ -382,7 +399,7 @@ class Training:
         run = self._run
         step, total = run.step_number, run.total_steps
         if step == self._resumed_at:
-            self._loss, self._metrics = run.ranks.gather(self._folder.recall() if self._world.main else None)[0]
+            self._recall()
         else:
             run.settle()
             self._save(final=True)
@@ -404,6 +421,17 @@ class Training:
         self._emit("end", reason=reason, seconds=self._seconds(), message=message)
         if self._world.main:
             self._report()
+
+    def _recall(self) -> None:
+        """Have the results of a run that was finished before; evaluate where that failed or was killed then."""
+        run, main = self._run, self._world.main
+        self._loss, found = run.ranks.gather(self._folder.recall(run.step_number) if main else None)[0]
+        self._metrics = found or {}
+        if found is not None or run.job.evaluation is None or not (self._ended or self._epoch_ended):
+            return
+        self._evaluate()
+        if self._better() and main:
+            self._note_best(self._folder.place(run.step_number))
 
     def _report(self) -> None:
         from echelon.observer import write_report

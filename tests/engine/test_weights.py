@@ -197,3 +197,45 @@ def test_the_last_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     partial.mkdir()
     (partial / "checkpoint.json").write_text("{}")
     assert checkpoint_of(tmp_path).name == "step-00000120"
+
+
+def quantized(value: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(value, 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda value: value.to_sparse(), "is sparse_coo; save dense"),
+        (quantized, "is quantized; save dense"),
+        (lambda value: value.to("meta"), "is on the meta device"),
+        (lambda value: (value * 100).to(torch.int8), "is int8 there and float32 in the model"),
+        (lambda value: value > 0, "is bool there and float32"),
+        (lambda value: torch.complex(value, value), "is complex64 there and float32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_no_weights_are_named(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    state = gpt().state_dict()
+    torch.save(state | {"norm.weight": change(state["norm.weight"])}, tmp_path / "m.pt")
+    with pytest.raises(JobError, match=f"norm.weight {message}"):
+        started(World(), str(tmp_path / "m.pt"), "dp=1")
+
+
+def test_integers_of_a_safetensors_file_and_no_tensors_at_all_are_refused(tmp_path: Path) -> None:
+    save_file({name: value.to(torch.int8) for name, value in gpt().state_dict().items()}, tmp_path / "m.safetensors")
+    with pytest.raises(JobError, match="is int8 there"):
+        started(World(), str(tmp_path / "m.safetensors"), "dp=1")
+    torch.save({}, tmp_path / "m.pt")
+    with pytest.raises(JobError, match="holds no tensors"):
+        started(World(), str(tmp_path / "m.pt"), "dp=1")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_old_torch_files_and_other_floats_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = {name: value.to(dtype) for name, value in gpt().state_dict().items()}
+    torch.save(state, tmp_path / "m.bin", _use_new_zipfile_serialization=False)
+    found, said = started(World(), str(tmp_path / "m.bin"), "dp=1")
+    assert found is not None
+    assert all(torch.equal(found[name], value.float()) for name, value in state.items())
+    assert said == []
