@@ -112,20 +112,23 @@ class RunFolder:
                 )
         return said
 
-    def best(self, judge: str | None = None) -> tuple[Path, float] | None:
-        """The checkpoint with the lowest evaluation loss, and that loss. `judge`: only if it was evaluated as this digest says."""
+    def best(self, judge: str | None = None, step: int | None = None) -> tuple[Path, float] | None:
+        """The checkpoint with the lowest evaluation loss, and that loss. `judge`: only if it was evaluated as this digest says; `step`: only
+        if it is no later one, whose steps are done again."""
         found = self._read_best()
-        return None if found is None or (judge is not None and found[2] != judge) else found[:2]
+        if found is None or (judge is not None and found[2] != judge):
+            return None
+        return None if step is not None and found[0].name > self.place(step).name else found[:2]
 
-    def drop_best(self, judge: str) -> str:
-        """Delete the note of the best where it cannot be compared with evaluations by `judge`; why, or ""."""
+    def drop_best(self, judge: str, step: int) -> str:
+        """Delete the note of the best where it cannot be compared with evaluations by `judge` after `step`; why, or ""."""
         note = self.checkpoints / _BEST
-        if not note.exists() or self.best(judge) is not None:
+        if not note.exists() or self.best(judge, step) is not None:
             return ""
         found = self._read_best()
         why = (
-            "its checkpoint is gone or was written again, or its loss is no number"
-            if found is None
+            "its checkpoint is gone, damaged or written again, or its loss is no number"
+            if found is None or found[2] == judge
             else "the evaluation data, the loss or the collation changed"
         )
         with contextlib.suppress(OSError):

@@ -170,11 +170,13 @@ class Training:
             if main:
                 holding.enter_context(held(self._folder.path))
         self._resume()
+        best = self._folder.best(self._judge(), run.step_number)
+        self._best = run.ranks.gather(best and best[1])[0]
         with run.ranks.together():
             if main:
                 self._write_documents(certificate)
                 self._folder.write_record(self._resumption.record())
-                said = [*self._folder.clear_leftovers(), self._folder.drop_best(self._judge())]
+                said = [*self._folder.clear_leftovers(), self._folder.drop_best(self._judge(), run.step_number)]
                 self._early.extend(filter(None, said))
         self._listeners += self._observers()
         self._emit("start", **self._start_facts())
@@ -361,9 +363,9 @@ class Training:
 
     def _resume(self) -> None:
         """Load the newest checkpoint that is whole; a damaged one is passed over, loudly."""
-        mine, best = self._folder.saved() if self._settings.resume else [], self._folder.best(self._judge())
+        mine = self._folder.saved() if self._settings.resume else []
         # What rank 0 sees counts: a network disk may show the others something older.
-        saved, self._best = self._run.ranks.gather(([str(path) for path in mine], best and best[1]))[0]
+        saved = self._run.ranks.gather([str(path) for path in mine])[0]
         self._resumption = Resumption(self._run, self._subject)
         self._resumption.check(self._folder, saved, self._settings.override)
         reasons = []
@@ -427,7 +429,8 @@ class Training:
         run, main = self._run, self._world.main
         self._loss, found = run.ranks.gather(self._folder.recall(run.step_number) if main else None)[0]
         self._metrics = found or {}
-        if found is not None or run.job.evaluation is None or not (self._ended or self._epoch_ended):
+        known = found is not None and {"loss", *run.job.metrics} <= found.keys()
+        if known or run.job.evaluation is None or not self._ended:
             return
         self._evaluate()
         if self._better() and main:

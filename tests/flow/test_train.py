@@ -50,7 +50,10 @@ def test_the_best_is_a_checkpoint_that_was_evaluated(tmp_path: Path) -> None:
     assert [event.step for event in of(events, "checkpoint")] == [3, 4, 6, 9, 12]
     assert bests(events) == [4]
     note = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
-    assert note == {"checkpoint": "step-00000004", "loss": of(events, "evaluation")[0].data["metrics"]["loss"]}
+    assert (note["checkpoint"], note["loss"]) == (
+        "step-00000004",
+        of(events, "evaluation")[0].data["metrics"]["loss"],
+    )
     assert [path.name for path in RunFolder(tmp_path / "run", keep=1).saved()] == ["step-00000012", "step-00000004"]
 
 
@@ -362,3 +365,97 @@ def test_jobs_without_a_name_have_folders_of_their_own(tmp_path: Path, monkeypat
 def test_parallelize_takes_what_it_knows() -> None:
     with pytest.raises(TypeError, match="wokers"):
         echelon.parallelize(make(), "dp=1", wokers=2)  # type: ignore[call-arg]
+
+
+def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
+    broken: list[bool] = []
+
+    def metric(output: torch.Tensor, batch: object) -> torch.Tensor:
+        return fails() if broken else output.mean()  # type: ignore[return-value]
+
+    def listen(event: Event) -> None:
+        broken.extend([True] if event.kind == "step" and event.step == 3 * STEPS else [])
+
+    job = make(evaluation=samples(), metrics={"mean": metric})
+    with pytest.raises(ValueError, match="never tried"):
+        echelon.train(job, "dp=1", folder=tmp_path / "one", quiet=True, listeners=[listen])
+    broken.clear()
+    again, events = train(tmp_path / "one", job)
+    wanted, _ = train(tmp_path / "other", job)
+    assert (again.step, again.metrics) == (wanted.step, wanted.metrics)
+    assert [event.step for event in of(events, "evaluation")] == [12]
+    best = RunFolder(tmp_path / "one", keep=3).best()
+    assert best is not None
+    assert best[0].name == "step-00000012"
+    _, events = train(tmp_path / "one", job)
+    assert not of(events, "evaluation")
+
+
+def test_the_best_on_another_evaluation_set_does_not_count(tmp_path: Path) -> None:
+    train(tmp_path, make(evaluation=samples(), epochs=1))
+    _, events = train(tmp_path, make(evaluation=samples(opposite=True), epochs=2))
+    assert "the evaluation data, the loss or the collation changed" in str(
+        [event.data for event in of(events, "warning")]
+    )
+    assert bests(events) == [8]
+
+
+@pytest.mark.parametrize(
+    "edit", [{"loss": float("nan")}, {"manifest": "0"}, {"checkpoint": "step-00000001"}, {"judge": None}]
+)
+def test_an_edited_note_of_the_best_is_dropped(tmp_path: Path, edit: dict[str, object]) -> None:
+    train(tmp_path, make(evaluation=samples(opposite=True), epochs=1))
+    path = tmp_path / "checkpoints" / "best.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    _, events = train(tmp_path, make(evaluation=samples(opposite=True), epochs=2))
+    assert "no longer the best" in str([event.data for event in of(events, "warning")])
+    assert bests(events) == [8]
+
+
+def test_the_best_of_steps_that_are_done_again_is_dropped(tmp_path: Path) -> None:
+    job = make(evaluation=samples(), epochs=2)
+    train(tmp_path, job)
+    (tmp_path / "checkpoints" / "step-00000008" / "rank-00000.bin").write_bytes(b"x")
+    _, events = train(tmp_path, job)
+    assert "damaged" in str([event.data for event in of(events, "warning")])
+    assert bests(events) == [8]
+
+
+def test_a_linked_checkpoint_is_none_and_its_run_stays_whole(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    train(one, make(epochs=1))
+    before = files(one)
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "checkpoints" / "step-00000004").symlink_to(one / "checkpoints" / "step-00000004")
+    _, events = train(other, make())
+    assert of(events, "start")[0].data["resumed_from"] == 0
+    assert "step-00000004: a symbolic link" in of(events, "warning")[0].data["message"]
+    assert files(one) == before
+    assert not (other / "checkpoints" / "step-00000004").is_symlink()
+
+
+def test_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    train(tmp_path / "run", make(epochs=1))
+    _, events = train(tmp_path / "run", make(epochs=2))
+    assert of(events, "start")[0].data["resumed_from"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("step-00000004.partial", False),
+        ("step-00000004", False),
+        ("step-00000004/checkpoint.json", True),
+        ("best.json", True),
+    ],
+)
+def test_files_in_the_place_of_checkpoints_do_not_end_a_run(tmp_path: Path, name: str, folder: bool) -> None:
+    path = tmp_path / "checkpoints" / name
+    path.parent.mkdir(parents=True)
+    path.mkdir() if folder else path.write_text("x")
+    trained, _ = train(tmp_path, make(evaluation=samples()))
+    assert trained.step == 12
+    assert [each.name for each in RunFolder(tmp_path, keep=3).saved()][-1] == "step-00000004"
