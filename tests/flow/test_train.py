@@ -368,18 +368,19 @@ def test_parallelize_takes_what_it_knows() -> None:
 
 
 def test_a_last_evaluation_that_failed_is_made_up_for(tmp_path: Path) -> None:
-    broken: list[bool] = []
+    broken = tmp_path / "broken"  # a file: what a metric keeps would be restored
 
     def metric(output: torch.Tensor, batch: object) -> torch.Tensor:
-        return fails() if broken else output.mean()  # type: ignore[return-value]
+        return fails() if broken.exists() else output.mean()  # type: ignore[return-value]
 
     def listen(event: Event) -> None:
-        broken.extend([True] if event.kind == "step" and event.step == 3 * STEPS else [])
+        if event.kind == "step" and event.step == 3 * STEPS:
+            broken.touch()
 
     job = make(evaluation=samples(), metrics={"mean": metric})
     with pytest.raises(ValueError, match="never tried"):
         echelon.train(job, "dp=1", folder=tmp_path / "one", quiet=True, listeners=[listen])
-    broken.clear()
+    broken.unlink()
     again, events = train(tmp_path / "one", job)
     wanted, _ = train(tmp_path / "other", job)
     assert (again.step, again.metrics) == (wanted.step, wanted.metrics)
