@@ -6,7 +6,8 @@ A checkpoint holds what changed since the job was made, and a resumed run gets i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -98,10 +99,25 @@ class Attributes:
         self.optimizers = OptimizerAttributes(
             run.optimizers, run.schedules, without=models | self.model.ids() | self.functions.ids()
         )
-        self._metrics = MetricState(run.job, run.model, without=self.functions.ids())
+        self._metrics = MetricState(run.job, run.model)
         #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
         self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()
+
+    def steered_by(self, call: Callable[[], Any]) -> bool:
+        """Whether a call of a metric changes what the loss or `inputs` reads."""
+        ids, places = self._metrics.places()
+        before = self.functions.shared(ids, places)
+        with contextlib.suppress(Exception):  # of a part that it was not made for
+            call()
+        return self.functions.shared(ids, places) != before
+
+    def share_metrics(self, *, mine: bool) -> None:
+        """Give every rank what metrics keep on the first that has it (`mine`). Every rank must call it."""
+        changes = self._metrics.changes(lambda _, value: value.cpu())[0] if mine else None
+        first = next(each for each in self._run.ranks.gather(changes) if each is not None)
+        if not mine:
+            self._metrics.restore(first, lambda value: value)
 
     def switched(self) -> dict[str, bool]:
         """Parameters that were frozen (False) or unfrozen (True) since the start, as far as this rank has them."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +20,19 @@ from echelon.engine.averages import weighed
 from echelon.engine.function_state import metrics_snapshot, snapshot, unchanged
 from echelon.engine.metrics import (
     Kind,
-    Metric,
     Part,
     UnjoinableError,
     classify,
+    cloned,
     differentiable,
+    is_mean,
+    is_same,
+    is_whole,
     joined,
     moved,
     number,
     plain,
+    rows,
     scalar,
     size_of,
     versions,
@@ -49,6 +55,10 @@ Ratios = tuple[float, ...]
 _ROUNDING = 1e-5
 #: Micro-batches of the first evaluation by which metrics are told apart: means, and others.
 _TRIED = 4
+#: Rows of a batch by which later batches are checked, and those by which ranks are compared.
+_ROWS, _EACH = 256, 8
+#: Bytes of outputs and batches on a rank up to which every metric is computed over the whole set.
+_SMALL = 16 << 20
 #: Bytes of outputs and batches that are collected for metrics over the whole set, at most: this much, and this part of the memory.
 _BOUND, _PART = 4 << 30, 8
 
@@ -66,12 +76,13 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
     metrics = metrics_snapshot(job, run.model)
     try:
         found = sums = None
-        while found is None:  # again where a metric is no mean, or the loss has no common weight
+        editing: set[str] = set()
+        while found is None:  # again where a metric is no mean or edits its arguments, or the loss has no common weight
             if sums is not None:
                 metrics.put_back()
                 if put_back is not None:
                     put_back()
-            sums = _Sums(run, metrics)
+            sums = _Sums(run, metrics, editing)
             for micro in _micros(run, data):
                 batch = run.move(micro.batch)
                 sums.add(batch, run.values(batch), micro.samples)
@@ -85,14 +96,18 @@ def evaluate(run: Run, data: Any = None) -> dict[str, float]:
 class _Sums:
     """Loss and metrics of an evaluation so far, on this rank."""
 
-    def __init__(self, run: Run, metrics: Snapshot) -> None:
-        """`metrics`: what metrics kept before this evaluation."""
+    def __init__(self, run: Run, metrics: Snapshot, editing: set[str]) -> None:
+        """`metrics`: what metrics kept before this evaluation. `editing`: those that edit their arguments; ranks add to it at the end."""
         self._run, self._metrics, self._before = run, run.job.metrics, metrics
+        self._editing, self._found_editing = editing, set[str]()
         self._names = ["loss", *self._metrics]
         self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=run.device)
-        #: The first parts, by which metrics are told apart; then those of metrics over the whole set.
+        #: The first parts, by which the kinds of metrics are found; then those of metrics over the whole set.
         self._parts: list[Part] = []
         self._turns = self._bytes = 0
+        #: Whether a batch was left out of the parts.
+        self._incomplete = False
+        self._previous: Part | None = None
         #: Metrics taken for means that later batches show to be none, and the loss if its averages have no common weight.
         self._doubted: set[str] = set()
         #: By how many averages each batch's loss is weighed, and their counts; None: by samples. Unset before the first batch that counts.
@@ -102,7 +117,6 @@ class _Sums:
 
     def add(self, batch: Any, values: tuple[Tensor, Any] | None, samples: int) -> None:
         """Count a micro-batch. `values`: its loss and the model's output; None on stages without a loss."""
-        kinds = self._run.metric_kinds
         if values is not None:
             loss, output = values
             if samples and float(loss[1]):  # else nothing counts
@@ -110,16 +124,16 @@ class _Sums:
                     self._doubted.add("loss")
                 self._ratios, self._weighed = self._run.ratios, True
             # A part is gathered by all ranks that hold one, whatever counts.
-            later = self._turns >= _TRIED and self._turns.bit_count() == 1
-            wanted = self._metrics and (later or not self._decided("pair", "mean"))
+            due = is_whole(output) or not self._incomplete or self._turns.bit_count() == 1
+            wanted = self._metrics and not self._decided("pair") and (due or not self._decided("pair", "mean"))
             part = Part(plain(output), batch, samples) if wanted else None
             if samples:  # else a filler that only keeps the ranks in step
-                rows = [loss, *(self._row(name, kinds.get(name), output, batch) for name in self._metrics)]
-                self._sums += _pairs(torch.stack(rows), samples)
-                if part is not None and later:
-                    self._doubt(part)
+                self._sums += _pairs(torch.stack([loss, *self._rows(output, batch)]), samples)
                 if part is not None:
+                    self._doubt(part)
                     self._collect(part)
+                else:
+                    self._incomplete = True
         self._turns += 1
         if self._turns == _TRIED:
             self._settle()
@@ -142,11 +156,29 @@ class _Sums:
                 raise
             return self._sums.new_zeros(2)
 
+    def _rows(self, output: Any, batch: Any) -> list[Tensor]:
+        """Every metric of a batch. Each sees the same output and batch, whatever others write to them."""
+        first, found = not self._turns, []
+        kept = (plain(output), batch) if first and self._metrics else (output, batch)
+        before = versions(kept)
+        for name in self._metrics:
+            given = cloned(kept) if first or name in self._editing else kept
+            found.append(self._row(name, self._run.metric_kinds.get(name), *given))
+            if (first and not is_same(given, kept)) or (given is kept and versions(kept) != before):
+                self._found_editing.add(name)
+                before = versions(kept)
+        return found
+
     def _doubt(self, part: Part) -> None:
-        """Look again whether metrics are means: samples may be sorted, so that the first ones did not tell."""
-        means = [name for name, kind in self._run.metric_kinds.items() if kind == "mean" and name in self._metrics]
-        with self._tried():
-            self._doubted |= {name for name in means if classify(self._metrics[name], [part]) == "whole"}
+        """Look again whether metrics are means: samples may be sorted, so that the first ones did not show it."""
+        part = rows(part, 0, _ROWS) if part.samples > _ROWS else part
+        means = [name for name in self._metrics if self._run.metric_kinds.get(name) == "mean"]
+        if means and self._incomplete and self._run.tells:
+            with self._tried():
+                self._doubted |= {name for name in means if not is_mean(self._metrics[name], self._previous, part)}
+        with contextlib.suppress(UnjoinableError):  # a few rows may agree by chance
+            part = joined([part, self._previous]) if self._previous is not None else part
+        self._previous = rows(part, 0, min(_ROWS, part.samples))
 
     @contextmanager
     def _tried(self) -> Iterator[None]:
@@ -159,12 +191,12 @@ class _Sums:
             held.put_back()
 
     def _collect(self, part: Part) -> None:
-        if self._decided("pair", "mean"):
-            return
-        if self._run.tells and self._bytes <= self._bound:
-            kept = moved(part, torch.device("cpu"))
-            self._bytes += size_of(kept)
-            self._parts.append(kept)
+        limit = _SMALL if self._decided("pair", "mean") else self._bound
+        self._bytes += size_of(part)
+        if self._incomplete or (self._bytes > limit and self._turns >= _TRIED):
+            self._incomplete, self._parts = True, []
+        elif self._run.tells:
+            self._parts.append(moved(part, torch.device("cpu")))
 
     def _settle(self) -> None:
         """Agree over all ranks on the kind of every metric that is not known; every rank comes here in the same turn."""
@@ -174,7 +206,7 @@ class _Sums:
             mine: dict[str, Kind | None] = {}
             if run.tells:
                 with self._tried():
-                    mine = {name: _classified(self._metrics[name], self._parts, run.device) for name in unknown}
+                    mine = {name: self._kind(name) for name in unknown}
             votes = [each for each in run.ranks.gather(mine) if each]
             for name in unknown:
                 said = {each[name] for each in votes} - {None}
@@ -184,22 +216,30 @@ class _Sums:
             self._sums[self._names.index(name)] = 0
         if added:
             self._before.put_back()  # nor is what its calls so far left behind
-        if not any(kind == "whole" for kind in kinds.values()):
-            self._parts = []
+
+    def _kind(self, name: str) -> Kind | None:
+        parts = [moved(part, self._run.device) for part in self._parts]
+        if parts and self._run.attributes.steered_by(lambda: self._metrics[name](parts[0].output, parts[0].batch)):
+            return "whole"  # every rank must have what the whole set leaves behind
+        return classify(self._metrics[name], parts)
 
     def total(self, *, turns: bool) -> dict[str, float] | None:
         """What it all comes to; None: a metric is no mean, or the loss has no common weight, and it must be evaluated again. `turns`: ranks took samples in turn, not one
         share after the other."""
         run = self._run
         self._settle()
-        everyone = run.ranks.gather((self._doubted, self._ratios, self._weighed))
-        doubted = set[str]().union(*(each for each, _, _ in everyone))
-        found = [ratios for _, ratios, weighed in everyone if weighed]
+        self._compare_ranks()
+        everyone = run.ranks.gather((self._doubted, self._ratios, self._weighed, self._found_editing))
+        doubted = set[str]().union(*(each for each, *_ in everyone))
+        editing = set[str]().union(*(each for *_, each in everyone)) - self._editing
+        self._editing |= editing
+        found = [ratios for _, ratios, weighed, _ in everyone if weighed]
         if any(not _alike(found[0], each) for each in found):
             doubted.add("loss")
         if doubted:
             run.loss_by_samples |= "loss" in doubted
             run.metric_kinds.update({name: "whole" for name in doubted if name != "loss"})
+        if doubted or editing:
             return None
         refused = self._whole(turns=turns)
         sums = self._sums
@@ -211,53 +251,83 @@ class _Sums:
         }
         return means | dict.fromkeys(refused, float("nan"))
 
-    def _whole(self, *, turns: bool) -> list[str]:
-        """Compute the metrics that are no means over all samples, on the first data rank; the names of those that cannot be."""
+    def _compare_ranks(self) -> None:
+        """Look whether metrics are means over samples of several ranks too: one may have the long ones, another the short ones."""
         run = self._run
-        names = [name for name in self._metrics if run.metric_kinds[name] == "whole"]
-        if not names:
+        if not any(run.ranks.gather(self._incomplete and run.tells)) or not run.tells:
+            return
+        last = self._previous
+        some = None if last is None else moved(rows(last, 0, min(_EACH, last.samples)), torch.device("cpu"))
+        parts = [moved(each, run.device) for each in run.data.collect(some) or () if each is not None]
+        with self._tried():
+            for name in self._metrics if len(parts) > 1 else ():
+                if run.metric_kinds[name] == "mean" and not all(
+                    is_mean(self._metrics[name], *pair) for pair in pairwise(parts)
+                ):
+                    self._doubted.add(name)
+
+    def _whole(self, *, turns: bool) -> list[str]:
+        """Compute metrics over all samples, on the first data rank: those that are no means, and of a small set the means too. Returns the names of those
+        that cannot be computed."""
+        run = self._run
+        state = [each for *each, tells in run.ranks.gather((self._bytes, self._incomplete, run.tells)) if tells]
+        small = not any(incomplete for _, incomplete in state) and max(size for size, _ in state) <= _SMALL
+        needed = [name for name in self._metrics if run.metric_kinds[name] == "whole"]
+        means = [name for name in self._metrics if run.metric_kinds[name] == "mean"] if small else []
+        if not needed and not means:
             return []
-        held = [size for size, tells in run.ranks.gather((self._bytes, run.tells)) if tells]
         why = ""
-        if max(held) > self._bound or sum(held) > self._bound * len(held):
+        if max(size for size, _ in state) > self._bound:
             why = f"their outputs take more than {self._bound / 2**30:.1f} GiB"
         gathered = run.data.collect(self._parts) if run.tells and not why else None
         self._parts = []
-        problem: list[str] = []
+        problem, done = "", list[str]()
         with run.ranks.together():
             if gathered is not None:
-                problem = self._compute(names, gathered, turns=turns)
-        why = why or next((each for part in run.ranks.gather(problem) for each in part), "")
-        if why and run.world.main:
+                problem, done = self._compute(needed, means, gathered, turns=turns)
+        answers = run.ranks.gather((problem, done, gathered is not None))
+        for name in set(means).intersection(*(theirs for _, theirs, computed in answers if computed)):
+            if gathered is None:  # its batches are counted there
+                self._sums[self._names.index(name)] = 0
+        if needed and any(computed for *_, computed in answers):
+            run.attributes.share_metrics(mine=gathered is not None)
+        why = why or next((each for each, *_ in answers if each), "")
+        if why and needed and run.world.main:
             run.warn(
-                f"{', '.join(names)}: not a mean over samples, and cannot be computed over the whole evaluation set, because {why}; return (sum, "
+                f"{', '.join(needed)}: not a mean over samples, and cannot be computed over the whole evaluation set, because {why}; return (sum, "
                 "count) from the metric, or what it needs as several such metrics"
             )
-        return names if why else []
+        return needed if why else []
 
-    def _compute(self, names: Sequence[str], gathered: Sequence[Sequence[Part]], *, turns: bool) -> list[str]:
-        run = self._run
+    def _compute(
+        self, needed: Sequence[str], means: Sequence[str], gathered: Sequence[Sequence[Part]], *, turns: bool
+    ) -> tuple[str, list[str]]:
+        """Why it cannot be done, and the `means` for which it was."""
         if turns:
             parts = [each[turn] for turn in range(max(map(len, gathered))) for each in gathered if turn < len(each)]
         else:
             parts = [part for each in gathered for part in each]
         try:
-            everything = moved(joined(parts), run.device)
+            everything = moved(joined(parts), self._run.device)
         except UnjoinableError as error:
-            return [str(error)]
-        for name in names:
+            return str(error), []
+        done = []
+        for name in means:
+            with contextlib.suppress(Exception), self._tried():  # it takes batches: then its mean stands
+                self._put(name, everything)
+                done.append(name)
+        for name in needed:
             try:
-                with autocast(run.precision, run.device):
-                    value = self._metrics[name](everything.output, everything.batch)
+                with autocast(self._run.precision, self._run.device):
+                    self._put(name, everything)
             except Exception as error:
                 error.add_note(f"in metric {name!r}, over the whole evaluation set")
                 raise
-            self._sums[self._names.index(name)] = torch.tensor(number(name, value), dtype=torch.float64)
-        return []
+        return "", done
 
-
-def _classified(metric: Metric, parts: Sequence[Part], device: torch.device) -> Kind | None:
-    return classify(metric, [moved(part, device) for part in parts])
+    def _put(self, name: str, everything: Part) -> None:
+        value = self._metrics[name](*cloned((everything.output, everything.batch)))
+        self._sums[self._names.index(name)] = torch.tensor(number(name, value), dtype=torch.float64)
 
 
 def _pairs(values: Tensor, samples: int) -> Tensor:

@@ -16,10 +16,10 @@ from echelon.profiler.snapshot import Snapshot
 
 
 class MetricState(HeldState):
-    """Saves and restores what the metrics of one job keep; `without`: ids of what others save."""
+    """Saves and restores what the metrics of one job keep."""
 
-    def __init__(self, job: Job, model: nn.Module, *, without: Collection[int]) -> None:
-        super().__init__({"metrics": dict(job.metrics)}, without=_models_own(job, model).union(without))
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        super().__init__({"metrics": dict(job.metrics)}, without=_models_own(job, model))
 
 
 class FunctionState(HeldState):

@@ -55,6 +55,11 @@ class HeldState:
         """Those of the objects that it saves."""
         return set(self._names)
 
+    def places(self) -> tuple[set[int], set[tuple[int, str]]]:
+        """The ids of its objects, and where they keep values (id of the holder, key)."""
+        slots = [slot for value in self._nodes.values() for slot in slots_of(value).values()]
+        return self.ids(), {(id(slot.holder), slot.key) for slot in slots}
+
     def changed(self) -> list[str]:
         """The names of the objects that differ from the start."""
         return [name for name, value in self._nodes.items() if self._digests(value) != self._first[name]]

@@ -1,8 +1,8 @@
 """Metrics over a whole evaluation set: means are added up batch by batch, others are computed once over all outputs.
 
-A metric gives (sum, count), or one number. Whether such a number is a mean over samples is tried: a mean over all rows is the
-weighted mean of the means over any parts of them. AUC, F1, perplexity or a correlation are not; for these the outputs and batches of the whole set
-are joined, in the order of the samples.
+A metric gives (sum, count), or one number. Of a small set such a number is computed once, over all outputs and batches, joined in the order of the
+samples. Of a larger one it is tried whether it is a mean over samples: a mean over all rows is the weighted mean of the means over any parts of them.
+AUC, F1, perplexity or a correlation are not; for these the whole set is joined, as far as memory allows.
 """
 
 from __future__ import annotations
@@ -94,9 +94,19 @@ def _compared(metric: Metric, part: Part, pieces: Sequence[Part]) -> Literal["pa
         return "whole"
     weighed = sum(value * piece.samples for value, piece in zip(values, pieces, strict=True))  # type: ignore[operator, misc]
     mean = weighed / sum(piece.samples for piece in pieces)
-    if not math.isclose(mean, whole, rel_tol=_ROUNDING, abs_tol=1e-9):  # type: ignore[arg-type]
+    largest = max(abs(value) for value in (whole, *values))  # type: ignore[arg-type]
+    if not math.isclose(mean, whole, rel_tol=0.0, abs_tol=_ROUNDING * largest + 1e-9):  # type: ignore[arg-type]
         return "whole"
     return any(value != whole for value in values)
+
+
+def is_mean(metric: Metric, before: Part | None, part: Part) -> bool:
+    """Whether the metric of two batches is the weighted mean of theirs; of batches that do not fit together, of two pieces of the second."""
+    with contextlib.suppress(UnjoinableError):
+        if before is not None:
+            pieces = [widened(before), widened(part)]
+            return _compared(metric, joined(pieces), pieces) != "whole"
+    return all(_compared(metric, widened(part), pieces) != "whole" for pieces in _pieces(widened(part))[:1])
 
 
 def _varies(metric: Metric, part: Part) -> bool:
@@ -151,7 +161,7 @@ def _pieces(part: Part) -> list[list[Part]]:
 def _value(metric: Metric, part: Part) -> float | tuple[Any, Any] | None:
     """What it gives; None where it fails, as a metric may on a part that has one class only."""
     try:
-        value = metric(part.output, part.batch)
+        value = metric(*cloned((part.output, part.batch)))  # it may edit them
         return value if isinstance(value, tuple) else float(value)
     except Exception:
         return None
@@ -228,6 +238,52 @@ def versions(tree: Any) -> list[int]:
         if isinstance(value, Tensor):
             held = value._local if type(value) is Logits else value
             found.append(0 if held.is_inference() else held._version)
+        return value
+
+    _map(leaf, tree)
+    return found
+
+
+def cloned(tree: Any) -> Any:
+    """`tree` with containers, tensors and arrays of its own. Ranks that hold parts of a tensor must call it together."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return plain(value).clone() if isinstance(value, Logits | DTensor) else value.clone()
+        return value.copy() if isinstance(value, np.ndarray | list | dict | set) else value
+
+    return _map(leaf, tree)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two trees hold the same numbers; NaN differs from itself."""
+    same = True
+
+    def leaf(first: Any, second: Any) -> Any:
+        nonlocal same
+        if isinstance(first, Tensor):
+            same &= isinstance(second, Tensor) and torch.equal(first, second)
+        elif isinstance(first, np.ndarray):
+            same &= isinstance(second, np.ndarray) and np.array_equal(first, second)
+        elif isinstance(first, list | dict | set):
+            same &= type(first) is type(second) and len(first) == len(second)
+        return first
+
+    try:
+        _map(leaf, one, other)
+        _map(leaf, other, one)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return False
+    return same
+
+
+def is_whole(tree: Any) -> bool:
+    """Whether no other rank holds a part of its tensors."""
+    found = True
+
+    def leaf(value: Any) -> Any:
+        nonlocal found
+        found &= not (isinstance(value, DTensor) or (isinstance(value, Logits) and value._whole is None))
         return value
 
     _map(leaf, tree)
