@@ -114,6 +114,7 @@ def _manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict
         "format": FORMAT,
         "step": run.step_number,
         "job": run.job.name or "job",
+        "record": run.job_record,
         "plan": to_plain(run.plan),
         "ranks": run.world.size,
         "batch": run.job.batch,
@@ -160,7 +161,7 @@ def load(run: Run, folder: Path) -> None:
         extra.finish()
         run.attributes.restore(manifest)
         optimizers.finish()
-        for index, schedule in enumerate(run.schedules):
+        for index, schedule in enumerate(run.schedules[: len(manifest["schedules"])]):
             own = own_groups(run, run.optimizers[index], manifest["optimizers"][index]["groups"])
             schedule_state.set_state(schedule, manifest["schedules"][index], [each["schedule"] for each in own])
     if run.loss_scale is not None and manifest["loss_scale"] is not None:
@@ -171,6 +172,7 @@ def load(run: Run, folder: Path) -> None:
     run.nominal = manifest["nominal"]
     run.expect_changes(manifest["changing"])
     run.step_number = manifest["step"]
+    run.loaded_record = manifest.get("record")
 
 
 @contextlib.contextmanager
@@ -224,7 +226,7 @@ def _require_fits(run: Run, manifest: dict[str, Any], groups: list[list[dict[str
         )
     _require_same_servers(run, manifest, folder)
     require_groups(run, [each["groups"] for each in manifest["optimizers"]], groups, folder)
-    if len(manifest["schedules"]) != len(run.schedules):
+    if len(manifest["schedules"]) != len(run.schedules) and not run.replaces_schedules:
         raise ForeignCheckpoint(
             f"{folder}: made with {len(manifest['schedules'])} schedules, the job now has {len(run.schedules)} (schedule= gives one "
             "per optimizer): learning rates would not go on as they were; put it back, or start anew in another folder with "

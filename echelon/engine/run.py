@@ -208,6 +208,13 @@ class Run:
         self._weighing = False
         self._watched = self._probed = False
         self.step_number = 0
+        #: What a checkpoint is to hold about the job (flow/run_settings.py), and what the one that was loaded holds; None: nothing.
+        self.job_record: dict[str, Any] | None = None
+        self.loaded_record: dict[str, Any] | None = None
+        #: Whether schedules are overridden: a checkpoint may have more or fewer of them, and theirs are made again after loading.
+        self.replaces_schedules = False
+        #: Called once the run is closed.
+        self.at_close: list[Callable[[], None]] = []
         self.warn = warn
         #: Of the batch that was evaluated last: its output, and the counts of its loss's averages by the first of them.
         self._output: Any = None
@@ -777,6 +784,8 @@ class Run:
         self._restore()
         self._restore = lambda: None  # by now somebody else may have set them
         self.ranks.close()
+        while self.at_close:
+            self.at_close.pop()()
 
 
 def _versions(batch: StepBatch) -> list[int]:

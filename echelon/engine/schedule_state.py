@@ -27,7 +27,7 @@ _CODE = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type, types.ModuleType, Optimizer,
 )  # fmt: skip
 #: Marks a held object that has a state dict of its own.
-_HELD = "state of an object"
+HELD = "state of an object"
 
 
 def takes_metric(schedule: Any) -> bool:
@@ -75,12 +75,12 @@ def state_of(schedule: Any) -> dict[str, Any]:
 
 def _opened(value: Any) -> Any:
     if isinstance(value, _CODE):
-        return {_HELD: {}}
+        return {HELD: {}}
     if isinstance(value, Tensor | np.generic | np.ndarray | torch.dtype | torch.device):
         return value
     stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     if stateful or (callable(value) and hasattr(value, "__dict__")):
-        return {_HELD: state_of(value)}
+        return {HELD: state_of(value)}
     if type(value) is dict:
         return {key: _opened(each) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -122,9 +122,9 @@ def _load(schedule: Any, state: dict[str, Any]) -> None:
 
 def _closed(value: Any, live: Any) -> Any:
     """With held objects in place of their states, which they have taken up."""
-    if isinstance(value, dict) and value.keys() == {_HELD}:
-        if value[_HELD]:
-            _load(live, value[_HELD])
+    if isinstance(value, dict) and value.keys() == {HELD}:
+        if value[HELD]:
+            _load(live, value[HELD])
         return live
     if type(value) is dict and isinstance(live, dict):
         return {key: _closed(each, live.get(key)) for key, each in value.items()}
@@ -138,8 +138,8 @@ def _inner(state: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]
     for key, value in state.items():
         if isinstance(value, list) and value and all(isinstance(each, dict) and "last_epoch" in each for each in value):
             yield key, value
-        elif isinstance(value, dict) and value.keys() == {_HELD}:
-            yield key, [value[_HELD]]
+        elif isinstance(value, dict) and value.keys() == {HELD}:
+            yield key, [value[HELD]]
 
 
 def _lists(state: Mapping[str, Any], path: str) -> dict[str, list[Any]]:
@@ -171,7 +171,7 @@ def _joined(
                 _joined(each, old_one, own, f"{path}{key}/{i}/")
                 for i, (each, old_one) in enumerate(zip(states, was, strict=True))
             ]
-            merged[key] = {_HELD: joined[0]} if isinstance(mine[key], dict) else joined
+            merged[key] = {HELD: joined[0]} if isinstance(mine[key], dict) else joined
     for key in _BY_GROUP:
         values = [group[path + key] for group in own if path + key in group]
         if key in mine and len(values) == len(own):

@@ -1,18 +1,23 @@
-"""Brief digests of a job's functions and data: equal in every process, and other ones once they do something else.
+"""Digests of a job's functions, data and weights: equal in every process, and different once they do something else.
 
-Functions count by their code, what they hold and what of the user's own code they name (data/packed/fingerprint.py). Unlike there a
-digest must take milliseconds: of arrays, long lists and files only a part is read, a model counts by its classes and settings and not
-by its weights, and a random generator by its type, because its state differs from launch to launch.
+Functions count by their code, what they hold and what of the user's own code they name (data/packed/fingerprint.py). Arrays, lists,
+mappings and bytes count whole up to a bound (`_WHOLE` bytes in one description, `_ROWS` entries) and at many fixed positions above it. A
+random generator counts by its type, because its state differs from launch to launch. So do values of parameters, which nobody may have
+seeded: they have a digest of their own, `Description.values`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import json
+import marshal
 import os
 import random
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,59 +27,128 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.packed.fingerprint import Walk, is_own
-from echelon.plan.inputs import digest_file
+from echelon.errors import EchelonError
+from echelon.plan.inputs import ABSENT, digest_file
 
-#: Arrays up to so many bytes are digested whole; of longer ones, as of long lists, so many rows at fixed positions.
-_WHOLE, _ROWS = 1 << 20, 64
-#: Entries of a mapping up to which all are digested.
-_ENTRIES = 1000
+#: Bytes of arrays that are hashed whole (0.3 s); of larger ones so many blocks of so many bytes at fixed positions.
+_WHOLE, _BLOCKS, _BLOCK = 256 << 20, 4096, 16 << 10
+#: Files of weights are hashed whole up to this size.
+_WHOLE_FILE = 1 << 30
+#: Entries of containers up to which all are described; of more, so many at fixed positions. Of these, files that text names.
+_ROWS, _FILES = 20_000, 64
 #: Things are described up to this many; what lies deeper has no say.
-_THINGS = 20_000
+_THINGS = 400_000
 _NAMESPACES = (Namespace, SimpleNamespace)
 _GENERATORS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState, torch.Generator)
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
-def describe_code(value: Any, folder: Path | None = None) -> str:
-    """What a function, a class or a model does. `folder`: where names of files in its code are looked for, besides the current one."""
-    return _described(value, folder=folder)
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Digests of a value: what it does, and the values of the parameters that it holds ("" where it has none)."""
+
+    code: str
+    values: str = ""
 
 
-def describe_data(value: Any) -> str:
-    """What a data set holds, without reading a sample through its own code, which may draw random numbers."""
-    return _described(value, length=True)
-
-
-def _described(value: Any, *, length: bool = False, folder: Path | None = None) -> str:
-    found = hashlib.blake2b(digest_size=8)
+def describe(
+    value: Any, folder: Path | None = None, *, model: bool = False, length: bool = False, lengths: Collection[int] = ()
+) -> Description:
+    """What a field of a job does and holds. `folder`: where names of files in its code are looked for, besides the current one. `model`:
+    buffers are values as well. `length`: its length counts. `lengths`: whole numbers that stand for the length of the training."""
+    found, values = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
     if length and hasattr(value, "__len__"):
         try:
             found.update(f"{len(value)} ".encode())
         except Exception:  # a data set without a length says so where it is opened
             found.update(b"no length ")
+    folders = [Path.cwd(), *([folder] if folder is not None else [])]
+    walk = _Brief(found.update, folders, values=values.update, model=model, lengths=frozenset(lengths))
     try:
-        _Brief(found.update, [Path.cwd(), *([folder] if folder is not None else [])]).whole(value)
+        walk.whole(value)
     except Exception:  # an object that answers no question about itself: it counts by its kind
         found.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
-    return found.hexdigest()
+    return Description(found.hexdigest(), values.hexdigest() if walk.valued else "")
+
+
+def describe_code(value: Any, folder: Path | None = None) -> str:
+    """What a function, a class or a model does."""
+    return describe(value, folder, model=True).code
+
+
+def describe_data(value: Any) -> str:
+    """What a data set holds, without reading a sample through its own code, which may draw random numbers."""
+    return describe(value, length=True).code
+
+
+def describe_weights(path: str | Path) -> str:
+    """What `weights=` names, by content: a file, an index and its files, or the checkpoint of a folder."""
+    from echelon.engine.stored import read_manifest
+    from echelon.engine.weights import checkpoint_of, shards
+
+    path = Path(path)
+    try:
+        if path.is_dir():
+            files = read_manifest(checkpoint_of(path))["files"]
+            return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+        parts = [path, *(shards(path) if path.name.endswith(".index.json") else ())]
+        states = [(each, each.stat()) for each in parts]
+    except (OSError, EchelonError):  # loading it tells why
+        return ABSENT
+    digests = [_file_hash(str(each), state.st_mtime_ns, state.st_size) for each, state in states]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=64)
+def _file_hash(path: str, changed: int, size: int) -> str:
+    """Of a file's content; `changed` and `size` invalidate the cache."""
+    found = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= _WHOLE_FILE:
+            while block := file.read(1 << 20):
+                found.update(block)
+        else:
+            for place in _places(size - _BLOCK, _BLOCKS):
+                file.seek(place)
+                found.update(file.read(_BLOCK))
+    return found.hexdigest()[:16]
 
 
 class _Brief(Walk):
-    """A walk that reads little. `folders`: where files are that text may name."""
+    """A walk that is quick. `folders`: where files are that text may name. `values`: takes what parameters hold."""
 
-    def __init__(self, write: Callable[[Any], Any], folders: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        write: Callable[[Any], Any],
+        folders: Sequence[Path],
+        *,
+        values: Callable[[Any], Any],
+        model: bool,
+        lengths: frozenset[int],
+    ) -> None:
         super().__init__(write, frozenset(name for folder in folders for name in os.listdir(folder)))
-        self._folders = folders
+        self._folders, self._values, self._model, self._lengths = folders, values, model, lengths
+        self._left = _WHOLE
+        #: Whether anything went to `values`.
+        self.valued = False
 
     def feed(self, value: Any) -> None:
-        """A small value, or the number of a thing that has its turn; of an array a part."""
+        """A small value, or the number of a thing that has its turn."""
         if isinstance(value, np.memmap):
             self.say("memory map", str(value.dtype), str(value.shape))
             self._array(value)
+        elif isinstance(value, nn.Parameter):
+            self._parameter("parameter", value)
         elif isinstance(value, Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
             self._array(value)
-        elif isinstance(value, bytes) and len(value) > _WHOLE:
-            super().feed(value[:_WHOLE])
-            self.say(str(len(value)))
+        elif isinstance(value, bytes | bytearray):
+            self.say("bytes", str(len(value)))
+            self._bytes(np.frombuffer(value, dtype=np.uint8), self.write)
+        elif type(value) is int and value in self._lengths:
+            self.say("length")
         elif self.count < _THINGS or isinstance(value, str | int | float | bool | None):
             super().feed(value)
 
@@ -87,20 +161,18 @@ class _Brief(Walk):
             self._module(value)
         elif isinstance(identity, str) and not isinstance(value, type):
             self.say(identity)
-        elif isinstance(value, list | tuple) and len(value) > _ROWS:
-            self.say(type(value).__name__, str(len(value)))
-            for place in _places(len(value)):
-                self.feed(value[place])
-        elif isinstance(value, Mapping) and len(value) > _ENTRIES:
-            self.say(type(value).__name__, str(len(value)))
-            for each in itertools.islice(value.items(), _ROWS):
-                self.feed(each)
-        elif isinstance(value, Set) and len(value) > _ENTRIES:
-            self.say(type(value).__name__, str(len(value)))
+        elif isinstance(value, list | tuple | Mapping | Set) and len(value) > _FILES:
+            self._container(value)
         elif isinstance(value, np.ndarray) and len(value.shape) and len(value) > _ROWS:
-            self.all(f"objects {value.shape}", *(value[place] for place in _places(len(value))))
-        elif isinstance(value, torch.utils.data.Dataset) and not hasattr(value, "packed_collate"):
+            self.all(f"objects {value.shape}", *(value[place] for place in _places(len(value) - 1, _ROWS)))
+        elif (
+            isinstance(value, torch.utils.data.Dataset)
+            and not hasattr(value, "packed_collate")
+            and not isinstance(value, list | tuple | Mapping | Set)
+        ):
             self.all("data set", type(value), dict(vars(value)))
+            if slots := _slots(value):
+                self.feed(slots)
         else:
             super().large(value)
 
@@ -123,28 +195,65 @@ class _Brief(Walk):
         """The user's own without its module: `python job.py` and `echelon train job.py` call that differently."""
         return value.__qualname__ if is_own(value.__module__) else super().class_name(value)
 
+    def _container(self, value: Any) -> None:
+        """A long one: plain values at once, with some of the files that they may name; else one by one."""
+        self.say(type(value).__name__, str(len(value)))
+        if plain := _plain_bytes(value):
+            self._bytes(np.frombuffer(plain, dtype=np.uint8), self.write)
+            if isinstance(value, list | tuple):
+                for place in _places(len(value) - 1, _FILES):
+                    self.feed(value[place])
+            return
+        if len(value) <= _ROWS:
+            super().large(value)
+        elif isinstance(value, list | tuple):
+            for place in _places(len(value) - 1, _ROWS):
+                self.feed(value[place])
+        elif isinstance(value, Mapping):
+            for each in itertools.islice(value.items(), 0, None, len(value) // _ROWS):
+                self.feed(each)
+
     def _array(self, value: Any) -> None:
         self.say(type(value).__name__, str(value.dtype), str(tuple(value.shape)))
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.device.type != "cpu":
-                return
-            value = value.detach().resolve_conj().resolve_neg()
-            if value.numel() * value.element_size() > _WHOLE and value.dim():
-                value = value[_places(len(value))] if len(value) > _ROWS else value.reshape(-1)[:_ROWS]
-            value = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-        elif value.nbytes > _WHOLE and value.ndim:
-            value = value[_places(len(value))] if len(value) > _ROWS else value.reshape(-1)[:_ROWS]
-        self.write(np.ascontiguousarray(value).tobytes()[: 4 * _WHOLE])
+        for part in _parts(value):
+            self._bytes(part, self.write)
+
+    def _parameter(self, name: str, value: Tensor) -> None:
+        self.say(name, str(value.dtype), str(tuple(value.shape)), str(value.requires_grad))
+        self.valued = True
+        self._values(name.encode())
+        for part in _parts(value):
+            self._bytes(part, self._values)
+
+    def _bytes(self, value: np.ndarray[Any, Any], write: Callable[[Any], Any]) -> None:
+        """All of it while the bound allows, else blocks at fixed positions."""
+        for part in _blocks(value, whole=value.nbytes <= self._left):
+            write(part)
+        self._left -= min(value.nbytes, self._left)
 
     def _module(self, value: nn.Module) -> None:
-        """Classes and settings of every part; shapes and not values of parameters."""
+        """Classes, settings and hooks of every part. Values of parameters, and of a model all of its tensors, have their own digest."""
         for name, part in value.named_modules():
             self.say("module", name)
             self.feed(type(part))
             own = {key: each for key, each in vars(part).items() if key not in _OF_TORCH}
             self.feed({key: each for key, each in own.items() if _is_setting(each)})
-        for name, tensor in [*value.named_parameters(), *value.named_buffers()]:
-            self.say(name, str(tensor.dtype), str(tuple(tensor.shape)), str(tensor.requires_grad))
+            for key in _HOOKS:
+                if hooks := list(vars(part).get(key, {}).values()):
+                    self.all(key, *hooks)
+            for key, tensor in _tensors(own):
+                self._tensor(f"{name}.{key}", tensor)
+        for name, tensor in value.named_parameters():
+            self._parameter(name, tensor)
+        for name, tensor in value.named_buffers():
+            self._tensor(name, tensor)
+
+    def _tensor(self, name: str, value: Any) -> None:
+        if self._model and isinstance(value, Tensor):
+            self._parameter(name, value)
+        else:
+            self.say(name)
+            self._array(value)
 
 
 #: What torch itself keeps in every module.
@@ -159,5 +268,77 @@ def _is_setting(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | torch.dtype) or callable(value)
 
 
-def _places(length: int) -> list[int]:
-    return [place * (length - 1) // (_ROWS - 1) for place in range(_ROWS)]
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Tensors and arrays in containers, with their paths."""
+    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in items:
+            yield from _tensors(each, f"{path}.{key}" if path else str(key))
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    names = [name for kind in type(value).__mro__ for name in _as_names(vars(kind).get("__slots__", ()))]
+    return {name: getattr(value, name) for name in sorted(names) if name[:2] != "__" and hasattr(value, name)}
+
+
+def _as_names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _plain_bytes(value: Any) -> bytes:
+    """A container of plain values as bytes, equal in every process; empty where it holds anything else."""
+    try:
+        # Version 2: later ones mark objects that are used twice, which differs from process to process.
+        if isinstance(value, Set):
+            return b"".join(sorted(marshal.dumps(each, 2) for each in value))
+        if isinstance(value, Mapping):
+            return b"".join(sorted(marshal.dumps(each, 2) for each in value.items()))
+        return marshal.dumps(list(value), 2) if type(value) in (list, tuple) else b""
+    except (ValueError, TypeError):
+        return b""
+
+
+def _parts(value: Any) -> Iterator[np.ndarray[Any, Any]]:
+    """What an array or a tensor of any layout holds, as arrays of plain numbers."""
+    if not isinstance(value, Tensor):
+        yield value
+    elif value.is_meta:
+        return
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc):
+        rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
+        yield from _parts(value.crow_indices() if rows else value.ccol_indices())
+        yield from _parts(value.col_indices() if rows else value.row_indices())
+        yield from _parts(value.values())
+    elif value.layout is torch.sparse_coo:
+        together = value.detach().coalesce()
+        yield from _parts(together.indices())
+        yield from _parts(together.values())
+    elif value.is_quantized:
+        yield from _parts(value.dequantize())
+    else:
+        strided = value.detach().resolve_conj().resolve_neg()
+        large = strided.nbytes > _WHOLE and strided.dim() and not strided.is_contiguous()
+        # A view of much memory is not copied: some rows of it are.
+        rows_of = [strided[place] for place in _places(len(strided) - 1, _BLOCKS)] if large else [strided]
+        for each in rows_of:
+            yield each.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _blocks(value: np.ndarray[Any, Any], *, whole: bool) -> Iterator[bytes | memoryview]:
+    if whole or value.nbytes <= _BLOCKS * _BLOCK or not value.ndim:
+        yield np.ascontiguousarray(value).tobytes() if value.ndim else value.tobytes()
+    elif value.flags.c_contiguous:
+        flat = value.reshape(-1)
+        count = max(_BLOCK // value.itemsize, 1)
+        for place in _places(len(flat) - count, _BLOCKS):
+            yield flat[place : place + count].tobytes()
+    else:
+        for place in _places(len(value) - 1, _BLOCKS):
+            yield from _blocks(np.asarray(value[place]), whole=False)
+
+
+def _places(last: int, count: int) -> list[int]:
+    """At most `count` different positions from 0 to `last`, evenly spread."""
+    return sorted({place * last // (count - 1) for place in range(count)}) if last >= count else list(range(last + 1))
