@@ -252,7 +252,9 @@ def _rebuild(
         same = before is not None and _same(was, now) and _same_schedule(before[1][place], run.schedules[place])
         metric = before is not None and takes_metric(kept[place])
         if before is None:
-            moved = [_moved_by_schedule(*each) for each in zip(loaded[place], was, now, fresh.groups[place], strict=True)]
+            moved = [
+                _moved_by_schedule(*each) for each in zip(loaded[place], was, now, fresh.groups[place], strict=True)
+            ]
         elif metric:
             moved = [set(keys[place]) | ({"initial_lr"} if "lr" in keys[place] else set()) for _ in now]
         elif not same and _same(was, loaded[place]):

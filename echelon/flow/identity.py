@@ -108,7 +108,7 @@ def identify(job: Job, *, function: str, read: Mapping[str, str], folder: Path |
 
 def _described_fields(job: Job) -> dict[str, tuple[str, Any]]:
     """By name, the part's name and the value of every field that counts by code or content."""
-    found = {}
+    found: dict[str, tuple[str, Any]] = {}
     for name in (each.name for each in fields(job)):
         value = getattr(job, name)
         if name == "metrics":

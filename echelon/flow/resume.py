@@ -72,9 +72,9 @@ class Resumption:
                 self._changes = dataclasses.replace(changes, warnings=(*said, *changes.warnings))
                 for path in saved:  # while the optimizers are as the job makes them
                     self._note_length(path)
-        self._changes, self._before, self._schedules = run.ranks.gather(
-            (self._changes, self._before, self._schedules)
-        )[0]
+        self._changes, self._before, self._schedules = run.ranks.gather((self._changes, self._before, self._schedules))[
+            0
+        ]
         named = {*self._changes.overrides, *self._before.overrides}
         run.replaces_schedules = any(name.startswith("schedule") for name in named)
 

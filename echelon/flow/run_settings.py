@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from echelon.flow.prepare import Subject
 
 #: A step number is a place in one order of one data set, and state belongs to one kind of optimizer and one set of parameters.
-_FIXED = frozenset({"drop_last", "optimizer"})
+_FIXED = re.compile(r"drop_last|optimizer\d*")
 #: Loading a checkpoint compares these itself.
 _LOADED = frozenset({"batch", "seed", "parameters"})
 _LENGTH = ("epochs", "steps", "total_steps")
@@ -55,7 +56,9 @@ class JobRecord:
     inputs: dict[str, str] | None = None  #: None: not recorded
     settings: dict[str, Any] | None = None
     source: str = ""  #: hash of the sources' syntax trees
-    overrides: dict[str, int] = field(default_factory=dict)  #: settings that were overridden, and the last step before that
+    overrides: dict[str, int] = field(
+        default_factory=dict
+    )  #: settings that were overridden, and the last step before that
 
     @classmethod
     def read(cls, plain: Any) -> JobRecord:
@@ -104,7 +107,12 @@ def resolve_settings(run: Run, subject: Subject) -> dict[str, Any]:
         elif part.startswith("code ") or part in (*DATA, "weights"):
             found[name] = digest
     found |= {f"{name}{_VALUES}": digest for name, digest in identity.values.items()}
-    plain: dict[str, Any] = json.loads(json.dumps(found))  # as it is read back: tuples are lists
+    return _as_read(found)
+
+
+def _as_read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As they are read back from JSON: tuples are lists, and numbers that JSON does not have are text."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(settings)), parse_constant=str)
     return plain
 
 
@@ -147,8 +155,8 @@ def compare(
     """What to apply on resume from `step`; a JobError where a setting changed that is not overridden."""
     if before.settings is None or now.settings is None:
         return Changes(warnings=_source_warning(folder, before, now) if before.sha256 != now.sha256 else ())
-    _require_known(override, before.settings, now.settings)
     changed = changed_settings(before.settings, now.settings, schedule_for)
+    _require_known(override, before.settings, now.settings, changed)
     values = [name for name in changed if name.endswith(_VALUES) and not finished]
     begun = [f"{name.removesuffix(_VALUES)}=" for name in values]
     changed = {name: pair for name, pair in changed.items() if name not in values}
@@ -159,10 +167,13 @@ def compare(
     said: list[str] = []
     free = [] if finished else [name for name in changed if name.startswith(_JUDGED)]
     refused = {
-        name: pair for name, pair in changed.items() if name in _FIXED or not (name in free or _names(override, name))
+        name: pair
+        for name, pair in changed.items()
+        if _FIXED.fullmatch(name) or not (name in free or _names(override, name))
     }
+    fixed = [name for name in refused if _FIXED.fullmatch(name)]
     lines = [_line(name, *pair) for name, pair in refused.items()]
-    wanted = [name for name in refused if name not in _FIXED]
+    wanted = [name for name in refused if name not in fixed]
     if finished and not explained:
         # Nothing would be trained: its result must be of this very job.
         if inputs and _INPUTS not in override:
@@ -172,7 +183,7 @@ def compare(
             lines.append(f"{_SOURCE}: the code that trained it was another")
             wanted.append(_SOURCE)
     if lines:
-        raise JobError(_refusal(folder, step, lines, wanted, fixed=[name for name in refused if name in _FIXED]))
+        raise JobError(_refusal(folder, step, lines, wanted, fixed))
     if inputs and not explained and not finished:
         said.append(f"{folder} is resumed from step {step} with other inputs: {'; '.join(inputs)}")
     if source and not finished:
@@ -204,7 +215,7 @@ def changed_settings(
     for prefix in [name.removesuffix(_CODE) for name in changed if name.endswith(_CODE)]:
         one, other = before.get(f"{prefix}{_CODE}"), now.get(f"{prefix}{_CODE}")
         both = isinstance(one, list) and isinstance(other, list)
-        named = prefix == "optimizer" and any(name.startswith("optimizer") and name != f"{prefix}{_CODE}" for name in changed)
+        named = any(name.startswith(prefix) and not name.endswith(_CODE) for name in changed)
         # Code that differs only in the length, or in a setting that is compared by its own name, is the same.
         if named or (both and any(map(_equal, one, other))):  # type: ignore[arg-type]
             del changed[f"{prefix}{_CODE}"]
@@ -232,7 +243,9 @@ def _without_length(
 
     kept = {name: pair for name, pair in changed.items() if not follows(name, *pair)}
     # A script that computes T_max itself, from its number of epochs.
-    scaled = [name for name in changed if name not in kept and name not in _LENGTH and old.get(name) != before.get(name)]
+    scaled = [
+        name for name in changed if name not in kept and name not in _LENGTH and old.get(name) != before.get(name)
+    ]
     if scaled and not any(name.startswith("schedule") and name != f"schedule{_CODE}" for name in kept):
         kept.pop(f"schedule{_CODE}", None)
     return kept
@@ -242,8 +255,7 @@ def _old_schedule(steps: int, schedule_for: ScheduleFor | None) -> dict[str, Any
     if schedule_for is None:
         return {}
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(schedule_for(steps))))
-        return plain
+        return _as_read(schedule_for(steps))
     except Exception:  # it cannot be made for that length: what differs is listed
         return {}
 
@@ -313,7 +325,10 @@ def first_values(before: JobRecord, now: JobRecord, overrides: Iterable[str]) ->
 
 
 def _line(name: str, then: Any, here: Any) -> str:
-    return f"{name}: {_text(then)} then, {_text(here)} now"
+    line = f"{name}: {_text(then)} then, {_text(here)} now"
+    if not name.endswith(_VALUES):
+        return line
+    return f"{line} (first values of parameters; to keep them, set a seed before the module is built, or pass the function that builds it)"
 
 
 def _names(override: Sequence[str], name: str) -> bool:
