@@ -71,8 +71,14 @@ class Decaying(SGD):
         return done
 
 
-class Slower(Decaying):
-    scale = 0.5
+def scaled(scale: float) -> type[Optimizer]:
+    """Optimizers whose classes differ in an attribute, not in their names."""
+
+    class Scaled(Decaying):
+        pass
+
+    Scaled.scale = scale
+    return Scaled
 
 
 def hooked(limit: float) -> Callable[[Any], Optimizer]:
@@ -103,18 +109,15 @@ class Slotted(Dataset[Any]):
         return values * self.scale, target
 
 
-def weighed(weight: float) -> nn.Module:
+class Weighed(nn.Module):
     """A loss with a buffer."""
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("weight", torch.tensor([weight]))
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([weight]))
 
-        def forward(self, output: Tensor, batch: Any) -> Tensor:
-            return F.mse_loss(output, batch[-1]) * self.weight.mean()
-
-    return Loss()
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(output, batch[-1]) * self.weight.mean()
 
 
 def saved(folder: Path, seed: int) -> str:
@@ -130,10 +133,13 @@ CHANGES: dict[str, tuple[str, Callable[[Path], tuple[dict[str, Any], dict[str, A
         r"optimizer\.factor",
         lambda at: ({"optimizer": Decaying}, {"optimizer": lambda each: Decaying(each, factor=0.5)}),
     ),
-    "a class of the optimizer": (r"optimizer", lambda at: ({"optimizer": Decaying}, {"optimizer": Slower})),
+    "a class of the optimizer": (
+        r"optimizer\.code",
+        lambda at: ({"optimizer": scaled(1.0)}, {"optimizer": scaled(0.5)}),
+    ),
     "a hook": (r"optimizer\.code", lambda at: ({"optimizer": hooked(1.0)}, {"optimizer": hooked(0.01)})),
     "slots": ("data", lambda at: ({"data": Slotted(1.0)}, {"data": Slotted(2.0)})),
-    "a buffer of the loss": ("loss", lambda at: ({"loss": weighed(1.0)}, {"loss": weighed(2.0)})),
+    "a buffer of the loss": ("loss", lambda at: ({"loss": Weighed(1.0)}, {"loss": Weighed(2.0)})),
 }
 
 
@@ -183,7 +189,9 @@ def test_every_field_of_a_job_counts_or_is_exempt() -> None:
         inputs=lambda batch: (batch[:-1], {}), collate=default_collate, evaluation=samples(), warmup_data=0.5, weights="absent",
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), metrics={"mean": lambda output, batch: output.mean()},
     )  # fmt: skip
-    found = {part.removeprefix("code ").removeprefix("setting ").partition(".")[0] for part in Subject(job).identity.parts}
+    found = {
+        part.removeprefix("code ").removeprefix("setting ").partition(".")[0] for part in Subject(job).identity.parts
+    }
     assert fields - found == identity.EXEMPT.keys()
 
 
