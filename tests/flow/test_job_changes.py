@@ -34,7 +34,7 @@ from tests.flow.test_resume import rated, rates_of, warnings_of
 quick: Callable[..., Trained] = partial(train, plan="dp=1", quiet=True, verify=False)
 
 
-class Interruption(Exception):
+class Interruption(Exception):  # noqa: N818 (no error)
     pass
 
 
@@ -159,11 +159,11 @@ def test_weights_count_by_content(tmp_path: Path) -> None:
     shutil.copy(path, tmp_path / "copy.pt")
     assert quick(make(epochs=1, weights=tmp_path / "copy.pt"), folder=folder).loss == first.loss
     shutil.copy(saved(tmp_path, 2), path)
-    with pytest.raises(JobError, match="weights: .* then, .* now"):
+    with pytest.raises(JobError, match=r"weights: .* then, .* now"):
         quick(make(epochs=1, weights=path), folder=folder)
     second = quick(make(epochs=1, weights=folder), folder=tmp_path / "second")
     quick(make(epochs=2, weights=saved(tmp_path, 1)), folder=folder)
-    with pytest.raises(JobError, match="weights: .* then, .* now"):
+    with pytest.raises(JobError, match=r"weights: .* then, .* now"):
         quick(make(epochs=1, weights=folder), folder=second.folder)
 
 
@@ -203,7 +203,7 @@ def test_every_field_of_a_job_counts_or_is_exempt() -> None:
         np.zeros((40_000, 16)),
         [0] * 100_000,
         [(torch.zeros(2), 0) for _ in range(1000)],
-        {place: 0 for place in range(5000)},
+        dict.fromkeys(range(5000), 0),
         bytes(3 << 20),
         torch.zeros(100, 100).to_sparse(),
     ],
@@ -270,7 +270,7 @@ def test_objects_that_training_changed_are_the_jobs_own(tmp_path: Path) -> None:
     assert quick(make(collate=collate, model=model), folder=folder).step == 3 * STEPS
     assert not any("began from other values" in line for line in warnings_of(folder))
     collate.scale = 2.0
-    with pytest.raises(JobError, match="collate: .* then"):
+    with pytest.raises(JobError, match=r"collate: .* then"):
         quick(make(collate=collate, model=model), folder=folder)
 
 
@@ -377,5 +377,5 @@ def test_samples_of_another_row_are_noticed(tmp_path: Path) -> None:
     other[5, 100] += 1
     job = partial(make, epochs=1, model=lambda: nn.Linear(16_384, 1), optimizer=rated(1e-6))
     quick(job(data=TensorDataset(values, values[:, :1])), folder=tmp_path / "run")
-    with pytest.raises(JobError, match="data: .* then"):
+    with pytest.raises(JobError, match=r"data: .* then"):
         quick(job(data=TensorDataset(other, values[:, :1])), folder=tmp_path / "run")
