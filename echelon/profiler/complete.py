@@ -28,11 +28,13 @@ from echelon.profiler.random_state import random_states
 from echelon.profiler.sequence import find_segments
 from echelon.profiler.sharding import Cuts, shard
 from echelon.profiler.tree import module_tree
+from echelon.profiler.trial_context import trial_context
 from echelon.tree import tree_map
 
 Found = TypeVar("Found")
 
 
+@trial_context()
 def complete(plan: Plan, job: Job, profile: Profile | None = None) -> Plan:
     """`plan` with the placements and stages that it lacks, for this model. `profile`: where it is known already.
 
@@ -64,6 +66,7 @@ def _completed(plan: Plan, job: Job, profile: Profile | None) -> Plan:
     return dataclasses.replace(plan, model=plan.model or (known.model if known else fingerprint_of(job)))
 
 
+@trial_context()
 def fingerprint_of(job: Job) -> str:
     """The fingerprint of the job's model, as profiles and plans name it."""
     return _fingerprint(_built(job))
@@ -142,6 +145,7 @@ def _parted(plan: Plan, job: Job) -> Plan:
     return dataclasses.replace(plan, placements=found.placements, segments=found.segments)
 
 
+@trial_context()
 def cuts(job: Job, ways: int) -> Cuts:
     """How the job's model is cut over so many ranks, and what stays whole."""
     return _looked_at(job, lambda model, step: shard(model, step, ways))

@@ -30,6 +30,7 @@ from echelon.profiler.repeat import Run, alike_in_forward, find, shortened, stre
 from echelon.profiler.snapshot import without_trace
 from echelon.profiler.tables import find_tables
 from echelon.profiler.trace import Trace, counting, graph_hash, recording
+from echelon.profiler.trial_context import trial_context
 from echelon.profiler.tree import is_compiled, module_tree
 from echelon.profiler.visits import DIFFERENTIATE
 from echelon.tree import tree_leaves, tree_map
@@ -59,6 +60,7 @@ class _HeldBesideError(RuntimeError):
     """A layer computes with a parameter that it holds itself."""
 
 
+@trial_context()
 def profile(job: Job, *, device: str | None = None) -> Profile:
     """What a step of `job` computes, moves and keeps. `device`: trace for "cpu" or "cuda" (default: what is here)."""
     with without_trace(job), (isolated := Isolated(job)).active():  # a loss that counts its calls must not count these

@@ -10,6 +10,7 @@ import numpy as np
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream
 from echelon.job import Job
+from echelon.profiler.trial_context import one_process
 
 
 class Feed(ABC):
@@ -48,6 +49,7 @@ class _Numbered(Feed):
     def size(self, step: int) -> int:
         return self._order.size(step)
 
+    @one_process()
     def take(self, step: int, positions: np.ndarray) -> Any:
         ids = self._order.ids(step, 0, self.size(step))
         return self._source.take(ids[positions], self._order.epoch_of(step))
@@ -72,10 +74,12 @@ class _Streamed(Feed):
     def size(self, step: int) -> int:
         return len(self._samples(step)[1])
 
+    @one_process()
     def take(self, step: int, positions: np.ndarray) -> Any:
         first, samples = self._samples(step)
         return self._reader.batch([samples[i] for i in positions], first + int(positions[0]), pin=False)
 
+    @one_process()
     def _samples(self, step: int) -> tuple[int, list[Any]]:
         while len(self._read) <= step:
             if not self._read or len(self._read[-1][1]) < self.batch:

@@ -22,6 +22,7 @@ from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.profiler.build import built
 from echelon.profiler.complete import complete
+from echelon.profiler.trial_context import trial_context
 
 #: Bytes of one parameter with its gradient and Adam's two states, in float64.
 _TRAINED = 4 * 8
@@ -52,6 +53,7 @@ def free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
+@trial_context()
 def surely_fits(job: Job, memory: int) -> bool:
     """Whether the model is so small beside `memory` that nobody need count. Nothing is allocated for it."""
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -32,6 +32,7 @@ from echelon.profiler.isolation import Isolated
 from echelon.profiler.lazy import initialise_lazy
 from echelon.profiler.random_state import random_states
 from echelon.profiler.still import UPDATE, seed_build, seed_samples
+from echelon.profiler.trial_context import trial_context
 from echelon.verifier import recipe
 from echelon.verifier.feed import Feed
 from echelon.verifier.identity import model_hash
@@ -78,10 +79,11 @@ class Reference:
     ) -> None:  # fmt: skip
         """`still` makes two runs comparable; forward, loss and backward run in it. `pristine`: a copy of the job's module from before a
         run took it. `dtype`: of the model, its inputs and what the loss holds; None: as they are."""
-        self._isolated, self._dtype = Isolated(job, dtype, pristine), dtype
+        with trial_context():
+            self._isolated, self._dtype = Isolated(job, dtype, pristine), dtype
         self.job, self.plan, self.feed, self.hold = self._isolated.job, plan, feed, still
         self.device = torch.device(device)
-        with self._isolated.active(), random_states():
+        with self._active(), random_states():
             seed_build(job.seed)
             made = self.job.model if isinstance(self.job.model, nn.Module) else call_factory(self.job.model)
             initialise_lazy(made, self.job)
@@ -141,7 +143,7 @@ class Reference:
         gradients |= {name: _copied(value.grad) for name, value in self._others.items()}
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         groups = recipe.groups(self.model, self.optimizers)
-        with self._isolated.active():
+        with self._active():
             with UPDATE() as held:
                 for optimizer in self.optimizers:
                     optimizer.step()
@@ -158,9 +160,15 @@ class Reference:
         return self.last
 
     @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        """Only this rank calls what runs inside, on this run's own copies."""
+        with trial_context(), self._isolated.active():
+            yield
+
+    @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """The context of forward, loss and backward: this run's own copies of what the job's functions reach, made comparable."""
-        with self._isolated.active(), self.hold():
+        with self._active(), self.hold():
             yield
 
     def backward(self, number: int) -> Tensor:

@@ -24,6 +24,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.split import Span, split
 from echelon.profiler.isolation import Isolated
 from echelon.profiler.still import UPDATE, Stillness, seed_samples, silence
+from echelon.profiler.trial_context import uncompiled
 from echelon.verifier import recipe
 from echelon.verifier.mark import Holdings, Mark, Place, mark, weigh
 from echelon.verifier.outputs import Given, Outputs, listening, marked, singles
@@ -76,9 +77,11 @@ class Trial:
     ) -> None:  # fmt: skip
         """`singly`: outputs are told sample by sample, to compare with a run that shares the samples out in another way. `silent`:
         dropout is off."""
+        #: What the job compiles itself is no part of the proof; what the plan compiles is.
+        self._compiler = contextlib.nullcontext if plan.compile else uncompiled
         self._isolated = Isolated(job, dtype)  # a proof must not train the user's own
         self._ranks, self._still, self._singly = ranks, still, singly
-        with self._isolated.active():
+        with self._compiler(), self._isolated.active():
             self.run = Run(self._isolated.job, plan, ranks.world, device=ranks.device, dtype=dtype, watch=False)
         #: Paths of the modules whose dropout is off.
         self.silenced = silence(self.run.model) if silent else []
@@ -122,7 +125,7 @@ class Trial:
         """torch's switches for float32 are the process's, and other runs live there too, which must not share this one's state."""
         restore = switch(self.run.precision)
         try:
-            with self._isolated.active():
+            with self._compiler(), self._isolated.active():
                 yield
         finally:
             restore()

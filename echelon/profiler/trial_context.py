@@ -1,0 +1,69 @@
+"""How a trial runs the user's code: as one process, and without torch.compile.
+
+A trial is a call that only one rank makes (a profile, the reference of a proof or of a spot check). If that code uses torch.distributed,
+its collectives would meet those that other ranks make for another purpose, so torch.distributed describes a world of one meanwhile:
+`get_world_size()` is 1, `all_reduce` leaves its tensor as it is, `all_gather` copies it. Names that were imported before see it too.
+
+Trials run copies of the model in other sizes, types and modes, each of which would be compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+#: Groups made in a world of one are numbered from here: other ranks do not make them, and count on.
+_NUMBERS = itertools.count(1_000_000, 1_000)
+
+
+@contextlib.contextmanager
+def trial_context() -> Iterator[None]:
+    """The code inside is called by this rank alone."""
+    with one_process(), uncompiled():
+        yield
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what torch.compile has compiled, or is to compile, as plain Python."""
+    stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    with contextlib.nullcontext() if stance is None else stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Have torch.distributed describe this process alone, where it describes several."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    world, groups = c10d._world.default_pg, c10d._world.group_count
+    c10d._world.group_count = next(_NUMBERS)
+    c10d._update_default_pg(_alone(world))
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(world)
+        c10d._world.group_count = groups
+
+
+def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group of this process only; it ends with `world`, as all groups do."""
+    from torch.distributed import distributed_c10d as c10d
+
+    name = f"echelon-alone-{world.group_name}"
+    for group, known in c10d._world.pg_names.items():
+        if known == name:
+            return group
+    backend = dist.get_backend_config(world)
+    made, _ = c10d._new_process_group_helper(
+        1, 0, [], backend, dist.HashStore(), name, timeout=c10d._get_default_timeout(dist.get_backend(world))
+    )
+    c10d._world.pg_group_ranks[made] = {0: 0}
+    return made
