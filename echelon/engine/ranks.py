@@ -181,16 +181,21 @@ class Ranks(Group):
         self._owner = False
 
     def abandon(self) -> None:
-        """Leave it after an error that other ranks may not have: their connections to this rank end, so none waits for it. By hand, as gloo's
-        abort() closes nothing and a destroyed group keeps its connections as long as anything in torch refers to it."""
-        for descriptor, inode in _CONNECTIONS.items():
-            # Some are closed by now; sockets that listen stay open, because gloo's thread aborts when one ends.
-            with contextlib.suppress(OSError):
-                if os.fstat(descriptor).st_ino == inode:
-                    with socket.socket(fileno=os.dup(descriptor)) as connection:
-                        connection.getpeername()
-                        connection.shutdown(socket.SHUT_RDWR)
+        """Leave it after an error that other ranks may not have: none waits for this rank."""
+        disconnect()
         self.close()
+
+
+def disconnect() -> None:
+    """End this rank's connections to others, in any thread: whatever waits for them fails. By hand, as gloo's abort() closes nothing and a
+    destroyed group keeps its connections as long as anything in torch refers to it."""
+    for descriptor, inode in list(_CONNECTIONS.items()):
+        # Some are closed by now; sockets that listen stay open, because gloo's thread aborts when one ends.
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.getpeername()
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def shared_store(world: World, purpose: str) -> dist.Store:

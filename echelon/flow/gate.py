@@ -25,6 +25,7 @@ from echelon.errors import EchelonError, LaunchError, PlanError, UnpartedState, 
 from echelon.flow.identity import cover
 from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan
 from echelon.flow.start import DISPROVED
+from echelon.flow.watchdog import bounded
 from echelon.launchers.handover import in_words
 from echelon.plan.check import require, undivided
 from echelon.plan.plan import Plan
@@ -92,7 +93,8 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
         begin, limit = time.perf_counter(), bound(job, prepared)
         if world.main and not quiet:
             print(f'verifying "{plan}" on the first steps\' data, at most {limit:.0f} s ...', file=sys.stderr)  # noqa: T201
-        certificate = _verify(subject, prepared, ranks, limit)
+        with bounded(world, errors, plan, limit):
+            certificate = _verify(subject, prepared, ranks, limit)
         if world.main:
             keep(subject, certificate)
         return _judged(certificate, plan, seconds=time.perf_counter() - begin)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.flow.agree import agree_plan
+from echelon.flow.gate import LEAST
 from echelon.flow.identity import cover
 from echelon.flow.prepare import JobLike, PlanLike, Subject
 from echelon.flow.start import begin, run_script_again
+from echelon.flow.watchdog import bounded
 
 if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
@@ -34,20 +37,23 @@ def verify(
     prepared = agree_plan(subject, plan, world)
     if not world.launched and prepared.plan.ranks > 1:
         run_script_again(prepared)
+    from echelon.engine.ranks import shared_store
     from echelon.verifier.identity import job_hash
     from echelon.verifier.verify import verify as prove
 
     digest = job_hash(subject.spec) if subject.spec else ""
-    certificate = prove(
-        subject.job,
-        prepared.plan,
-        world=world,
-        steps=steps,
-        job_hash=digest,
-        profile=prepared.profile,
-        reference=reference,
-        memory=memory,
-    )
+    store = shared_store(world, "proof") if world.size > 1 else None
+    with bounded(world, store, prepared.plan, LEAST, math.inf):
+        certificate = prove(
+            subject.job,
+            prepared.plan,
+            world=world,
+            steps=steps,
+            job_hash=digest,
+            profile=prepared.profile,
+            reference=reference,
+            memory=memory,
+        )
     certificate = cover(certificate, subject.identity, prepared.profile)
     if prepared.fallback:
         certificate = dataclasses.replace(certificate, notes=(prepared.fallback, *certificate.notes))
