@@ -102,7 +102,11 @@ class _Watchdog:
         unproved = f'"{self._plan}" was not verified in {seconds:.0f} s'
         busy = any(new - old > IDLE * (now - then) for new, old in zip(used, before, strict=True))
         if now - then < WINDOW - _TICK or busy:
-            return f"{unproved}: it takes too long on this machine; --no-verify trains it unproved" if seconds > self._last else ""
+            return (
+                f"{unproved}: it takes too long on this machine; --no-verify trains it unproved"
+                if seconds > self._last
+                else ""
+            )
         places = [f"rank {rank} at {where}" for rank, (_, _, where) in enumerate(told) if where]
         where = f" ({', '.join(places)})" if places else ""
         return (
