@@ -121,6 +121,7 @@ def compiled_model(backend: Counting) -> nn.Module:
     return torch.compile(layers(), backend=backend)  # type: ignore[return-value]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch._dynamo itself
 @pytest.mark.parametrize("factory", [compiled_model, None])
 def test_trials_compile_nothing(factory: Callable[[Counting], nn.Module] | None, tmp_path: Path) -> None:
     torch._dynamo.reset()
