@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from echelon.engine.held_state import HeldState
+from echelon.engine.held_state import Changes, HeldState, digest_of
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.reach import reachable
 from echelon.profiler.snapshot import Snapshot
+
+#: The name of an object and the label of what it holds, as in `Changes`.
+Place = tuple[str, str]
 
 
 class MetricState(HeldState):
@@ -33,6 +39,51 @@ class FunctionState(HeldState):
     def changed(self) -> list[str]:
         """The names of the objects that calls changed since the start."""
         return [name for name in super().changed() if id(self._nodes[name]) not in self._trained]
+
+    def fingerprints(self) -> dict[Place, str]:
+        """Digests of what calls changed since the start, by place. They contain no addresses, so that ranks can compare them."""
+        changes, _ = self.changes(lambda _, value: digest_of(value, whole=True).hex(), self.changed())
+        return {
+            (name, label): hashlib.blake2b(json.dumps(reference, sort_keys=True).encode(), digest_size=16).hexdigest()
+            for name, labels in changes.items()
+            for label, reference in labels.items()
+        }
+
+    def values(self, places: Collection[Place]) -> Changes:
+        """What these places hold now, changed or not, with copies of tensors on the host."""
+        first, self._first = self._first, {name: {} for name in self._nodes}  # so that every value counts as changed
+        try:
+            names = [name for name in dict.fromkeys(name for name, _ in places) if name in self._nodes]
+            changes, _ = self.changes(lambda _, value: [value.to("cpu", copy=True), value.device.type], names)
+        finally:
+            self._first = first
+        return {
+            name: {label: reference for label, reference in labels.items() if (name, label) in places}
+            for name, labels in changes.items()
+        }
+
+    def adopt(self, values: Changes, device: torch.device) -> bool:
+        """Hold what `values` returned, perhaps on another rank; whether every value has a place here."""
+        try:
+            return not self.restore(
+                values, lambda ref: ref[0].to(device if ref[1] != "cpu" else "cpu", copy=True)
+            )
+        except KeyError:  # it refers to an object that was made later
+            return False
+
+
+def differing(digests: Sequence[Mapping[Place, str]]) -> list[Place]:
+    """The places that not all ranks hold alike, given each rank's `fingerprints`."""
+    places = dict.fromkeys(place for each in digests for place in each)
+    return [place for place in places if len({each.get(place) for each in digests}) > 1]
+
+
+def in_words(place: Place) -> str:
+    """A place as the user writes it: `Elr.memory` is `memory` of the loss."""
+    path = "".join(place)
+    root = "inputs" if path.startswith("inputs") else "loss"
+    name = path.removeprefix(root).replace(":", ".").lstrip(".")
+    return f"{name} of {root}=" if name else f"{root}="
 
 
 def loss_parameters(job: Job, model: nn.Module) -> dict[str, nn.Parameter]:

@@ -18,7 +18,7 @@ ReferenceKind = Literal["device", "host", "plan"]
 class Finding:
     """The largest relative difference among tensors of one kind, and where it was."""
 
-    kind: str  # start, gradient, loss, norm, buffer, parameter, optimizer, copy, draw, output, drift, self
+    kind: str  # start, gradient, loss, norm, buffer, parameter, optimizer, copy, draw, output, drift, self, state
     tensors: int
     worst: float
     where: str

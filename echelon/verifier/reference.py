@@ -107,6 +107,10 @@ class Reference:
         #: What the last step made.
         self.last: Record | None = None
 
+    def active(self) -> AbstractContextManager[None]:
+        """Its own values are in place of what the job's functions keep."""
+        return self._isolated.active()
+
     def gradients(self) -> dict[str, Tensor | None]:
         """Of the parameters that the optimizers were made for: layers that forward makes later are in none of them, and are not trained."""
         return {name: value.grad for name, value in self.model.named_parameters() if name in self._names}

@@ -117,11 +117,24 @@ class Trial:
 
     def step(self, number: int) -> Record | None:
         """One step; the record is rank 0's."""
-        with self._switched():
+        with self.switched():
             return self._step(number)
 
+    def repeat(self, number: int) -> list[Tensor]:
+        """Forward and backward of a step without an update: its loss, and the gradients that this rank holds."""
+        run, batch = self.run, self.batch(number)
+        trained = [*run.model.parameters(), *run.loss_parameters.values()]
+        for value in trained:
+            value.grad = None
+        parts = split(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.shares)[run.data.rank]
+        with self._still(), self._seeded(number, parts):
+            loss = run.backward(batch)
+        grads = [local(value.grad) for value in trained if value.grad is not None]
+        dense = [grad if grad.layout == torch.strided else grad.to_dense() for grad in grads]
+        return [loss.detach().clone(), *(grad.detach().clone() for grad in dense)]
+
     @contextlib.contextmanager
-    def _switched(self) -> Iterator[None]:
+    def switched(self) -> Iterator[None]:
         """torch's switches for float32 are the process's, and other runs live there too, which must not share this one's state."""
         restore = switch(self.run.precision)
         try:
@@ -227,7 +240,7 @@ class Trial:
 
     def prepare(self, number: int) -> None:
         """Have the run call the model as it does before its first step, so that later calls are the step's own."""
-        with self._switched(), self._still():
+        with self.switched(), self._still():
             self.run.prepare(self.batch(number))
 
     def holdings(self) -> Holdings:
@@ -237,7 +250,7 @@ class Trial:
     def drawn(self, number: int) -> Holdings:
         """What each rank holds of the gradients and the buffers after forward and backward of a step. Gradients tell more than the
         parameters they change: a learning rate may be zero."""
-        with self._switched(), self._still():
+        with self.switched(), self._still():
             self.run.backward(self.batch(number))
         grads = [(name, value.grad) for name, value in self.run.model.named_parameters() if value.grad is not None]
         dense = [(name, grad if grad.layout == torch.strided else grad.to_dense()) for name, grad in grads]

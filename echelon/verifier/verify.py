@@ -37,6 +37,7 @@ from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.footing import Footing, asked, choose, free, require_whole, surely_fits
 from echelon.verifier.identity import versions
 from echelon.verifier.look import Look, look
+from echelon.verifier.loss_state import ReadState, find_read_state
 from echelon.verifier.mark import copies
 from echelon.verifier.outputs import listed
 from echelon.verifier.peer import Peer, Versus
@@ -139,7 +140,7 @@ def _verify(
         if basis and unknown:
             basis.notes.append(unknown)
         still = _from_main(ranks, basis.still if basis else None)
-        proof, drift, skipped = _beside(job, plan, ranks, chosen, basis, still, footing)
+        proof, drift, skipped, kept = _beside(job, plan, ranks, chosen, basis, still, footing)
         _draw(job, plan, ranks, chosen, basis, proof, still)
         unsteady: Unsteady | None = None
         with ranks.together():
@@ -149,7 +150,7 @@ def _verify(
         seen = _look_again(job, plan, ranks, chosen, None if unsteady else basis, proof, still)
         with ranks.together():
             certificate = (
-                _certificate(basis, proof, drift, seen, skipped, job_hash, unsteady)
+                _certificate(basis, proof, drift, seen, skipped, job_hash, unsteady, kept)
                 if basis and proof and drift
                 else None
             )
@@ -246,9 +247,9 @@ def _beside(
     basis: Basis | None,
     still: Stillness,
     footing: Footing,
-) -> tuple[Referee | None, Referee | None, int]:
-    """The plan's runs in float64 and in its own precision, held against the truth; and the number of steps that a loss scale made the
-    second skip. The referees are rank 0's."""
+) -> tuple[Referee | None, Referee | None, int, ReadState | None]:
+    """The plan's runs in float64 and in its own precision, held against the truth; the number of steps that a loss scale made the
+    second skip; and state of the loss that the plan does not keep as one device does. The referees are rank 0's."""
     with _failing_as(plan), contextlib.ExitStack() as stack:
         exact = stack.enter_context(Trial(job, plan, ranks, still, torch.float64, singly=footing.plan is not None))
         own = stack.enter_context(Trial(job, plan, ranks, dataclasses.replace(still, narrow=False), None))
@@ -285,7 +286,10 @@ def _beside(
             basis.notes.append(
                 f"in the optimizers' steps random numbers are held and casts below float64 are lifted, in both runs: {names}"
             )
-        return proof, drift, own.skipped
+        kept = None
+        if _from_main(ranks, proof.worst is None if proof else None):
+            kept = find_read_state(exact, steps[-1], truth.reference if truth else None)
+        return proof, drift, own.skipped, kept
 
 
 @contextlib.contextmanager
@@ -350,6 +354,7 @@ def _certificate(
     skipped: int,
     job_hash: str,
     unsteady: Unsteady | None = None,
+    kept: ReadState | None = None,
 ) -> Certificate:
     found, footing = findings(proof.differences, basis.bounds), basis.footing
     if seen is not None and seen.outputs is not None and not (seen.outputs.good and _outputs(found)):
@@ -374,6 +379,8 @@ def _certificate(
             f"{where}: {drift.factor:.6g} times the reference, and in float64 they agree: looks like a loss scale, or another factor of "
             f"{precision} alone, that is not taken out"
         )
+    if kept is not None and not divergent:
+        found, divergent = (*found, kept.finding), kept.words
     if unsteady is not None:
         found, divergent = (unsteady.finding, *found), unsteady.words
         notes.append("not deterministic: two runs of one device differ, so that nothing is known of the plan")
