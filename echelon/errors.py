@@ -101,14 +101,21 @@ class TrainingError(EchelonError):
 class DivergenceError(TrainingError):
     """Ranks that must compute the same do not, or together compute something else than one device would.
 
-    `rank` and `tensor` name where it was seen, `cause` why it probably happened; None where that is not known.
+    `rank` and `tensor` name where it was seen, `cause` why it probably happened; None where that is not known. `agreed`: the last step that
+    was checked and found right, where later ones may be wrong.
     """
 
     def __init__(
-        self, message: str, *, rank: int | None = None, tensor: str | None = None, cause: str | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        tensor: str | None = None,
+        cause: str | None = None,
+        agreed: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.tensor, self.cause = rank, tensor, cause
+        self.rank, self.tensor, self.cause, self.agreed = rank, tensor, cause, agreed
 
 
 class UnpartedState(DivergenceError):  # noqa: N818 (what the model has; its base says error)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine.function_state import FunctionState, MetricState
+from echelon.engine.function_state import FunctionState, MetricState, in_words, places_apart
 from echelon.engine.held_state import Changes, HeldState, digest_of
 from echelon.engine.optimizer_state import state_dict_of
 from echelon.engine.shared_state import opened
@@ -103,6 +103,8 @@ class Attributes:
         #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
         self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()
+        #: Whether no proof has shown that the loss reads nothing that data ranks hold differently.
+        self.unproved = True
 
     def steered_by(self, call: Callable[[], Any]) -> bool:
         """Whether a call of a metric changes what the loss or `inputs` reads."""
@@ -137,19 +139,24 @@ class Attributes:
         mine = [name for name in changed[run.ranks.rank] if not any(name in each for each in changed[: run.ranks.rank])]
         model, lost = self.model.changes(put, mine)
         functions = metrics = None
+        apart = places_apart(run.data.gather(self.functions.fingerprints()))
         if not run.data.rank and run.tells:  # the rank that calls metrics which keep state
-            (functions, lost_too), (metrics, also_lost) = self.functions.changes(put), self._metrics.changes(put)
+            functions, lost_too = self.functions.changes_without(apart if self.unproved else (), put)
+            metrics, also_lost = self._metrics.changes(put)
             lost += [*lost_too, *also_lost]
+            lost += [f"{in_words(place)}: the ranks' values differ" for place in apart if self.unproved]
         ahead = [f"{name}: collate= changes it while samples are read" for name in self._collation.changed_places()]
         optimizers, differing = self._of_optimizers(put)
         self._warn([*lost, *differing, *ahead])
         everyone = run.ranks.gather((model, self.switched(), functions, metrics))
+        names = run.ranks.gather([in_words(place) for place in apart] if run.tells else [])
         return {
             "model": {name: labels for each, *_ in everyone for name, labels in each.items()},
             "optimizers": optimizers,
             "trainable": {name: flag for _, theirs, *_ in everyone for name, flag in theirs.items()},
             "functions": next(each for *_, each, _ in everyone if each is not None),
             "metrics": next(each for *_, each in everyone if each is not None),
+            "apart": {name: "lost" if self.unproved else "first" for each in names for name in each},
         }, tensors
 
     def _of_optimizers(self, put: Put) -> tuple[Changes, list[str]]:
@@ -222,6 +229,13 @@ class Attributes:
                 run.warn(
                     f"{name}: the checkpoint holds a value for it, and this job has no place for it; it is left out"
                 )
+
+        for name, kept in stored.get("apart", {}).items() if run.world.main else ():
+            run.warn(
+                f"{name}: the data ranks that wrote the checkpoint held different values, "
+                + ("and the checkpoint has none: it has its first value again" if kept == "lost" else "of which the checkpoint has the first rank's")
+                + "; if the loss reads it, this run goes on with other numbers: start again in one process (--fresh --plan dp=1)"
+            )
 
     def _fitting(self, changes: Changes, written: Mapping[str, Any]) -> Changes:
         """What optimizers kept, without tensors where one of two plans cuts parameters: they would be laid out otherwise."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.held_state import Changes, HeldState, digest_of
+from echelon.engine.values import Put, tensor_refs
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.reach import reachable
@@ -49,6 +50,23 @@ class FunctionState(HeldState):
             for label, reference in labels.items()
         }
 
+    def changes_without(self, places: Collection[Place], put: Put) -> tuple[Changes, list[str]]:
+        """As `changes`, but for these places."""
+        live: dict[str, Tensor] = {}
+
+        def note(path: str, value: Tensor) -> Any:
+            live[path] = value
+            return [path, value.device.type]
+
+        changes, lost = self.changes(note)
+        kept = {
+            name: {label: reference for label, reference in labels.items() if (name, label) not in places}
+            for name, labels in changes.items()
+        }
+        for path, _ in tensor_refs(kept):
+            put(path, live[path])
+        return {name: labels for name, labels in kept.items() if labels}, lost
+
     def values(self, places: Collection[Place]) -> Changes:
         """What these places hold now, changed or not, with copies of tensors on the host."""
         first, self._first = self._first, {name: {} for name in self._nodes}  # so that every value counts as changed
@@ -72,7 +90,7 @@ class FunctionState(HeldState):
             return False
 
 
-def differing(digests: Sequence[Mapping[Place, str]]) -> list[Place]:
+def places_apart(digests: Sequence[Mapping[Place, str]]) -> list[Place]:
     """The places that not all ranks hold alike, given each rank's `fingerprints`."""
     places = dict.fromkeys(place for each in digests for place in each)
     return [place for place in places if len({each.get(place) for each in digests}) > 1]

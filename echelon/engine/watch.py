@@ -4,6 +4,7 @@
     every step     modules whose calls start collectives, in order   running hash         with the loss, over tp x pp and dp
     step 1, then   parameters, buffers, optimizer state, settings,   sums of their bits   one small message along each
     every N        random states (replicas.py)                                            replicated axis
+    the same       what the loss keeps, in runs without a proof      digests              over dp; a warning
 
 N follows from what a comparison was measured to cost. A difference raises DivergenceError on every rank that sees it, before the optimizer steps
 (on an accelerator, whose host must not wait, one step later) and before a checkpoint is written.
@@ -11,6 +12,7 @@ N follows from what a comparison was measured to cost. A difference raises Diver
 
 from __future__ import annotations
 
+import hashlib
 import time
 import zlib
 from array import array
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
 from echelon.engine.ranks import Group
-from echelon.engine.replicas import Replicas, equal
+from echelon.engine.function_state import in_words, places_apart
+from echelon.engine.replicas import Replicas, equal, same
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ class Watch:
         self._samples = 0
         self._every, self._next = 1, 1
         self._clock: float | None = None
+        self._warn, self._warned = warn, False
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -143,6 +147,7 @@ class Watch:
         now = time.perf_counter()
         if step >= self._next:
             self._replicas.compare(step)
+            self._compare_loss_state(step)
             spent, length = time.perf_counter() - now, now - self._clock if self._clock is not None else 0.0
             self._next = step + self._interval(spent, length)
         self._clock = time.perf_counter()
@@ -151,6 +156,23 @@ class Watch:
         """Compare replicas now, between steps. Every rank must call it."""
         if not self.off:
             self._replicas.compare(step, settled=True)
+
+    def _compare_loss_state(self, step: int) -> None:
+        """Warn where data ranks hold different values of what the loss keeps, and no proof has shown that it does not read them."""
+        data, kept = self._run.data, self._run.attributes
+        if self._warned or not kept.unproved or data.size == 1:
+            return
+        mine = kept.functions.fingerprints()
+        text = repr(sorted(mine.items())).encode()
+        if same(data, int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")):
+            return
+        self._warned = True
+        names = ", ".join(map(in_words, places_apart(data.gather(mine))))
+        if not data.rank:
+            self._warn(
+                f"{names}: data ranks hold different values after step {step}, each from its own samples; where the loss reads them, this plan "
+                "computes something else than one process; leave --no-verify out to find out"
+            )
 
     def _interval(self, spent: float, length: float) -> int:
         """Steps to the next comparison, the same on every rank: so many that its cost stays within the budget."""

@@ -3,7 +3,8 @@
 runs/digits/
     job.json plan.json forecast.json profile.json cluster.json certificate.json
     events.jsonl tensorboard/ report.html run.lock
-    checkpoints/step-00000120/ ...  best.json
+    checkpoints/step-00000120/ ...  best.json  checked.json
+    checkpoints/step-00000140.doubted/      written after the last step that was checked, before a check failed; never resumed from
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 
 _PREFIX = "step-"
-_BEST = "best.json"
+_BEST, _CHECKED = "best.json", "checked.json"
 
 
 class RunFolder:
@@ -150,11 +151,38 @@ class RunFolder:
         partial.write_text(json.dumps(note))
         partial.replace(self.checkpoints / _BEST)
 
+    def agreed(self) -> int:
+        """The last step up to which checkpoints are known to be right; 0 where nothing is known."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads((self.checkpoints / _CHECKED).read_text())["step"])
+        return 0
+
+    def note_agreed(self, step: int) -> None:
+        """Remember it."""
+        partial = self.checkpoints / f"{_CHECKED}.partial"
+        partial.write_text(json.dumps({"step": step}))
+        partial.replace(self.checkpoints / _CHECKED)
+
+    def newest_checked(self) -> Path | None:
+        """The newest checkpoint that is known to be right."""
+        agreed = self.agreed()
+        return next((path for path in self.saved() if _step_of(path) <= agreed), None)
+
+    def doubt(self, agreed: int) -> list[Path]:
+        """Set checkpoints after step `agreed` aside, so that none is resumed from; their new names."""
+        found = []
+        for path in self.saved():
+            if _step_of(path) > agreed:
+                aside = path.with_name(f"{path.name}.doubted")
+                shutil.rmtree(aside, ignore_errors=True)
+                found.append(path.rename(aside))
+        return found
+
     def prune(self) -> None:
-        """Delete all but the last `keep` and the best, and what broken writes left behind. Never while a checkpoint is written."""
-        best = self.best()
+        """Delete all but the last `keep`, the best and the newest that is known to be right, and what broken writes left behind. Never while a checkpoint is written."""
+        best, checked = self.best(), self.newest_checked()
         for path in self.saved()[self._keep :]:
-            if best is None or path != best[0]:
+            if path != checked and (best is None or path != best[0]):
                 self.discard(path)
         for path in self.checkpoints.glob(f"{_PREFIX}*"):
             if path.name.endswith(".partial") or (path.is_dir() and not path.is_symlink() and not _is_checkpoint(path)):
@@ -196,6 +224,10 @@ def _holds(path: Path, document: Document) -> bool:
         return path.read_text(encoding="utf-8") == document.to_json() + "\n"
     except (OSError, ValueError):
         return False
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def _manifest(checkpoint: Path) -> Path:

@@ -125,12 +125,14 @@ def parallelize(
     def execute(prepared: Prepared, world: World = world) -> Run:
         if not world.launched and prepared.plan.ranks > 1:
             run_script_again(prepared)
-        require_proof(subject, prepared, world, verify=chosen.verify)
+        verdict = require_proof(subject, prepared, world, verify=chosen.verify)
         if prepared.fallback and world.main:
             warnings.warn(prepared.fallback, stacklevel=4)
         from echelon.engine.run import Run
 
-        return Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)
+        run = Run(subject.job, prepared.plan, world, device=device, workers=workers, warn=warn)
+        run.attributes.unproved = verdict.certificate is None
+        return run
 
     if world.launched:
         return first_launched(subject, plan, world, execute)

@@ -17,7 +17,7 @@ from echelon.events import Event, Listener
 from echelon.flow.advice import how_to_go_on
 from echelon.flow.checks import require_evaluation
 from echelon.flow.folder import RunFolder, choose
-from echelon.flow.gate import Verdict, revoke
+from echelon.flow.gate import Verdict, is_plain, revoke
 from echelon.flow.job_inputs import recording_variables
 from echelon.flow.lock import held
 from echelon.flow.prepare import Prepared, Subject
@@ -131,6 +131,7 @@ class Training:
             elsewhere=self._elsewhere(),
         )
         self._run = run
+        run.attributes.unproved = self._verdict.certificate is None
         # Only rank 0 looked for a free name; the others follow it.
         self._folder = RunFolder(Path(run.ranks.gather(str(self._folder.path))[0]), keep=self._settings.keep)
         with contextlib.ExitStack() as holding:
@@ -143,6 +144,7 @@ class Training:
                 self._emit("end", reason="interrupted", seconds=self._seconds(), message=AGAIN)
                 raise KeyboardInterrupt(AGAIN) from None
             except Exception as error:
+                self._set_doubted_aside(error)
                 if isinstance(error, DivergenceError) and world.main and self._verdict.certificate is not None:
                     revoke(self._subject, self._verdict.certificate, str(error))
                 error.started = self._started  # type: ignore[attr-defined]
@@ -237,7 +239,30 @@ class Training:
             return None
         from echelon.verifier.spot_check import SpotChecks
 
-        return SpotChecks(self._subject.job, self._run, self._pristine, self._prepared.profile)
+        checks = SpotChecks(self._subject.job, self._run, self._pristine, self._prepared.profile)
+        if self._resumed_at > 0:
+            checks.agreed = min(self._folder.agreed(), self._resumed_at)
+        return checks
+
+    def _note_agreed(self) -> None:
+        """Record up to which step the checkpoints are known to be right, on rank 0: one process has nothing that it could depart from."""
+        if self._checks is not None:
+            self._folder.note_agreed(self._checks.agreed)
+        elif is_plain(self._prepared.plan, self._subject.job) and self._folder.agreed() >= self._resumed_at:
+            self._folder.note_agreed(self._run.step_number)
+
+    def _set_doubted_aside(self, error: Exception) -> None:
+        """After a check that failed, on rank 0: checkpoints since the last one that agreed may contain the error."""
+        if not (isinstance(error, DivergenceError) and error.agreed is not None and self._world.main):
+            return
+        aside = self._folder.doubt(error.agreed)
+        if aside:
+            left = self._folder.saved()
+            self._warn(
+                f"step {error.agreed} is the last that was checked and agreed, so later checkpoints may contain the error and are set aside: "
+                f"{', '.join(path.name for path in reversed(aside))}; "
+                + (f"a resumed run goes on from {left[0].name}" if left else "a resumed run starts from the beginning")
+            )
 
     def _tell(self, batch: StepBatch, step: Step, seconds: float) -> bool:
         """Report a step; True when any rank was asked to stop by then."""
@@ -346,6 +371,7 @@ class Training:
         if self._world.main:
             if better:
                 self._note_best(place)
+            self._note_agreed()
             self._folder.prune()
         self._emit("checkpoint", path=str(place), seconds=seconds, bytes=size, best=better)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.engine.attributes import model_snapshot, set_trainable, trainable
-from echelon.engine.function_state import FunctionState, Place, differing, in_words, snapshot
+from echelon.engine.function_state import FunctionState, Place, in_words, places_apart, snapshot
 from echelon.engine.held_state import Changes
 from echelon.engine.layout import local
 from echelon.plan.certificate import Finding
@@ -71,7 +71,7 @@ def find_read_state(trial: Trial, number: int, reference: Reference | None) -> R
     changed = list(dict.fromkeys(place for each in run.ranks.gather(list(mine)) for place in each))
     if not changed:
         return None
-    apart = differing(run.data.gather(mine))
+    apart = places_apart(run.data.gather(mine))
     with run.ranks.together():
         whole = _reference_values(reference, changed) if run.world.main else None
     whole = run.ranks.gather(whole)[0]
@@ -101,11 +101,8 @@ class _Probe:
         own = self._passed({})
         noise = self._difference(own, self._passed({}))
         everyone: list[Changes] = data.gather(self._functions.values(apart)) if any(ranks.gather(bool(apart))) else []
-        candidates = [
-            (each, f"the {data.size} data ranks hold different values, each from its own samples")
-            for each in (everyone[0], everyone[-1])
-            if everyone
-        ]
+        cause = f"the {data.size} data ranks hold different values, each from its own samples"
+        candidates = [(each, cause) for each in (everyone[:1] + everyone[-1:])]
         if whole:
             candidates.append((whole, "calls with parts of a batch leave other values than one call with the whole"))
         for state, cause in candidates:

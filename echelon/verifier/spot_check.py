@@ -90,7 +90,7 @@ class SpotChecks:
         self._steps = _chosen(launch, run.total_steps)
         self._feed: Feed | None = None
         #: The last step (from 1) that was compared and agreed, on rank 0. The gate compared those before FIRST.
-        self._agreed = FIRST - 1
+        self.agreed = FIRST - 1
         #: Why there are no more checks; empty: there are.
         self.left_out = ""
         #: Of a step's samples what one device can compute in time; None: not known yet.
@@ -268,7 +268,7 @@ class SpotChecks:
         zero = set(noise.zeros(gradients))
         beyond = [each for each in differences if not bounds.hold(each) and each.name not in zero]
         if not beyond:
-            self._agreed = step + 1
+            self.agreed = step + 1
             return
         # One device in the run's own precision tells what rounding does to this model at this step.
         rough, theirs = self._reference(state, step, read, None, still=still)
@@ -286,12 +286,13 @@ class SpotChecks:
             raise DivergenceError(
                 f"step {step + 1}: {_described(worst, self._run.plan, *pair)} from the same state "
                 f"and samples ({len(beyond)} of {len(differences)} values differ), and the first steps agreed: something that begins "
-                f"later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step. The last step that this "
-                f"start checked and found equal is {self._agreed}: resume from a checkpoint at or before it, because later ones may contain the error",
+                f"later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step. The last step that "
+                f"was checked and found equal is {self.agreed}: resume from a checkpoint at or before it, because later ones may contain the error",
                 tensor=worst.name,
                 cause="behaviour that begins after the first steps",
+                agreed=self.agreed,
             )
-        self._agreed = step + 1
+        self.agreed = step + 1
 
     def _reference(
         self, state: _State, step: int, read: _Read, dtype: torch.dtype | None, *, still: bool

@@ -37,8 +37,9 @@ def judged(job: Job, plan: Plan) -> tuple[Referee, Case]:
     ranks, feed = Ranks(World(), None), open_feed(job)
     try:
         case = Case(job, plan, feed, feed.steps(2))
-        proof, _, _ = _beside(job, plan, ranks, case.steps, case, case.still, Footing())
+        proof, _, _, read = _beside(job, plan, ranks, case.steps, case, case.still, Footing())
         assert proof is not None
+        assert read is None, read
         case.reconsider(proof)
         return proof, case
     finally:
