@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.data.loader import Micro
 from echelon.engine.buffers import Place
+from echelon.engine.function_state import unchanged
 from echelon.engine.precision import autocast
 from echelon.errors import JobError, UnpartedState
 from echelon.job import call_model
@@ -106,7 +107,7 @@ def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: _Values)
         return values
 
     cut = max(count // 3, 1)
-    with _undone(run.model), Stillness(random=True)():
+    with unchanged(run.job, run.model), _undone(run.model), Stillness(random=True)():
         whole = after(0, count)
         changed = whole is not None and any(not torch.equal(value, before[name]) for name, value in whole.items())
         if not any(run.ranks.gather(changed)):

@@ -24,6 +24,7 @@ from echelon.engine.attributes import model_snapshot, set_trainable, trainable
 from echelon.engine.function_state import FunctionState, Place, in_words, places_apart, snapshot
 from echelon.engine.held_state import Changes
 from echelon.engine.layout import local
+from echelon.errors import DivergenceError
 from echelon.plan.certificate import Finding
 from echelon.verifier.reference import Reference
 from echelon.verifier.trial import Trial
@@ -137,6 +138,9 @@ class _Probe:
         own, run.job = run.job, dataclasses.replace(run.job, loss=self._guarded(run.job.loss))
         try:
             return self._trial.repeat(self._number)
+        except DivergenceError:  # on every rank: a part of the batch has another kind of loss now
+            self._failed = True
+            return []
         finally:
             run.job = own
             self._start()
