@@ -233,8 +233,12 @@ class Attributes:
         for name, kept in stored.get("apart", {}).items() if run.world.main else ():
             run.warn(
                 f"{name}: the data ranks that wrote the checkpoint held different values, "
-                + ("and the checkpoint has none: it has its first value again" if kept == "lost" else "of which the checkpoint has the first rank's")
-                + "; if the loss reads it, this run goes on with other numbers: start again in one process (--fresh --plan dp=1)"
+                + (
+                    "and the checkpoint has none: it has its first value again"
+                    if kept == "lost"
+                    else "of which the checkpoint has the first rank's"
+                )
+                + "; if the loss reads it, this run goes on with other numbers: train again from the start (--fresh --plan dp=1)"
             )
 
     def _fitting(self, changes: Changes, written: Mapping[str, Any]) -> Changes:

@@ -83,9 +83,7 @@ class FunctionState(HeldState):
     def adopt(self, values: Changes, device: torch.device) -> bool:
         """Hold what `values` returned, perhaps on another rank; whether every value has a place here."""
         try:
-            return not self.restore(
-                values, lambda ref: ref[0].to(device if ref[1] != "cpu" else "cpu", copy=True)
-            )
+            return not self.restore(values, lambda ref: ref[0].to(device if ref[1] != "cpu" else "cpu", copy=True))
         except KeyError:  # it refers to an object that was made later
             return False
 

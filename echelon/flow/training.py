@@ -257,6 +257,7 @@ class Training:
             return
         aside = self._folder.doubt(error.agreed)
         if aside:
+            self._folder.note_agreed(error.agreed)
             left = self._folder.saved()
             self._warn(
                 f"step {error.agreed} is the last that was checked and agreed, so later checkpoints may contain the error and are set aside: "

@@ -471,3 +471,48 @@ def test_lists_of_parameters_are_no_state() -> None:
     changes, lost = state.changes(lambda path, value: path)
     assert changes == {"model": {".calls": {"value": 1}}}
     assert not lost
+
+
+class Logging:
+    """A loss that keeps its values, which differ by rank, and counts its calls, which do not."""
+
+    def __init__(self) -> None:
+        self.values, self.calls = list[float](), 0
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        value = nn.functional.cross_entropy(output, batch[-1])
+        self.values.append(float(value.detach()))
+        self.calls += 1
+        return value
+
+
+def logged(world: World, folder: str, unproved: bool) -> list[str]:
+    """Two steps and a checkpoint; the warnings."""
+    warnings: list[str] = []
+    job = mlp(loss=Logging())
+    with Run(job, from_text("dp=2"), world, warn=warnings.append) as run:
+        run.attributes.unproved = unproved
+        for batch in run.batches(2):
+            run.step(batch)
+        run.save(Path(folder))
+    return warnings
+
+
+@pytest.mark.parametrize("unproved", [True, False])
+def test_a_checkpoint_names_what_data_ranks_hold_apart(ranks: Pool, tmp_path: Path, unproved: bool) -> None:
+    """Without a proof the loss may read it: no rank's value is stored. With one the first rank's is. A resumed run names it either way."""
+    (written, others) = ranks.run(2, logged, str(tmp_path / "here"), unproved)
+    about = [each for each in written if each.startswith("values of loss=")]
+    assert len(about) == (2 if unproved else 0), written
+    if unproved:
+        assert "data ranks hold different values after step 1" in about[0]
+        assert "the ranks' values differ: checkpoints do not hold it" in about[1]
+    assert not any("calls of loss=" in each for each in (*written, *others))
+    resumed: list[str] = []
+    loss = Logging()
+    with Run(mlp(loss=loss), Plan(), World(), warn=resumed.append) as run:
+        run.load(tmp_path / "here")
+    (warning,) = resumed
+    assert warning.startswith("values of loss=: the data ranks that wrote the checkpoint held different values")
+    assert ("has its first value again" in warning) == unproved
+    assert (len(loss.values), loss.calls) == (0 if unproved else 2, 2)

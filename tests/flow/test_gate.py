@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from echelon.engine.run import Run
 from echelon.errors import DivergenceError, LaunchError, PlanError, UnprovedPlan
 from echelon.events import Event
 from echelon.flow import gate
+from echelon.flow.folder import RunFolder
 from echelon.flow.prepare import Prepared, Subject
 from echelon.observer import read_events
 from echelon.plan.plan import Plan
@@ -157,8 +159,13 @@ def test_behaviour_that_begins_late_stops_the_run(
     job = make(model=lambda: Late(20), epochs=12)
     with pytest.raises(DivergenceError, match=r"step \d+: .* off what one device computes"):
         train(tmp_path / "run", job, "dp=1 micro=4", every=2)
-    saved = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert saved, "the last good checkpoint stays"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    agreed = RunFolder(tmp_path / "run", keep=2).agreed()
+    assert agreed >= 2, "the gate has checked two steps"
+    saved = {int(path.name[5:13]): path.suffix for path in checkpoints.glob("step-*")}
+    assert 2 in saved or agreed > 2, "the newest checkpoint that was checked stays, whatever keep= is"
+    assert saved == {step: ".doubted" if step > agreed else "" for step in saved}
+    assert min(saved) <= agreed < max(saved)
     # The proof of the first steps is withdrawn.
     with pytest.raises(UnprovedPlan, match="off what one device computes"):
         train(tmp_path / "again", job, "dp=1 micro=4", fallback=False)
@@ -177,6 +184,17 @@ def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, mo
     steps = [event.step for event in events if event.kind == "step"]
     assert steps[-1] == 12 * 4
     assert len(steps) < 2 * 12 * 4, "it went on, and did not begin again"
+    # It goes back behind the first step that the error may have reached, although later checkpoints were written.
+    found = re.search(
+        r"step (\d+) is the last that was checked.*: (step-.*?); .* goes on from step-0*(\d+)",
+        "\n".join(messages(events, "warning")),
+    )
+    assert found, "the log names what is set aside"
+    agreed, aside, resumed = int(found[1]), [int(each[5:13]) for each in found[2].split(", ")], int(found[3])
+    assert resumed == starts[1][1] <= agreed < min(aside)
+    # All that was trained after it is trained again.
+    again = steps.index(resumed + 1, steps.index(resumed + 1) + 1)
+    assert steps[again:] == list(range(resumed + 1, 12 * 4 + 1))
     assert len({*map(str, (tmp_path / "run").parent.glob("run*"))}) == 1
 
 
