@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
-from echelon.engine.ranks import Group
 from echelon.engine.function_state import in_words, places_apart
+from echelon.engine.ranks import Group
 from echelon.engine.replicas import Replicas, equal, same
 from echelon.errors import DivergenceError
 

@@ -2,8 +2,8 @@
 
 runs/digits/
     job.json plan.json forecast.json profile.json cluster.json certificate.json
-    events.jsonl tensorboard/ report.html run.lock
-    checkpoints/step-00000120/ ...  best.json  checked.json
+    events.jsonl tensorboard/ report.html run.lock checked.json
+    checkpoints/step-00000120/ ...  best.json
     checkpoints/step-00000140.doubted/      written after the last step that was checked, before a check failed; never resumed from
 """
 
@@ -154,14 +154,14 @@ class RunFolder:
     def agreed(self) -> int:
         """The last step up to which checkpoints are known to be right; 0 where nothing is known."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return int(json.loads((self.checkpoints / _CHECKED).read_text())["step"])
+            return int(json.loads((self.path / _CHECKED).read_text())["step"])
         return 0
 
     def note_agreed(self, step: int) -> None:
         """Remember it."""
-        partial = self.checkpoints / f"{_CHECKED}.partial"
+        partial = self.path / f"{_CHECKED}.partial"
         partial.write_text(json.dumps({"step": step}))
-        partial.replace(self.checkpoints / _CHECKED)
+        partial.replace(self.path / _CHECKED)
 
     def newest_checked(self) -> Path | None:
         """The newest checkpoint that is known to be right."""
