@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def one_process() -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d as c10d
 
-    world, groups = c10d._world.default_pg, c10d._world.group_count
+    world, groups = c10d._get_default_group(), c10d._world.group_count
     c10d._world.group_count = next(_NUMBERS)
     c10d._update_default_pg(_alone(world))
     try:
@@ -62,8 +63,8 @@ def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
         if known == name:
             return group
     backend = dist.get_backend_config(world)
-    made, _ = c10d._new_process_group_helper(
-        1, 0, [], backend, dist.HashStore(), name, timeout=c10d._get_default_timeout(dist.get_backend(world))
-    )
+    timeout = c10d._get_default_timeout(dist.get_backend(world))
+    store: Any = dist.HashStore()
+    made, _ = c10d._new_process_group_helper(1, 0, [], backend, store, name, timeout=timeout)  # type: ignore[arg-type]
     c10d._world.pg_group_ranks[made] = {0: 0}
     return made
