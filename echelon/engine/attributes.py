@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.engine.function_state import FunctionState, MetricState, in_words, places_apart
-from echelon.engine.held_state import Changes, HeldState, digest_of
+from echelon.engine.held_state import SHARDED, Changes, HeldState, digest_of
 from echelon.engine.optimizer_state import state_dict_of
 from echelon.engine.shared_state import opened
 from echelon.engine.stored import Stored
 from echelon.engine.values import Put, tensor_refs
-from echelon.plan.codec import to_plain
+from echelon.errors import ForeignCheckpoint
+from echelon.plan.codec import from_plain, to_plain
+from echelon.plan.plan import Plan
+from echelon.plan.text import to_text
 from echelon.profiler.snapshot import Snapshot
 from echelon.tree import tensors
 
@@ -146,42 +150,53 @@ class Attributes:
             lost += [*lost_too, *also_lost]
             lost += [f"{in_words(place)}: the ranks' values differ" for place in apart if self.unproved]
         ahead = [f"{name}: collate= changes it while samples are read" for name in self._collation.changed_places()]
-        optimizers, differing = self._of_optimizers(put)
+        optimizers, differing, missing = self._of_optimizers(put)
         self._warn([*lost, *differing, *ahead])
         everyone = run.ranks.gather((model, self.switched(), functions, metrics))
         names = run.ranks.gather([in_words(place) for place in apart] if run.tells else [])
         return {
             "model": {name: labels for each, *_ in everyone for name, labels in each.items()},
             "optimizers": optimizers,
+            "missing": sorted({name for theirs in run.ranks.gather(missing) for name in theirs}),
             "trainable": {name: flag for _, theirs, *_ in everyone for name, flag in theirs.items()},
             "functions": next(each for *_, each, _ in everyone if each is not None),
             "metrics": next(each for *_, each in everyone if each is not None),
             "apart": {name: "lost" if self.unproved else "first" for each in names for name in each},
         }, tensors
 
-    def _of_optimizers(self, put: Put) -> tuple[Changes, list[str]]:
-        """What all ranks' optimizers keep alike, with its tensors from the first rank; and what cannot be stored."""
+    def _of_optimizers(self, put: Put) -> tuple[Changes, list[str], list[str]]:
+        """What all ranks' optimizers keep alike, with its tensors from the first rank that has it; what cannot be stored; and the names of
+        tensors among that, without which a run would not go on as it was."""
         run = self._run
         mine, lost = self.optimizers.changes(lambda _, value: digest_of(value, whole=True).hex())
-        everyone = run.ranks.gather(mine)
-        places = dict.fromkeys((name, label) for each in everyone for name, labels in each.items() for label in labels)
-        values = {(name, label): [each.get(name, {}).get(label) for each in everyone] for name, label in places}
-        alike = {place for place, theirs in values.items() if all(each == theirs[0] for each in theirs)}
-        lost += [f"{name}{label}: the ranks' values differ" for name, label in places if (name, label) not in alike]
         live: dict[str, Tensor] = {}
 
         def note(path: str, value: Tensor) -> Any:
             live[path] = value
             return [path, value.device.type]
 
-        changes, _ = self.optimizers.changes(note)
-        kept = {
-            name: {label: each for label, each in labels.items() if (name, label) in alike}
-            for name, labels in changes.items()
-        }
-        for path, _ in tensor_refs(kept) if run.world.main else ():
-            put(path, live[path])
-        return kept, lost
+        noted, _ = self.optimizers.changes(note)
+        missing = [each.partition(":")[0] for each in lost if SHARDED in each]
+        everyone = run.ranks.gather((mine, noted))
+        places = dict.fromkeys(
+            (name, label) for each, _ in everyone for name, labels in each.items() for label in labels
+        )
+        kept: Changes = {}
+        for name, label in places:
+            theirs = [each.get(name, {}).get(label) for each, _ in everyone]
+            # One that gathers whole tensors steps on some ranks only; on the others nothing changes.
+            found = [each for each in theirs if each is not None or not run.whole]
+            if any(each != found[0] for each in found):
+                lost.append(f"{name}{label}: the ranks' values differ")
+                missing += [f"{name}{label}"] * any(
+                    live[path].ndim for path, _ in tensor_refs(noted.get(name, {}).get(label))
+                )
+                continue
+            first = theirs.index(found[0])
+            kept.setdefault(name, {})[label] = everyone[first][1][name][label]
+            for path, _ in tensor_refs(kept[name][label]) if first == run.ranks.rank else ():
+                put(path, live[path])
+        return kept, lost, missing
 
     def of_model(self) -> tuple[Changes, list[str]]:
         """What the modules of all stages keep and changed since the start, with tensors as they are; and what of it cannot be copied. Every rank
@@ -205,7 +220,7 @@ class Attributes:
 
     def rooms(self, stored: Stored) -> dict[str, Tensor]:
         """Tensors to be filled from a checkpoint before `restore`."""
-        self._rooms = {}
+        self._rooms: dict[str, Tensor] = {}
         attributes = stored.manifest["attributes"]
         for path, device in tensor_refs([attributes[part] for part in ("model", "functions", "metrics", "optimizers")]):
             entry = stored.entries[f"held/{path}"]
@@ -217,12 +232,11 @@ class Attributes:
         """Give back what `collect` returned."""
         run, stored = self._run, manifest["attributes"]
         set_trainable(run.model, self._trainable | stored["trainable"])
-        optimizers = self._fitting(stored["optimizers"], manifest["plan"])
         held = (
             (self.model, stored["model"]),
             (self.functions, stored["functions"]),
             (self._metrics, stored["metrics"]),
-            (self.optimizers, optimizers),
+            (self.optimizers, stored["optimizers"]),
         )
         for each, changes in held:
             for name in each.restore(changes, lambda ref: self._rooms[ref[0]]):
@@ -241,22 +255,30 @@ class Attributes:
                 + "; if the loss reads it, this run goes on with other numbers: train again from the start (--fresh --plan dp=1)"
             )
 
-    def _fitting(self, changes: Changes, written: Mapping[str, Any]) -> Changes:
-        """What optimizers kept, without tensors where one of two plans cuts parameters: they would be laid out otherwise."""
-        run, plan = self._run, to_plain(self._run.plan)
-        if plan == written or not (run.whole or _cuts(plan) or _cuts(written)):
-            return changes
-        found: Changes = {}
-        for name, labels in changes.items():
-            for label, reference in labels.items():
-                if any(self._rooms[path].ndim for path, _ in tensor_refs(reference)):
-                    run.warn(
-                        f"{name}{label}: it holds tensors, which a checkpoint of another plan cannot give back; it has its first value again; "
-                        "have the optimizer's state_dict() return it"
-                    )
-                else:
-                    found.setdefault(name, {})[label] = reference
-        return found
+    def require_fits(self, manifest: Mapping[str, Any], folder: Path) -> None:
+        """Refuse a checkpoint that lacks tensors which optimizers keep outside of their state, or holds them as another plan lays them out."""
+        run, attributes, written = self._run, manifest["attributes"], manifest["plan"]
+        lacks = attributes["missing"]
+        plan, refs = to_plain(run.plan), []
+        if plan != written and (run.whole or _cuts(plan) or _cuts(written)):
+            refs = [
+                f"{name}{label}"
+                for name, labels in attributes["optimizers"].items()
+                for label, reference in labels.items()
+                if any(self._rooms[path].ndim for path, _ in tensor_refs(reference))
+            ]
+        if lacks or refs:
+            raise ForeignCheckpoint(
+                f"{folder}: {', '.join(lacks or refs)}: tensors that the optimizer keeps outside of its state and that "
+                + (
+                    "a checkpoint cannot hold under the plan that wrote it"
+                    if lacks
+                    else "another plan cannot take over"
+                )
+                + "; the run would go on with other numbers. Have the optimizer's state_dict() return them"
+                + ("" if lacks else f', resume under "{to_text(from_plain(Plan, written, "plan"))}"')
+                + f", or begin a new run with weights={str(folder)!r}"
+            )
 
 
 def _cuts(plan: Mapping[str, Any]) -> bool:

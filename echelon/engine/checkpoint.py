@@ -152,6 +152,7 @@ def load(run: Run, folder: Path) -> None:
         wanted = {f"model/{name}": _spread(run, name, value) for name, value in tensors.items()}
         wanted |= {f"extra/{name}": value for name, value in extra.rooms.items()}
         wanted |= {f"held/{path}": value for path, value in run.attributes.rooms(stored).items()}
+        run.attributes.require_fits(manifest, folder)
         wanted |= {f"optimizer/{path}": _spread(run, each.like, each.value) for path, each in optimizers.rooms.items()}
         _require_there(wanted, stored)
     stored.fill(wanted, alone=run.world.size == 1)

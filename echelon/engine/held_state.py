@@ -29,6 +29,8 @@ from echelon.profiler.snapshot import ITEMS, LARGE, content_of, has_content, pai
 
 #: Larger arrays are not written into the manifest.
 _BYTES = 2**24
+#: Begins the reason for a tensor of which each rank has a part.
+SHARDED = "a tensor that is sharded"
 #: The label of what a container, a tensor, an array or a generator holds.
 _CONTENT = ""
 
@@ -185,7 +187,7 @@ def _dense(put: Put) -> Put:
     def checked(path: str, value: Tensor) -> Any:
         name_of_dtype(value.dtype)
         if value.layout is not torch.strided or isinstance(value, DTensor) or value.is_meta:
-            raise Unstorable(path, f"a tensor that is sharded, on the meta device, or of layout {value.layout}")
+            raise Unstorable(path, f"{SHARDED}, on the meta device, or of layout {value.layout}")
         return put(path, value)
 
     return checked

@@ -9,6 +9,7 @@ seeded: they have a digest of their own, `Description.values`.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -38,6 +39,8 @@ _WHOLE_FILE = 1 << 30
 _ROWS, _FILES = 20_000, 64
 #: Things are described up to this many; what lies deeper has no say.
 _THINGS = 400_000
+#: Smaller numbers are no addresses of objects.
+_ADDRESS = 1 << 32
 _NAMESPACES = (Namespace, SimpleNamespace)
 _GENERATORS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 _HOOKS = (
@@ -132,6 +135,7 @@ class _Brief(Walk):
         super().__init__(write, frozenset(name for folder in folders for name in os.listdir(folder)))
         self._folders, self._values, self._model, self._lengths = folders, values, model, lengths
         self._left = _WHOLE
+        self._known: frozenset[int] | None = None
         #: Whether anything went to `values`.
         self.valued = False
 
@@ -149,8 +153,15 @@ class _Brief(Walk):
             self._bytes(np.frombuffer(value, dtype=np.uint8), self.write)
         elif type(value) is int and value in self._lengths:
             self.say("length")
+        elif type(value) is int and value >= _ADDRESS and value in self._addresses():
+            self.say("address")  # `id(parameter)`: another one in each process
         elif self.count < _THINGS or isinstance(value, str | int | float | bool | None):
             super().feed(value)
+
+    def _addresses(self) -> frozenset[int]:
+        if self._known is None:
+            self._known = frozenset(map(id, gc.get_objects()))
+        return self._known
 
     def large(self, value: Any) -> None:
         """A thing in its turn."""

@@ -266,8 +266,8 @@ def _slots(job: Job) -> list[tuple[Slot, bool]]:
 
 
 def _of(value: Any) -> list[Slot]:
-    """The slots of one function or class; an object's are copied with it."""
-    slots = list(slots_of(value).values()) if isinstance(value, FunctionType | type) else []
+    """The slots of one function, class or data set; another object's are copied with it."""
+    slots = list(slots_of(value).values()) if isinstance(value, FunctionType | type | Dataset) else []
     if isinstance(value, FunctionType):
         slots += [Slot(value, name) for name in ("__defaults__", "__kwdefaults__") if getattr(value, name)]
     return [slot for slot in slots if _is_state(slot.value)]
