@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.engine.run import Run
+from echelon.flow.folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.world import World
 from tests.engine.jobs import mlp
@@ -30,7 +31,7 @@ def run(tmp_path: Path) -> tuple[Path, States]:
             if training.step_number in (2, 3):
                 training.save(checkpoints / f"step-{training.step_number:08d}")
                 states[training.step_number] = {k: v.clone() for k, v in training.model.state_dict().items()}
-    (checkpoints / "best.json").write_text(json.dumps({"checkpoint": "step-00000002", "loss": 0.5}))
+    RunFolder(folder, keep=3).note_best(checkpoints / "step-00000002", 0.5, judge="")
     return folder, states
 
 

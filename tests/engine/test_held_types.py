@@ -28,6 +28,7 @@ from echelon.testing.ranks import Pool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import mlp, numbers
+from tests.whole import pairs
 
 STEPS = 2
 
@@ -192,8 +193,7 @@ def losses(
     return found
 
 
-@pytest.mark.parametrize("kind", HOLDERS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("kind", "place"), pairs(HOLDERS, PLACES, each=1, table="held types"))
 def test_a_resumed_run_goes_on_with_state_of_any_class(tmp_path: Path, place: str, kind: str) -> None:
     unbroken = losses(World(), place, kind, "dp=1")
     begun = losses(World(), place, kind, "dp=1", first=STEPS, folder=str(tmp_path / "here"))
@@ -201,16 +201,14 @@ def test_a_resumed_run_goes_on_with_state_of_any_class(tmp_path: Path, place: st
     assert len(set(unbroken)) == len(unbroken)
 
 
-@pytest.mark.parametrize("kind", HOLDERS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("kind", "place"), pairs(HOLDERS, ["loss", "optimizer", "hook"], each=1, table="held types"))
 def test_proofs_and_evaluations_leave_state_of_any_class_alone(place: str, kind: str) -> None:
-    if place == "model":  # an evaluation calls it, as on one device
-        pytest.skip("an evaluation counts too")
     assert losses(World(), place, kind, "dp=1", proved=True) == losses(World(), place, kind, "dp=1")
 
 
-@pytest.mark.parametrize("kind", ["Counter", "SimpleNamespace", "a list's subclass", "a generator"])
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "pp=2"])
+@pytest.mark.parametrize(
+    ("kind", "plan"), pairs(HOLDERS, ["dp=2", "dp=2 zero=3", "pp=2"], each=1, table="held types")[::3]
+)
 def test_ranks_go_on_with_state_of_any_class(tmp_path: Path, ranks: Pool, kind: str, plan: str) -> None:
     unbroken = losses(World(), "model", kind, "dp=1")
     name, folder = "tests.engine.test_held_types:begun_and_resumed", str(tmp_path / "here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import classes, mlp, numbers
+from tests.whole import one_of_each
 
 
 class Running:
@@ -124,9 +126,14 @@ def tokens_under(world: World, plan: str, odd: str, small: int) -> tuple[dict[st
         return run.evaluate(), dict(run.metric_kinds)
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=1 micro=1", "tp=2"])
-@pytest.mark.parametrize("odd", ODD_ROWS)
-@pytest.mark.parametrize("small", [0, 2**24])
+@pytest.mark.parametrize(
+    ("plan", "odd", "small"),
+    one_of_each(
+        "odd rows",
+        itertools.product(["dp=1", "dp=2", "dp=1 micro=1", "tp=2"], ODD_ROWS, [0, 2**24]),
+        kind=lambda row: (row[0], row[2]),
+    ),
+)
 def test_a_few_odd_samples_anywhere_show_what_is_no_mean(ranks: Pool, plan: str, odd: str, small: int) -> None:
     job, count = unequal_tokens(odd), from_text(plan).ranks
     with Run(job, Plan(), World()) as run, torch.no_grad():
