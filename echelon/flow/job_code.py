@@ -153,21 +153,29 @@ class _Brief(Walk):
             self._bytes(np.frombuffer(value, dtype=np.uint8), self.write)
         elif type(value) is int and value in self._lengths:
             self.say("length")
-        elif type(value) is int and value >= _ADDRESS and value in self._addresses():
-            self.say("address")  # `id(parameter)`: another one in each process
+        elif self._is_address(value):
+            self.say("address")
         elif self.count < _THINGS or isinstance(value, str | int | float | bool | None):
             super().feed(value)
 
-    def _addresses(self) -> frozenset[int]:
+    def _is_address(self, value: Any) -> bool:
+        """Whether it is the `id` of an object (a parameter): another one in each process."""
+        if type(value) is not int or value < _ADDRESS:
+            return False
         if self._known is None:
             self._known = frozenset(map(id, gc.get_objects()))
-        return self._known
+        return value in self._known
 
     def large(self, value: Any) -> None:
         """A thing in its turn."""
         identity = getattr(value, "__dict__", {}).get("_fingerprint")  # of Hugging Face's data sets
         if isinstance(value, _GENERATORS):
             self.say("generator", type(value).__name__)
+        elif isinstance(value, Set) and any(map(self._is_address, value)):
+            others = {each for each in value if not self._is_address(each)}
+            self.all("set with addresses", len(value), others)
+        elif isinstance(value, Mapping) and any(map(self._is_address, value)):
+            self.all("mapping by address", *value.values())  # in the order of insertion
         elif isinstance(value, nn.Module):
             self._module(value)
         elif isinstance(identity, str) and not isinstance(value, type):

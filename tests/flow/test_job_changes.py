@@ -379,3 +379,15 @@ def test_samples_of_another_row_are_noticed(tmp_path: Path) -> None:
     quick(job(data=TensorDataset(values, values[:, :1])), folder=tmp_path / "run")
     with pytest.raises(JobError, match=r"data: .* then"):
         quick(job(data=TensorDataset(other, values[:, :1])), folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["set", "dict"])
+def test_ids_of_parameters_in_closures_are_no_change(kind: str) -> None:
+    def optimizer() -> Any:
+        own = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        held: Any = {id(each) for each in own} if kind == "set" else {id(each): 0.1 for each in own}
+        kept.append(own)
+        return lambda params: SGD([each for each in params if id(each) not in held], lr=0.1)
+
+    kept: list[Any] = []
+    assert describe_code(optimizer()) == describe_code(optimizer())
