@@ -35,6 +35,9 @@ GRACE = 2.0
 #: Seconds that a cold rank may take to import torch, on a loaded machine.
 COLD = 120.0
 
+#: What gloo reports of another rank that left.
+_CLOSED = "Connection closed by peer"
+
 
 class RankError(LaunchError):
     """The first rank that failed: `rank`, its `error` (None if it died without one), `outputs` of all ranks."""
@@ -191,7 +194,8 @@ class Pool:
                 raise RankError(rank, how, None, self.outputs)
         failures = [(answer.raised, rank, answer) for rank, answer in enumerate(answers) if answer and answer.traceback]
         if failures:
-            _, rank, answer = min(failures, key=lambda failure: failure[:2])
+            # A rank that fails closes its connections before its error arrives here.
+            _, rank, answer = min(failures, key=lambda each: (_CLOSED in each[2].traceback, *each[:2]))
             raise RankError(rank, f"failed:\n{answer.traceback}", answer.error, self.outputs) from answer.error
         if late:
             stuck = [rank for rank, answer in enumerate(answers) if answer is None]

@@ -17,7 +17,7 @@ from echelon.cli.app import app
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from tests.machine import environment
-from tests.whole import WHOLE, only_whole
+from tests.whole import WHOLE, in_turn, only_whole
 
 JOB = str(Path(__file__).with_name("job.py"))
 
@@ -131,6 +131,7 @@ def test_a_plan_that_cannot_be_is_wrong_use(echelon: Shell) -> None:
 
 
 @pytest.mark.slow
+@in_turn("verify then train")
 def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
     command = ["verify", JOB, "--plan", "dp=2 zero=1", "-o", "proof.json", "--json"]
     certificate = json.loads(echelon.started(*command).stdout)
@@ -148,6 +149,7 @@ def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
 
 
 @pytest.mark.slow
+@in_turn("weaker proof")
 def test_a_weaker_proof_opens_the_gate_and_the_training_says_so(echelon: Shell) -> None:
     told = echelon("verify", JOB, "--plan", "dp=2 zero=1", "-o", "weak.json", "--memory", "0.000001").stdout
     assert "note: reference: dp=2 zero=3, as the model needs" in " ".join(told.split())

@@ -11,6 +11,7 @@ import pytest
 from echelon.events import Event
 from echelon.observer import read_events
 from tests.machine import ROOT, environment
+from tests.whole import in_turn
 
 DIGITS, GPT, RECOMMENDER = (str(ROOT / "examples" / name) for name in ("digits.py", "gpt.py", "recommender.py"))
 
@@ -45,6 +46,7 @@ def test_digits_is_right_on_97_of_100(known_machine: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@in_turn("every way to start")
 def test_every_way_to_start_gives_the_same_losses(known_machine: Path, tmp_path: Path) -> None:
     """One process, two ranks of ours, two of torchrun's."""
     script = tmp_path / "tiny.py"
@@ -68,6 +70,7 @@ def test_every_way_to_start_gives_the_same_losses(known_machine: Path, tmp_path:
 
 
 @pytest.mark.slow
+@in_turn("recommender")
 def test_the_recommender_learns_with_its_tables_on_a_server(known_machine: Path, tmp_path: Path) -> None:
     pytest.importorskip("numba")
     events = run(known_machine, tmp_path, RECOMMENDER)

@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from bench.resume import EVERY, break_and_resume, cells, same_bits
-from tests.whole import only_whole
+from tests.whole import in_turn, only_whole
 
 
 @pytest.mark.parametrize(
-    ("ranks", "zero"), [pytest.param(1, 0, marks=only_whole), (2, 2), pytest.param(4, 3, marks=only_whole)]
+    ("ranks", "zero"),
+    [
+        pytest.param(1, 0, marks=only_whole),
+        pytest.param(2, 2, marks=in_turn("kill and interrupt")),
+        pytest.param(4, 3, marks=only_whole),
+    ],
 )
 def test_killed_and_interrupted_ends_with_the_same_bits(tmp_path: Path, ranks: int, zero: int) -> None:
     cell = cells([ranks], seed=ranks)[zero]

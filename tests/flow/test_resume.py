@@ -26,6 +26,7 @@ from echelon.observer import read_events
 from echelon.plan.plan import Plan
 from echelon.world import World
 from tests.flow.jobs import STEPS, make, samples
+from tests.whole import in_turn
 
 quick: Callable[..., Trained] = partial(train, plan="dp=1", quiet=True, verify=False)
 
@@ -59,6 +60,7 @@ if __name__ == "__main__":
 """
 
 
+@in_turn("other arguments")
 def test_a_script_with_other_arguments_has_another_run_folder(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
 

@@ -54,7 +54,7 @@ def test_every_schedule_of_torch_is_here() -> None:
     assert named <= SCHEDULES.keys()
 
 
-@pytest.mark.parametrize("name", some("schedules", SCHEDULES, 8))
+@pytest.mark.parametrize("name", some("schedules", SCHEDULES, 4))
 def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
     job = make(schedule=SCHEDULES[name], optimizer=momentum, evaluation=samples(opposite=True))
     whole = quick(job, folder=tmp_path / "whole")
@@ -64,7 +64,7 @@ def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, nam
     assert broken.loss == whole.loss
 
 
-@pytest.mark.parametrize("name", some("longer schedules", SCHEDULES, 8))
+@pytest.mark.parametrize("name", some("longer schedules", SCHEDULES, 4))
 def test_a_longer_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
     fields = {"schedule": SCHEDULES[name], "optimizer": momentum, "evaluation": samples(opposite=True)}
     quick(make(epochs=3, **fields), folder=tmp_path / "whole")

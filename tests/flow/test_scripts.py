@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from echelon.observer import read_events
+from tests.whole import in_turn
 
 JOB = """
 import json, sys, torch, echelon
@@ -52,6 +53,7 @@ def script(
     )  # fmt: skip
 
 
+@in_turn("own loop")
 def test_an_own_loop_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
     losses = []
     for plan in ("dp=1", "dp=2 zero=1"):
@@ -91,6 +93,7 @@ def test_the_users_setting_is_not_taken_for_a_launchers_plan(tmp_path: Path) -> 
     assert done.stdout.strip() == "6"
 
 
+@in_turn("trainings of a script")
 def test_each_training_of_a_script_runs_once_under_its_own_plan(tmp_path: Path) -> None:
     """Those before ranks start are done when the ranks, which run the script from its beginning, come to them."""
     text = """
