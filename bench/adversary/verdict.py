@@ -121,7 +121,7 @@ def decide(entry: Entry, spec: Spec, plan: str, outcome: Outcome, judge: Judge) 
     ran = str(outcome.last("start").get("plan", ""))
     tail = outcome.output.strip()[-1500:]
     if outcome.code is None:
-        return "HANG", f"no end after {outcome.seconds:.0f} s: {tail[-300:]}", 0.0, ran
+        return "HANG", f"no end after {outcome.seconds:.0f} s: {outcome.output.strip()[-6000:]}", 0.0, ran
     if outcome.code != 0:
         return (*_failed(entry, plan, outcome, tail), 0.0, ran)
     try:
