@@ -15,7 +15,8 @@ may declare rules instead: `buffer_reductions = {"queue": "same"}`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from echelon.data.loader import Micro
 from echelon.engine.buffers import Place
 from echelon.engine.function_state import unchanged
 from echelon.engine.precision import autocast
-from echelon.errors import JobError, UnpartedState
+from echelon.errors import DivergenceError, JobError, UnpartedState
 from echelon.job import call_model
 from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import Stillness
@@ -46,25 +47,36 @@ _Values = dict[str, Tensor]
 
 
 def state_places(model: nn.Module, *, parameters: bool = True) -> dict[str, Place]:
-    """Where state lies that forward may change: buffers but those of batch norms, and whole parameters."""
+    """Where state lies that forward may change: buffers but those of batch norms, also such as forward is yet to make (None), and whole
+    parameters."""
     found: dict[str, Place] = {}
     for path, module in model.named_modules():
         held: list[dict[str, Any]] = [] if isinstance(module, _BatchNorm) else [module._buffers]
         for slots in [*held, *([module._parameters] if parameters else [])]:
             slots = slots if isinstance(slots, dict) else dict(slots.items())  # TorchScript has a view of its own
             for key, value in slots.items():
-                if value is not None and not value.is_meta and not isinstance(value, DTensor) and _has_numbers(value):
+                if slots is module._buffers if value is None else _is_state(value):
                     found[f"{path}.{key}" if path else key] = slots, key
     return found
 
 
-def _has_numbers(value: Tensor) -> bool:
-    return value.is_floating_point() or value.dtype in (torch.int16, torch.int32, torch.int64)
+def _is_state(value: Tensor) -> bool:
+    has_numbers = value.is_floating_point() or value.dtype in (torch.int16, torch.int32, torch.int64)
+    return has_numbers and not value.is_meta and not isinstance(value, DTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How what the parts of a batch leave in a tensor makes up what the whole batch leaves."""
+
+    kind: str  #: one of `RULES`, or "unknown"
+    shape: torch.Size
+    made: bool = False  #: whether the call makes the tensor
 
 
 @torch.no_grad()
-def find_rules(run: Run, micro: Micro) -> dict[str, str]:
-    """By name, the rule of everything that a call of the model changes. Every rank must call it."""
+def find_rules(run: Run, micro: Micro) -> dict[str, Rule]:
+    """By name, the rule of everything that a call of the model changes, and the declared ones. Every rank must call it."""
     declared = _declared(run.model)
     small = sum(value.nbytes for value in run.model.parameters() if not isinstance(value, DTensor)) <= _LARGEST
     places = state_places(run.model, parameters=small)
@@ -72,17 +84,27 @@ def find_rules(run: Run, micro: Micro) -> dict[str, str]:
         return {}
     shortened = {id(value) for value in run.assembly.shortened}
     places = {name: place for name, place in places.items() if id(place[0][place[1]]) not in shortened}
-    held = {name: slots[key] for name, (slots, key) in places.items()}
-    before = {name: value.clone() for name, value in held.items() if value is not None}
-    found = _tried(run, micro, places, before)
-    verdicts: dict[str, set[str]] = {}
-    for each in run.ranks.gather(found):
+    before = {name: _clone(place) for name, place in places.items()}
+    verdicts: dict[str, list[Rule]] = {}
+    gathered = run.ranks.gather(_tried(run, micro, places, before))
+    for each in gathered:
         for name, rule in each.items():
-            verdicts.setdefault(name, set()).add(rule)
-    return {name: _agreed(run, name, verdicts[name], declared) for name in sorted(verdicts)}
+            verdicts.setdefault(name, []).append(rule)
+    rules = {name: _agreed(run, name, found, declared, len(gathered)) for name, found in verdicts.items()}
+    for name, kind in declared.items():
+        value = before.get(name)
+        if value is not None:  # its samples may be such that a call leaves it as it is
+            rules.setdefault(name, Rule(kind, value.shape))
+    return dict(sorted(rules.items()))
 
 
-def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: _Values) -> dict[str, str]:
+def _clone(place: Place) -> Tensor | None:
+    slots, key = place
+    value = slots[key]
+    return None if value is None else value.detach().clone()
+
+
+def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: Mapping[str, Tensor | None]) -> dict[str, Rule]:
     """The rules as this rank's samples show them; "unknown" where none holds."""
     count = micro.samples
     batch = run.move(micro.batch)
@@ -100,16 +122,25 @@ def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: _Values)
         values = {}
         for name, (slots, key) in places.items():
             value = slots[key] if key in slots else None  # noqa: SIM401 (torch.jit's slots have no get)
-            if value is not None and value.shape == before[name].shape:
+            start_value = before[name]
+            if value is None or not _is_state(value):
+                continue
+            if start_value is None:
+                values[name], slots[key] = value.detach().clone(), None
+            elif value.shape == start_value.shape:
                 values[name] = value.detach().clone()
-                if not torch.equal(value, before[name]):  # a write would make it one that changes
-                    value.copy_(before[name])
+                if not torch.equal(value, start_value):  # a write would make it one that changes
+                    value.copy_(start_value)
         return values
+
+    def is_changed(name: str, value: Tensor) -> bool:
+        start_value = before[name]
+        return start_value is None or not torch.equal(value, start_value)
 
     cut = max(count // 3, 1)
     with unchanged(run.job, run.model), _undone(run.model), Stillness(random=True)():
         whole = after(0, count)
-        changed = whole is not None and any(not torch.equal(value, before[name]) for name, value in whole.items())
+        changed = whole is not None and any(is_changed(name, value) for name, value in whole.items())
         if not any(run.ranks.gather(changed)):
             return {}
         # Every rank calls as often, as calls may wait for other ranks.
@@ -120,8 +151,16 @@ def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: _Values)
     found = {}
     for name, value in whole.items():
         pieces = [part[name] for part in parts if part is not None and name in part]
-        if len(pieces) == 2 and any(not torch.equal(each, before[name]) for each in (value, *pieces)):
-            found[name] = _rule(before[name].double(), value.double(), [each.double() for each in pieces], weights)
+        if before[name] is None and len(pieces) < 2:
+            found[name] = Rule("unknown", value.shape, made=True)
+        elif len(pieces) == 2 and any(is_changed(name, each) for each in (value, *pieces)):
+            start_value = before[name]
+            if any(each.shape != value.shape for each in pieces):
+                kind = "unknown"
+            else:
+                zero = torch.zeros_like(value) if start_value is None else start_value
+                kind = _rule(zero.double(), value.double(), [each.double() for each in pieces], weights)
+            found[name] = Rule(kind, value.shape, made=start_value is None)
     return found
 
 
@@ -134,7 +173,7 @@ def _rule(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[floa
         "max": torch.maximum(first, second),
         "min": torch.minimum(first, second),
     }
-    size = max(float((each - before).abs().max()) for each in (whole, *parts))
+    size = max(float((each - before).abs().max()) for each in (whole, *parts)) or 1.0
     errors = {
         rule: float((value - whole).abs().max()) / size for rule, value in candidates.items() if value is not None
     }
@@ -147,10 +186,15 @@ def _rule(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[floa
     )
 
 
-def _agreed(run: Run, name: str, found: set[str], declared: Mapping[str, str]) -> str:
-    if name in declared:
-        return declared[name]
-    changing = found - {"same"}
+def _agreed(run: Run, name: str, found: Sequence[Rule], declared: Mapping[str, str], ranks: int) -> Rule:
+    """`ranks`: how many have tried it."""
+    first = found[0]
+    kinds = {rule.kind for rule in found}
+    if first.made and (len(found) < ranks or any(rule.shape != first.shape for rule in found)):
+        kinds = {"unknown"}
+    elif name in declared:
+        return replace(first, kind=declared[name])
+    changing = kinds - {"same"}
     trained = name in dict(run.model.named_parameters())
     if trained and changing:
         raise UnpartedState(
@@ -168,7 +212,7 @@ def _agreed(run: Run, name: str, found: set[str], declared: Mapping[str, str]) -
             tensor=name,
             cause="a buffer without a known reduction",
         )
-    return next(iter(changing or found))
+    return replace(first, kind=next(iter(changing or kinds)))
 
 
 def _declared(model: nn.Module) -> dict[str, str]:
@@ -203,6 +247,17 @@ def _undone(model: nn.Module) -> Iterator[None]:
         held.put_back()
 
 
+def late_state(name: str, step: int, what: str, kind: str = "mean") -> DivergenceError:
+    """For a buffer that calls change from a later step on, when its rule was not known."""
+    rule = f"buffer_reductions = {{{name.rpartition('.')[2]!r}: {kind!r}}}"
+    return DivergenceError(
+        f"step {step + 1}: buffer {name} has changed for the first time, and {what}; declare its rule in its module, {rule} (one of "
+        f"{', '.join(RULES)}), or use one process without micro-batches (dp=1)",
+        tensor=name,
+        cause="a buffer without a known reduction",
+    )
+
+
 class CallState:
     """State that calls change by a known rule, kept as one device keeps it that calls the model once a step.
 
@@ -212,36 +267,39 @@ class CallState:
 
     news: Tensor | None = None
 
-    def __init__(self, run: Run, rules: Mapping[str, str]) -> None:
+    def __init__(self, run: Run, rules: Mapping[str, Rule]) -> None:
         places = state_places(run.model)
         self._places = {name: places[name] for name in rules if name in places}
-        self._rules = {name: rules[name] for name in self._places}
+        #: What it keeps, by name.
+        self.rules = {name: rules[name] for name in self._places}
+        self._rules = {name: rule.kind for name, rule in self.rules.items()}
         self._group = run._together
-        self._before: _Values = {}
+        self._before: dict[str, Tensor | None] = {}
         self._left: _Values = {}
         self._device = run.device
         self._lengths = {
-            name: self._tensor(name).numel() * (self._group.size if rule in ("max", "min") else 1)
+            name: rules[name].shape.numel() * (self._group.size if rule in ("max", "min") else 1)
             for name, rule in self._rules.items()
             if rule != "same"
         }
         self.size = sum(self._lengths.values())
 
-    @property
-    def names(self) -> set[str]:
-        """What it keeps."""
-        return set(self._rules)
-
     def _tensor(self, name: str) -> Tensor:
         slots, key = self._places[name]
         value = slots[key]
-        assert value is not None
+        if value is None:
+            raise DivergenceError(
+                f"buffer {name}: forward makes it for some samples and not for others, so that ranks or micro-batches cannot keep it as one device "
+                "does; make it in the module's constructor",
+                tensor=name,
+                cause="a buffer that forward makes for some samples only",
+            )
         return value
 
     @torch.no_grad()
     def begin(self) -> None:
         """Before the step's first forward."""
-        self._before = {name: self._tensor(name).detach().clone() for name in self._rules}
+        self._before = {name: _clone(place) for name, place in self._places.items()}
         self._left = {}
 
     @torch.no_grad()
@@ -249,7 +307,11 @@ class CallState:
         """Before a later micro-batch's forward: the state as it was."""
         if self._left:
             for name, value in self._before.items():
-                self._tensor(name).copy_(value)
+                if value is None:
+                    slots, key = self._places[name]
+                    slots[key] = None
+                else:
+                    self._tensor(name).copy_(value)
 
     @torch.no_grad()
     def end_part(self, weight: float) -> None:
@@ -260,12 +322,16 @@ class CallState:
             if rule == "mean":
                 value = value * weight
             elif rule == "sum":
-                value = value - self._before[name].double()
+                value = value - self._start(name)
             if seen is not None:
                 value = {"max": torch.maximum, "min": torch.minimum, "same": lambda _, new: new}.get(rule, torch.add)(
                     seen, value
                 )
             self._left[name] = value
+
+    def _start(self, name: str) -> Tensor:
+        value = self._before[name]
+        return torch.zeros_like(self._tensor(name), dtype=torch.float64) if value is None else value.double()
 
     def share(self) -> Tensor:
         parts = [self._slots(name) for name in self._lengths]
@@ -291,7 +357,7 @@ class CallState:
                 slots = part.view(self._group.size, -1)
                 part = slots.amax(0) if rule == "max" else slots.amin(0)
             elif rule == "sum":
-                part = part + self._before[name].double().reshape(-1).to(part)
+                part = part + self._start(name).reshape(-1).to(part)
             part = part if tensor.is_floating_point() else part.round()
             tensor.copy_(part.view_as(tensor))
 

@@ -50,6 +50,11 @@ class Still:
         found = {name: (_look(place), self._seen[name]) for name, place in self.places.items()}
         return [name for name, (now, seen) in found.items() if now[0] is not seen[0] or now[1] != seen[1]]
 
+    def is_resized(self, name: str) -> bool:
+        """Whether a place held a tensor of another shape."""
+        (now, _), (seen, _) = _look(self.places[name]), self._seen[name]
+        return now is not None and seen is not None and now.shape != seen.shape
+
     def without(self, names: Collection[str]) -> Still:
         """The others, as they were when they were looked at."""
         return Still({name: place for name, place in self.places.items() if name not in names}, self._seen)
@@ -83,6 +88,9 @@ class Unknown:
         self._contents: dict[str, Tensor] | None = {}
         #: What changed here and is not agreed on yet.
         self._changed: set[str] = set()
+        #: Those of them that forward changed, and those that changed between two steps.
+        self._forward: set[str] = set()
+        self._between: list[str] = []
         #: Whole numbers: whether they differ from other ranks', as far as the host has not looked; and those that do.
         self._apart: dict[str, Tensor] = {}
         self._own: set[str] = set()
@@ -110,10 +118,17 @@ class Unknown:
     def leave(self, names: Collection[str]) -> None:
         """Do not look at these any more: their rule is known."""
         self.slots = {name: place for name, place in self.slots.items() if name not in names}
+        self._apart = {name: apart for name, apart in self._apart.items() if name in self.slots}
+        for found in (self._changed, self._forward, self._own):
+            found.intersection_update(self.slots)
         self._agree_on({name: shape for name, shape in self._shapes.items() if name not in names})
         self._still = None
 
     def begin(self) -> None:
+        if self._still is not None and not self._still.holds():
+            # Not forward but a hook or a callback changed it, once for all parts of the batch.
+            self._between = self._still.changed() if self._ranks.size > 1 else []
+            self._still = Still(self._still.places)
         if self._still is None:
             self._still = Still({name: place for name, place in self.slots.items() if name not in self._shapes})
             if self._contents is not None:
@@ -122,7 +137,7 @@ class Unknown:
 
     def share(self) -> Tensor:
         news = self._find_changes()
-        if self._contents is not None:
+        if self._contents is not None or self._ranks.size == 1:
             # What changes from the start travels from the start, on an accelerator too.
             self._contents = None
             self._agree()
@@ -164,7 +179,10 @@ class Unknown:
                 if name not in found and not _alike(before, _content(self._tensor(name)))
             ]
         if found:
+            self._forward.update(name for name in found if not self._still.is_resized(name))  # a resized one is a cache
             self._still = self._still.without(found)
+        found += self._between
+        self._between = []
         found += [name for name, shape in self._shapes.items() if not _fits(self._tensor(name), shape)]
         unlike = {name for name, apart in self._apart.items() if apart}
         self._apart.clear()
@@ -176,10 +194,9 @@ class Unknown:
     def _agree(self) -> None:
         """Any rank's yes counts. Where ranks have unlike shapes it is a cache of each rank's own: it stays that."""
         assert self._still is not None
-        gathered = self._ranks.gather((self._changed, self._own))
-        names = set[str]().union(*(changed for changed, _ in gathered))
-        self.surprising |= names - self._shapes.keys()
-        own = set[str]().union(*(own for _, own in gathered))
+        gathered = self._ranks.gather((self._changed, self._own, self._forward))
+        names, own, forward = (set[str]().union(*found) for found in zip(*gathered, strict=True))
+        self.surprising |= forward - self._shapes.keys()
         for name in sorted(own & self._shapes.keys()):
             self._warn(
                 f"the buffer {name} holds whole numbers that are others on each data rank: every rank keeps its own, where one device has "
@@ -187,6 +204,7 @@ class Unknown:
             )
         self._own = own
         self._changed.clear()
+        self._forward.clear()
         shapes = self._ranks.gather({name: self._shape(name) for name in names})
         agreed = dict(self._shapes)
         self._still = self._still.without(names)

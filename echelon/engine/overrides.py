@@ -137,7 +137,7 @@ def parameter_settings(found: Mapping[str, Any], prefix: str, name: str) -> dict
 
 
 def schedule_settings(run: Run, total: int | None = None) -> dict[str, Any]:
-    """What the schedules are set to, by name: schedule.T_max. `total`: as they would be for so many steps; before a checkpoint is loaded."""
+    """The schedules' settings by name (schedule.T_max). `total`: those of a run of that many steps, before a checkpoint is loaded."""
     schedules = run.schedules
     if total is not None:
         schedules = _replay(run, fresh_settings(run).groups, total, [0] * len(run.schedules))[1]

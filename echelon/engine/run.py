@@ -25,7 +25,7 @@ from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly, takes_sparse
 from echelon.engine.attributes import Attributes
 from echelon.engine.averages import Averages, nothing, weighed
-from echelon.engine.buffer_rules import CallState, find_rules
+from echelon.engine.buffer_rules import CallState, Rule, find_rules, late_state
 from echelon.engine.build import broadcast
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.function_state import loss_parameters
@@ -194,7 +194,11 @@ class Run:
         self._agreement = Agreement(self.data, plan.staleness) if plan.free else None
         #: The ranks that a step adds numbers up over.
         self._together = Group(0, 1, self.device) if plan.free else self.data
-        self._statistics = StepStatistics(self.model, self._together, warn=warn)
+        #: Whether calls change the model's state by rules, which must be known.
+        self._has_rules = self.hub is None and self.assembly.pipeline is None and not plan.free
+        #: Whether ranks compute their parts of a batch in micro-batches.
+        self._split = self._has_rules and plan.micro is not None
+        self._statistics = StepStatistics(self.model, self._together, split=self._split, warn=warn)
         self._averages, self._rollback = Averages(self.device), Rollback(self.model)
         self._frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
         #: Of an accelerator: what ranks saw of the step before, which the host looks at when it comes to the next one.
@@ -279,7 +283,8 @@ class Run:
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
         self._watched = self.data.size > 1 or len(batch.micros) > 1
-        again = self._watched and self.nominal is None and self.hub is None and self.device.type == "cpu"
+        again = self._watched and self.hub is None and self.device.type == "cpu"
+        again = again and (self.nominal is None or self._has_rules)
         self._replacements.begin()
         self.prepare(batch)
         self._shared_state.begin(parts=self._watched)
@@ -288,21 +293,29 @@ class Run:
             self._rollback.keep()
         loss = self._accumulate(batch)
         if loss is None:
-            assert again
-            if self.attributes.functions.changed():
+            obstacle = self._obstacle(versions, batch)
+            if obstacle is not None:
                 raise DivergenceError(
-                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time and keeps values between calls, so that the step "
-                    "cannot be computed again with the right weights; return (sum, count) from the loss",
+                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time, and the step cannot be computed again with the "
+                    f"right weights: {obstacle}; return (sum, count) from the loss",
                     cause="averages over unequal counts",
                 )
-            if _versions(batch) != versions:
-                raise DivergenceError(
-                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time and forward changes its input in place, so "
-                    "that the step cannot be computed again with the right weights; return (sum, count) from the loss, or copy the input",
-                    cause="averages over unequal counts",
-                )
-            self._undo(batch.step)
+            self._undo()
             loss = self._accumulate(batch)
+        while again and self._has_rules and self._statistics.surprised:
+            obstacle = next(filter(None, self.ranks.gather(self._obstacle(versions, batch))), None)
+            if obstacle is not None and self._split:
+                raise late_state(
+                    min(self._statistics.surprised), batch.step, f"the step cannot be computed again: {obstacle}"
+                )
+            if obstacle is not None:
+                break  # its rule is looked for before the next step
+            self._undo()
+            self._learn_rules(batch)
+            loss = self._accumulate(batch)
+        if not self._watched and self._statistics.surprised:
+            self._probed = False  # the batch was not parted: rules are due before one is
+            self._statistics.looked()
         assert loss is not None
         self._replacements.require_none(batch.step)
         self._shared_state.require_unchanged(batch.step)
@@ -312,37 +325,54 @@ class Run:
         """Before the first step that is computed in parts: learn how calls change the model's state, by calling it. Every rank must call it;
         `backward` does so itself."""
         several = self.data.size > 1 or len(batch.micros) > 1
-        if not several or (self._probed and not self._statistics.surprised):
+        surprised = self._statistics.surprised
+        if not self._has_rules or not several or (self._probed and not surprised):
             return
-        again, self._probed = self._probed, True
-        averaged = self._statistics.surprised
-        if self.hub is not None or self.assembly.pipeline is not None or self.plan.free:
-            return
-        rules = find_rules(self, batch.micros[0])
-        self._statistics.looked()
-        wrong = next((name for name in sorted(averaged) if rules.get(name, "mean") not in ("mean", "same")), None)
-        if again and wrong is not None:
-            raise DivergenceError(
-                f"buffer {wrong} changed for the first time after step 1, when ranks took its mean, and its rule is the {rules[wrong]}; declare it in "
-                f"its module: buffer_reductions = {{{wrong.rpartition('.')[2]!r}: {rules[wrong]!r}}}",
-                tensor=wrong,
-                cause="a buffer without a known reduction",
+        if self._probed and self._split:  # on an accelerator
+            raise late_state(
+                min(surprised),
+                batch.step,
+                "micro-batches changed it one after another, where one device changes it once",
             )
+        probed, self._probed = self._probed, True
+        rules = self._learn_rules(batch)
+        wrong = [name for name in sorted(surprised) if name in rules and rules[name].kind not in ("mean", "same")]
+        if probed and wrong:
+            raise late_state(wrong[0], batch.step, "ranks took its mean", rules[wrong[0]].kind)
+
+    def _learn_rules(self, batch: StepBatch) -> dict[str, Rule]:
+        """Find the rules by which calls change the model's state, with samples that show those of all that was seen to change."""
+        surprised = self._statistics.surprised
+        rules = {} if self._statistics.calls is None else self._statistics.calls.rules
+        tries = min(self.ranks.gather(len(batch.micros))) if surprised else 1
+        for micro in batch.micros[:tries]:
+            rules = rules | find_rules(self, micro)
+            if surprised <= rules.keys():
+                break
+        self._statistics.looked()
         if rules:
             self._statistics.adopt(CallState(self, rules))
+        missing = sorted(surprised - rules.keys())
+        if missing and self._split:
+            raise late_state(missing[0], batch.step, "no call of the model with a part of the batch shows by what rule")
+        return rules
 
-    def _undo(self, step: int) -> None:
+    def _obstacle(self, versions: list[int], batch: StepBatch) -> str | None:
+        """Why the step cannot be computed again; `versions`: of its batch, before."""
+        if self.attributes.functions.changed():
+            return "the loss keeps values between calls"
+        if _versions(batch) != versions:
+            return "forward changes its input in place"
+        large = self._rollback.missing()
+        return (
+            None if large is None else f"no copy is kept of {large}, which is large and changes for the first time too"
+        )
+
+    def _undo(self) -> None:
         """Forget the step, to compute it again."""
         if self._statistics.calls is not None:
             self._statistics.calls.begin_part()
-        changed = self._rollback.undo()
-        if changed is not None:
-            raise DivergenceError(
-                f"step {step + 1}: the loss averages over unequal counts for the first time and {changed} changes for the first time, so that "
-                "the step cannot be computed again with the right weights; return (sum, count) from the loss",
-                tensor=changed,
-                cause="averages over unequal counts",
-            )
+        self._rollback.undo()
         for parameter in self.assembly.parameters:
             parameter.grad = None
 

@@ -31,10 +31,11 @@ class StepStatistics:
         model: nn.Module,
         ranks: Group,
         *,
+        split: bool = False,
         later: bool | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """`later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
+        """`split`: whether a rank computes its part of a batch in micro-batches. `later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
         self._ranks = ranks
         self._buffers: list[_Running | Unknown | CallState] = []
         #: State that calls change by a known rule; None: nothing does.
@@ -43,17 +44,15 @@ class StepStatistics:
         self._sums = torch.empty(0)
         self._work: dist.Work | None = None
         self._numbers = self._rest = 0
-        if ranks.size == 1:
-            return
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
         norms = [norm for norm in norms if norm.running_mean is None or not norm.running_mean.is_meta]  # other stages'
         # A synchronised batch norm has the same statistics on every rank already.
-        local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
+        local = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)] if ranks.size > 1 else []
         later = ranks.device.type != "cpu" if later is None else later
         if local:
             self._buffers.append(_Running(local, ranks, later=later))
         unknown = Unknown(model, ranks, later=later, warn=warn)
-        if unknown.slots:
+        if unknown.slots and (ranks.size > 1 or split):
             self._unknown = unknown
             self._buffers.append(unknown)
 
@@ -72,7 +71,7 @@ class StepStatistics:
         self._buffers = [each for each in self._buffers if each is not self.calls] + [calls]
         self.calls = calls
         if self._unknown is not None:
-            self._unknown.leave(calls.names)
+            self._unknown.leave(calls.rules)
 
     def looked(self) -> None:
         """The rules of everything that changes have been looked for."""
@@ -122,7 +121,7 @@ class StepStatistics:
     @property
     def changing(self) -> dict[str, tuple[int, ...]] | None:
         """The buffers without a known rule that steps change, and their shapes; None: nobody has looked."""
-        return None if self._unknown is None else self._unknown.changing
+        return None if self._unknown is None or self._ranks.size == 1 else self._unknown.changing
 
     def expect(self, changing: Mapping[str, Sequence[int]] | None) -> None:
         """Go on from a checkpoint: these are known to change (None: look again)."""

@@ -31,11 +31,11 @@ from echelon.data.packed.fingerprint import Walk, is_own
 from echelon.errors import EchelonError
 from echelon.plan.inputs import ABSENT, digest_file
 
-#: Bytes of arrays that are hashed whole (0.3 s); of larger ones so many blocks of so many bytes at fixed positions.
+#: Bytes of arrays that are hashed whole (0.3 s); of larger ones, the number and the size of the blocks that are.
 _WHOLE, _BLOCKS, _BLOCK = 256 << 20, 4096, 16 << 10
 #: Files of weights are hashed whole up to this size.
 _WHOLE_FILE = 1 << 30
-#: Entries of containers up to which all are described; of more, so many at fixed positions. Of these, files that text names.
+#: How many entries of a container are described (of more, those at fixed positions), and how many files that they name.
 _ROWS, _FILES = 20_000, 64
 #: Things are described up to this many; what lies deeper has no say.
 _THINGS = 400_000

@@ -43,7 +43,7 @@ _VARIABLE = "environment "
 #: The step of overrides in records that have none.
 _ALWAYS = 1 << 62
 
-#: Settings of the schedules for so many steps.
+#: Returns the settings of the schedules for a number of steps.
 ScheduleFor = Callable[[int], Mapping[str, Any]]
 
 

@@ -117,7 +117,7 @@ class Training:
         from torch import nn
 
         from echelon.engine.run import Run
-        from echelon.profiler.build import copy_module
+        from echelon.profiler.copies import copy_module
 
         job, world = self._subject.job, self._world
         if self._verdict.certificate is not None and world.main and isinstance(job.model, nn.Module):

@@ -22,7 +22,7 @@ from echelon.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Ranks deadlock if none of them used this share of a core in so many seconds.
+#: Ranks deadlock if none of them used this share of a core during a window (seconds).
 IDLE, WINDOW = 0.05, 5.0
 #: How many times the limit ranks that still compute may take.
 MOST = 4.0

@@ -7,8 +7,6 @@ that a profile says, it is answered here, for as long as a trace takes.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -21,26 +19,11 @@ from torch.nn.modules import transformer
 
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, make_dense, require_trainable
+from echelon.profiler.copies import copy_module
 from echelon.profiler.lazy import initialise_lazy, is_uninitialised
 from echelon.profiler.random_state import random_states
 from echelon.profiler.reach import reachable
-from echelon.profiler.snapshot import reached
 from echelon.profiler.wide_ops import restart_names
-
-
-def copy_module(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy with the hooks of its parameters, which `copy.deepcopy` drops."""
-    reached({"model": model})  # iterators become such as can be copied
-    copied: nn.Module = copy.deepcopy(model, memo)
-    if isinstance(model, torch.jit.ScriptModule):
-        return copied
-    for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
-        if theirs is not mine and mine._backward_hooks:
-            theirs._backward_hooks = OrderedDict(mine._backward_hooks)
-        for hook in (getattr(mine, "_post_accumulate_grad_hooks", None) or {}).values() if theirs is not mine else ():
-            theirs.register_post_accumulate_grad_hook(hook)
-    return copied
-
 
 #: Modules that factories made and the user's code registered somewhere.
 _BUILT: WeakSet[nn.Module] = WeakSet()

@@ -25,7 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.job import Job, call_loss, call_model, lift
 from echelon.loss_counts import read_counts
-from echelon.profiler.build import call_factory, copy_module
+from echelon.profiler.build import call_factory
+from echelon.profiler.copies import copy_module
 from echelon.profiler.example import Example
 from echelon.profiler.lazy import initialise_lazy
 from echelon.profiler.random_state import random_states, seed_all

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from echelon.errors import EchelonError
 from echelon.profiler.build import unquestioned
+from echelon.profiler.copies import deep_copy
 from echelon.profiler.random_state import random_states
-from echelon.profiler.snapshot import reached
 from echelon.profiler.visits import Visit, follow, intercepted, unit_paths
 from echelon.tree import Structure, tree_flatten, tree_map
 
@@ -57,8 +56,7 @@ class Ghost:
         memo: dict[int, Any] = {}
         for value in (*model.parameters(), *model.buffers()):
             memo[id(value)] = self._fake(value, device)
-        reached({"model": model})  # iterators become such as can be copied
-        self.model = copy.deepcopy(model, memo)
+        self.model = deep_copy(model, memo)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0  # cuDNN draws a seed for it, which a tensor without numbers does not have

@@ -16,7 +16,6 @@ shares its attributes with the run's copy, so that code that reaches it in anoth
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Set
@@ -33,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from echelon.job import Job
-from echelon.profiler.build import copy_module, note_copies
+from echelon.profiler.build import note_copies
+from echelon.profiler.copies import copy_module, deep_copy
 from echelon.profiler.patches import Patches
 from echelon.profiler.reach import BUFFERS, GENERATORS, PLAIN, RECORDS, Slot, is_user, slots_of
 from echelon.profiler.replay import Replay
@@ -186,12 +186,9 @@ def _copied(value: Any, memo: dict[int, Any], dtype: torch.dtype | None, own: Se
     large = [each for each in _tensors(value) if _bytes(each) >= _LARGE and not isinstance(each, nn.Parameter)]
     if any(id(each) not in memo for each in large) and not isinstance(value, nn.Module):
         return value
-    known = set(memo)
     try:
-        made = copy.deepcopy(value, memo)
+        made = deep_copy(value, memo)
     except Exception:  # a lock, a file, a tensor with a history
-        for key in set(memo) - known:
-            del memo[key]
         return value
     if dtype is not None:
         made = _lifted(made, dtype, own)

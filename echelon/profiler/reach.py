@@ -19,7 +19,7 @@ import sysconfig
 from argparse import Namespace
 from array import array
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -90,6 +90,12 @@ def reachable(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dic
         found[name] = value
         pending += [(f"{name}{label}", each) for label, each in reversed(_next(value))]
     return found
+
+
+def leaves(nodes: Iterable[Any]) -> list[Any]:
+    """What reachable things lead to and is not followed, but plain values."""
+    found = [each for node in nodes for _, each in _next(node)]
+    return [each for each in found if not isinstance(each, PLAIN) and not _is_followed(each)]
 
 
 def _is_followed(value: Any) -> bool:

@@ -20,8 +20,9 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.split import rounds
 from echelon.plan.stages import stage_count
-from echelon.profiler.build import built, call_factory, copy_module
+from echelon.profiler.build import built, call_factory
 from echelon.profiler.complete import complete
+from echelon.profiler.copies import copy_module
 from echelon.profiler.repeat import TRACED, Run, find
 
 #: Passes over a global batch that a proof of two or three steps makes, reference and plan together, and the part of a product's rate

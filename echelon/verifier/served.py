@@ -13,7 +13,7 @@ from echelon.errors import VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.plan import Plan
-from echelon.profiler.build import copy_module
+from echelon.profiler.copies import copy_module
 
 #: Steps that are watched, at most and besides the bound.
 _MOST, _BESIDES = 24, 4

@@ -36,6 +36,28 @@ class Keeping(nn.Module):
         return out
 
 
+class KeepingLate(nn.Module):
+    """Like `Keeping`, but `note` changes the state, or makes it where it is None, from call number `first` on (the step's, from 0)."""
+
+    def __init__(self, note: Callable[[Any, Tensor], None], first: int, state: Tensor | None, **declared: str) -> None:
+        super().__init__()
+        self.line, self.note, self.first = nn.Linear(8, 4), note, first
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("state", state)
+        if declared:
+            self.buffer_reductions = declared
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.line(x)
+        if self.state is not None:
+            out = out + 0.1 * self.state.double().mean().to(x)
+        if self.training:
+            if self.calls >= self.first:
+                self.note(self, x.detach())
+            self.calls += 1
+        return out
+
+
 class Teacher(nn.Module):
     """A teacher follows the student at every call, and the student learns from it."""
 
@@ -52,6 +74,19 @@ class Teacher(nn.Module):
 
 def _centre(model: Any, x: Tensor) -> None:
     model.state.lerp_(x.mean(0), 0.3)
+
+
+def _made(model: Any, x: Tensor) -> None:
+    model.state = x.mean(0) if model.state is None else model.state * 0.5 + x.mean(0)
+
+
+def _counted(model: Any, x: Tensor) -> None:
+    model.state = (x > 0).sum(0) if model.state is None else model.state + (x > 0).sum(0)
+
+
+def _made_for_some(model: Any, x: Tensor) -> None:
+    if x[0, 0] > 0:
+        _made(model, x)
 
 
 def _queue(model: Any, x: Tensor) -> None:
@@ -73,16 +108,29 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.Linear(6, 4)),
     "teacher": Teacher,
 }
+#: State that begins to change, or that forward makes.
+LATE: dict[str, Callable[[], nn.Module]] = {
+    "late centre": lambda: KeepingLate(_centre, 1, torch.zeros(8)),
+    "late samples": lambda: KeepingLate(lambda m, x: m.state.add_(len(x)), 1, torch.zeros((), dtype=torch.int64)),
+    "late largest": lambda: KeepingLate(
+        lambda m, x: m.state.copy_(torch.maximum(m.state, x.amax(0))), 2, torch.zeros(8)
+    ),
+    "made at once": lambda: KeepingLate(_made, 0, None),
+    "made late": lambda: KeepingLate(_made, 1, None),
+    "counter made late": lambda: KeepingLate(_counted, 1, None),
+}
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "queue": lambda: Keeping(_queue, torch.zeros(32, 8)),
     "codebook": lambda: Keeping(_codebook, torch.ones(8)),
+    "late queue": lambda: KeepingLate(_queue, 1, torch.zeros(32, 8)),
+    "made for some": lambda: KeepingLate(_made_for_some, 1, None),
 }
 
 
 def _job(name: str) -> Job:
     draw = torch.Generator().manual_seed(0)
     return Job(
-        model=(MODELS | REFUSED)[name],
+        model=(MODELS | LATE | REFUSED)[name],
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
         data=TensorDataset(torch.randn(41, 8, generator=draw), torch.randint(0, 4, (41,), generator=draw)),

@@ -19,7 +19,7 @@ def _differs(found: Any, name: str) -> str:
     return ", ".join(f"{key} {error:.1e}" for key, error in worst.items() if error > 1e-12)
 
 
-@pytest.mark.parametrize("name", kept.MODELS)
+@pytest.mark.parametrize("name", kept.MODELS | kept.LATE)
 def test_micro_batches_keep_state_as_the_whole_batch_does(name: str) -> None:
     assert not _differs(kept.trained(World(), [name], "dp=1 micro=4")[name], name)
 
@@ -28,6 +28,12 @@ def test_micro_batches_keep_state_as_the_whole_batch_does(name: str) -> None:
 def test_ranks_keep_state_as_one_device_does(ranks: Pool, plan: str) -> None:
     found = ranks.run(2, "tests.engine.kept:trained", list(kept.MODELS), plan)[0]
     assert {name: _differs(found[name], name) for name in kept.MODELS} == dict.fromkeys(kept.MODELS, "")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 micro=3", "dp=2 micro=4 zero=3"])
+def test_ranks_keep_state_that_begins_to_change(ranks: Pool, plan: str) -> None:
+    found = ranks.run(2, "tests.engine.kept:trained", list(kept.LATE), plan)[0]
+    assert {name: _differs(found[name], name) for name in kept.LATE} == dict.fromkeys(kept.LATE, "")
 
 
 @pytest.mark.parametrize("name", kept.REFUSED)

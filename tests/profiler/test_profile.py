@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributions import Distribution
 from torch.nn import functional as F
 
 from echelon.engine.exchange import Exchange
@@ -280,11 +281,15 @@ class Likelihood(nn.Module):
 
 @pytest.mark.parametrize("model", [Truncated, Rates, Causal, Likelihood])
 def test_torchs_own_looks_at_values_do_not_stop_a_trace(model: type[nn.Module]) -> None:
-    state = torch.get_rng_state()
-    found = profile(vector_job(model))
-    assert found.traced == "fake", found.notes
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.distributions.Distribution._validate_args
+    state, validates = torch.get_rng_state(), Distribution._validate_args
+    Distribution.set_default_validate_args(True)  # torch.compile, in an earlier test, turns it off
+    try:
+        found = profile(vector_job(model))
+        assert found.traced == "fake", found.notes
+        assert torch.equal(torch.get_rng_state(), state)
+        assert Distribution._validate_args
+    finally:
+        Distribution.set_default_validate_args(validates)
     assert found.elements == sum(value.numel() for value in model().parameters())
 
 

@@ -138,6 +138,8 @@ def test_synchronous_training_equals_one_process():
             future.result(WAIT)
         # One more step has to begin for the last one to be seen by all.
         result = clients[0].pull({"t": np.arange(rows)}, dense=["w"])
+        for client in clients:
+            client.flush()  # a replica has others' pushes for certain only when these are acknowledged
         digests = clients[0].digests()
 
     table, weights = np.zeros((rows, dim)), np.ones(dim)
