@@ -15,8 +15,10 @@ may declare rules instead: `buffer_reductions = {"queue": "same"}`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +27,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.data.loader import Micro
-from echelon.engine.buffers import Place
+from echelon.engine.buffers import Place, writable
 from echelon.engine.function_state import unchanged
 from echelon.engine.precision import autocast
-from echelon.errors import DivergenceError, JobError, UnpartedState
+from echelon.errors import JobError, UnpartedState
 from echelon.job import call_model
 from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import Stillness
-from echelon.tree import copy_tensors, tree_map
+from echelon.tree import copy_tensors, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
@@ -46,37 +48,41 @@ _CLOSE = 1e-3
 _Values = dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of one tensor on one rank: the rules that hold, and, where a batch has a single sample, a digest of what its call leaves."""
+
+    rules: tuple[str, ...]
+    digest: str = ""
+    is_float: bool = False
+
+
 def state_places(model: nn.Module, *, parameters: bool = True) -> dict[str, Place]:
-    """Where state lies that forward may change: buffers but those of batch norms, also such as forward is yet to make (None), and whole
-    parameters."""
+    """Where state lies that forward may change: buffers but those of batch norms, and whole parameters."""
     found: dict[str, Place] = {}
     for path, module in model.named_modules():
         held: list[dict[str, Any]] = [] if isinstance(module, _BatchNorm) else [module._buffers]
         for slots in [*held, *([module._parameters] if parameters else [])]:
             slots = slots if isinstance(slots, dict) else dict(slots.items())  # TorchScript has a view of its own
             for key, value in slots.items():
-                if slots is module._buffers if value is None else _is_state(value):
+                if value is not None and not value.is_meta and not isinstance(value, DTensor) and _has_numbers(value):
                     found[f"{path}.{key}" if path else key] = slots, key
     return found
 
 
-def _is_state(value: Tensor) -> bool:
-    has_numbers = value.is_floating_point() or value.dtype in (torch.int16, torch.int32, torch.int64)
-    return has_numbers and not value.is_meta and not isinstance(value, DTensor)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How what the parts of a batch leave in a tensor makes up what the whole batch leaves."""
-
-    kind: str  #: one of `RULES`, or "unknown"
-    shape: torch.Size
-    made: bool = False  #: whether the call makes the tensor
+def _has_numbers(value: Tensor) -> bool:
+    return value.is_floating_point() or value.dtype in (torch.int16, torch.int32, torch.int64)
 
 
 @torch.no_grad()
-def find_rules(run: Run, micro: Micro) -> dict[str, Rule]:
-    """By name, the rule of everything that a call of the model changes, and the declared ones. Every rank must call it."""
+def find_rules(
+    run: Run, micro: Micro, other: Micro, *, known: Mapping[str, str] | None = None, known_shapes: bool = False
+) -> dict[str, str]:
+    """By name, the rule of everything that a call of the model changes, and the declared ones. Every rank must call it.
+
+    `other`: another micro-batch, for samples of one that has a single one. `known`: rules that were found before. `known_shapes`: steps have
+    made all caches, so that what still gets another shape is state.
+    """
     declared = _declared(run.model)
     small = sum(value.nbytes for value in run.model.parameters() if not isinstance(value, DTensor)) <= _LARGEST
     places = state_places(run.model, parameters=small)
@@ -84,37 +90,31 @@ def find_rules(run: Run, micro: Micro) -> dict[str, Rule]:
         return {}
     shortened = {id(value) for value in run.assembly.shortened}
     places = {name: place for name, place in places.items() if id(place[0][place[1]]) not in shortened}
-    before = {name: _clone(place) for name, place in places.items()}
-    verdicts: dict[str, list[Rule]] = {}
-    gathered = run.ranks.gather(_tried(run, micro, places, before))
-    for each in gathered:
-        for name, rule in each.items():
-            verdicts.setdefault(name, []).append(rule)
-    rules = {name: _agreed(run, name, found, declared, len(gathered)) for name, found in verdicts.items()}
-    for name, kind in declared.items():
-        value = before.get(name)
-        if value is not None:  # its samples may be such that a call leaves it as it is
-            rules.setdefault(name, Rule(kind, value.shape))
-    return dict(sorted(rules.items()))
+    held = {name: slots[key] for name, (slots, key) in places.items()}
+    before = {name: value.clone() for name, value in held.items() if value is not None}
+    seen = _tried(run, micro, other, places, before, known_shapes=known_shapes)
+    verdicts: dict[str, list[_Seen]] = {}
+    gathered = run.ranks.gather((set(before), seen))
+    for name in set[str]().union(*(each for _, each in gathered)):
+        # Where forward has not made it, no rule holds.
+        verdicts[name] = [each.get(name, _Seen(())) for names, each in gathered if name in each or name not in names]
+    known = known or {}
+    found = {name: _agreed(run, name, each, declared, known.get(name)) for name, each in verdicts.items()}
+    # Samples may be such that a call leaves it as it is.
+    return dict(sorted(({name: rule for name, rule in declared.items() if name in before} | found).items()))
 
 
-def _clone(place: Place) -> Tensor | None:
-    slots, key = place
-    value = slots[key]
-    return None if value is None else value.detach().clone()
+def _tried(
+    run: Run, micro: Micro, other: Micro, places: Mapping[str, Place], before: _Values, *, known_shapes: bool
+) -> dict[str, _Seen]:
+    """The rules that hold for this rank's samples; none: no rule does."""
+    resized: _Values = {}
 
-
-def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: Mapping[str, Tensor | None]) -> dict[str, Rule]:
-    """The rules as this rank's samples show them; "unknown" where none holds."""
-    count = micro.samples
-    batch = run.move(micro.batch)
-
-    def after(start: int, stop: int) -> _Values | None:
+    def after(batch: Any) -> _Values | None:
         """What a call leaves; None where the model cannot compute this part of a batch."""
-        part = batch if stop - start == count else _slice(batch, count, start, stop)
         try:
             with autocast(run.precision, run.device):
-                call_model(run.job, run.model, copy_tensors(part))
+                call_model(run.job, run.model, copy_tensors(batch))
         except Exception:  # an error of the whole batch is raised by the step itself
             return None
         finally:
@@ -122,49 +122,59 @@ def _tried(run: Run, micro: Micro, places: Mapping[str, Place], before: Mapping[
         values = {}
         for name, (slots, key) in places.items():
             value = slots[key] if key in slots else None  # noqa: SIM401 (torch.jit's slots have no get)
-            start_value = before[name]
-            if value is None or not _is_state(value):
-                continue
-            if start_value is None:
-                values[name], slots[key] = value.detach().clone(), None
-            elif value.shape == start_value.shape:
+            if value is not None and value.shape == before[name].shape:
                 values[name] = value.detach().clone()
-                if not torch.equal(value, start_value):  # a write would make it one that changes
-                    value.copy_(start_value)
+                if not torch.equal(value, before[name]):  # a write would make it one that changes
+                    writable((slots, key)).copy_(before[name])
+            elif value is not None and known_shapes:
+                resized[name] = value.detach().clone()
         return values
 
-    def is_changed(name: str, value: Tensor) -> bool:
-        start_value = before[name]
-        return start_value is None or not torch.equal(value, start_value)
-
-    cut = max(count // 3, 1)
+    count, batch, second = micro.samples, run.move(micro.batch), run.move(other.batch)
+    # Of a single sample some layers have no statistics.
+    cut = max(count // 3, min(2, count // 2))
     with unchanged(run.job, run.model), _undone(run.model), Stillness(random=True)():
-        whole = after(0, count)
-        changed = whole is not None and any(is_changed(name, value) for name, value in whole.items())
+        whole = after(batch)
+        changed = whole is not None and any(not torch.equal(value, before[name]) for name, value in whole.items())
+        found = {}
+        if known_shapes and any(run.ranks.gather(bool(resized))):
+            once = dict(resized)
+            after(batch)  # a cache stays as it is now
+            found = {name: _Seen(()) for name, value in once.items() if not torch.equal(value, resized[name])}
         if not any(run.ranks.gather(changed)):
-            return {}
+            return found
         # Every rank calls as often, as calls may wait for other ranks.
-        parts = [after(0, cut), after(cut, count)] if count > 1 else [after(0, count), after(0, count)]
+        if count > 1:
+            parts = [after(_slice(batch, count, 0, cut)), after(_slice(batch, count, cut, count))]
+        else:
+            parts = [after(batch), after(second)]
+        if any(run.ranks.gather(count == 1)):
+            joined = after(batch if count > 1 else _joined(batch, second))
+            whole = whole if count > 1 else joined
     if whole is None or None in parts:
-        return {}
-    weights = [cut / count, 1 - cut / count] if count > 1 else [0.5, 0.5]
-    found = {}
+        return found
+    weights = [0.5, 0.5] if count == 1 else [cut / count, 1 - cut / count]
     for name, value in whole.items():
         pieces = [part[name] for part in parts if part is not None and name in part]
-        if before[name] is None and len(pieces) < 2:
-            found[name] = Rule("unknown", value.shape, made=True)
-        elif len(pieces) == 2 and any(is_changed(name, each) for each in (value, *pieces)):
-            start_value = before[name]
-            if any(each.shape != value.shape for each in pieces):
-                kind = "unknown"
-            else:
-                zero = torch.zeros_like(value) if start_value is None else start_value
-                kind = _rule(zero.double(), value.double(), [each.double() for each in pieces], weights)
-            found[name] = Rule(kind, value.shape, made=start_value is None)
+        if len(pieces) < 2 or not any(not torch.equal(each, before[name]) for each in (value, *pieces)):
+            continue
+        rules = _fitting(before[name].double(), value.double(), [each.double() for each in pieces], weights)
+        found[name] = _Seen(
+            rules,
+            digest=_digest(pieces[0]) if other is micro and count == 1 else "",
+            is_float=value.is_floating_point(),
+        )
     return found
 
 
-def _rule(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[float]) -> str:
+def _digest(value: Tensor) -> str:
+    return hashlib.sha256(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _fitting(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[float]) -> tuple[str, ...]:
+    """The rules that hold, in the order of the table: parts that leave the same leave their mean as well."""
+    if not whole.numel():
+        return RULES
     first, second = parts
     candidates = {
         "same": first if torch.equal(first, second) else None,
@@ -173,37 +183,40 @@ def _rule(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[floa
         "max": torch.maximum(first, second),
         "min": torch.minimum(first, second),
     }
-    size = max(float((each - before).abs().max()) for each in (whole, *parts)) or 1.0
+    # An observer of ranges starts at infinity.
+    start = torch.where(before.isfinite(), before, 0.0)
+    size = max(float((each - start).abs().max()) for each in (whole, *parts)) or 1.0
     errors = {
-        rule: float((value - whole).abs().max()) / size for rule, value in candidates.items() if value is not None
+        rule: float((value - whole).abs().nan_to_num(nan=math.inf).max()) / size
+        for rule, value in candidates.items()
+        if value is not None
     }
-    best = min(errors, key=errors.__getitem__)
-    # In the order of the table: parts that leave the same leave their mean as well.
-    return (
-        next((rule for rule, error in errors.items() if error <= 10 * errors[best] + 1e-9), best)
-        if errors[best] <= _CLOSE
-        else "unknown"
-    )
+    best = min(errors.values())
+    return tuple(rule for rule, error in errors.items() if error <= 10 * best + 1e-9) if best <= _CLOSE else ()
 
 
-def _agreed(run: Run, name: str, found: Sequence[Rule], declared: Mapping[str, str], ranks: int) -> Rule:
-    """`ranks`: how many have tried it."""
-    first = found[0]
-    kinds = {rule.kind for rule in found}
-    if first.made and (len(found) < ranks or any(rule.shape != first.shape for rule in found)):
-        kinds = {"unknown"}
-    elif name in declared:
-        return replace(first, kind=declared[name])
-    changing = kinds - {"same"}
+def _agreed(run: Run, name: str, found: Sequence[_Seen], declared: Mapping[str, str], known: str | None) -> str:
+    if name in declared:
+        return declared[name]
+    shown = [seen for seen in found if not seen.digest]
+    rules = [rule for rule in RULES if all(rule in seen.rules for seen in shown or found)]
+    if not shown and len({seen.digest for seen in found}) > 1:
+        rules = []
+    if known is not None and known in rules:
+        return known
+    if found[0].is_float and {"max", "min"} & {
+        *rules
+    }:  # alike where one part alone changes it; counters are mostly whole numbers
+        rules = [rule for rule in rules if rule != "sum"]
     trained = name in dict(run.model.named_parameters())
-    if trained and changing:
+    if trained and rules[:1] != ["same"]:
         raise UnpartedState(
             f"parameter {name}: forward itself changes it by this rank's samples (an initialization by the first batch, a Python flag), so that ranks "
             "or micro-batches come apart; initialize it before training, or use one process without micro-batches (dp=1)",
             tensor=name,
             cause="forward writes to a parameter",
         )
-    if len(changing) > 1 or "unknown" in changing:
+    if not rules or known not in (None, "same"):
         raise UnpartedState(
             f"buffer {name}: what a call leaves in it for a batch is neither the same, the mean, the sum, the largest nor the least of what calls leave "
             "for its parts (a queue, a codebook by moving sums), so that ranks or micro-batches cannot keep it as one device does; declare a rule in its "
@@ -212,7 +225,7 @@ def _agreed(run: Run, name: str, found: Sequence[Rule], declared: Mapping[str, s
             tensor=name,
             cause="a buffer without a known reduction",
         )
-    return replace(first, kind=next(iter(changing or kinds)))
+    return rules[0]
 
 
 def _declared(model: nn.Module) -> dict[str, str]:
@@ -237,6 +250,22 @@ def _slice(batch: Any, count: int, start: int, stop: int) -> Any:
     return tree_map(part, batch)
 
 
+def _joined(batch: Any, other: Any) -> Any:
+    """Two collated batches of one sample each as one of two; the first twice where they do not fit together."""
+
+    def join(leaf: Any, second: Any) -> Any:
+        is_sample = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == 1
+        return torch.cat([leaf, second if fit else leaf]) if is_sample else leaf
+
+    leaves, others = tree_leaves(batch), tree_leaves(other)
+    fit = len(leaves) == len(others) and all(
+        not isinstance(one, Tensor) or (isinstance(two, Tensor) and one.shape == two.shape)
+        for one, two in zip(leaves, others, strict=False)
+    )
+    seconds = iter(others if fit else leaves)
+    return tree_map(lambda leaf: join(leaf, next(seconds)), batch)
+
+
 @contextlib.contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
     """Have a model's modules as they were, afterwards: what they keep, and buffers."""
@@ -245,17 +274,6 @@ def _undone(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         held.put_back()
-
-
-def late_state(name: str, step: int, what: str, kind: str = "mean") -> DivergenceError:
-    """For a buffer that calls change from a later step on, when its rule was not known."""
-    rule = f"buffer_reductions = {{{name.rpartition('.')[2]!r}: {kind!r}}}"
-    return DivergenceError(
-        f"step {step + 1}: buffer {name} has changed for the first time, and {what}; declare its rule in its module, {rule} (one of "
-        f"{', '.join(RULES)}), or use one process without micro-batches (dp=1)",
-        tensor=name,
-        cause="a buffer without a known reduction",
-    )
 
 
 class CallState:
@@ -267,39 +285,29 @@ class CallState:
 
     news: Tensor | None = None
 
-    def __init__(self, run: Run, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, run: Run, rules: Mapping[str, str]) -> None:
         places = state_places(run.model)
         self._places = {name: places[name] for name in rules if name in places}
         #: What it keeps, by name.
         self.rules = {name: rules[name] for name in self._places}
-        self._rules = {name: rule.kind for name, rule in self.rules.items()}
         self._group = run._together
-        self._before: dict[str, Tensor | None] = {}
+        self._before: _Values = {}
         self._left: _Values = {}
         self._device = run.device
         self._lengths = {
-            name: rules[name].shape.numel() * (self._group.size if rule in ("max", "min") else 1)
-            for name, rule in self._rules.items()
+            name: self._tensor(name).numel() * (self._group.size if rule in ("max", "min") else 1)
+            for name, rule in self.rules.items()
             if rule != "same"
         }
         self.size = sum(self._lengths.values())
 
     def _tensor(self, name: str) -> Tensor:
-        slots, key = self._places[name]
-        value = slots[key]
-        if value is None:
-            raise DivergenceError(
-                f"buffer {name}: forward makes it for some samples and not for others, so that ranks or micro-batches cannot keep it as one device "
-                "does; make it in the module's constructor",
-                tensor=name,
-                cause="a buffer that forward makes for some samples only",
-            )
-        return value
+        return writable(self._places[name])
 
     @torch.no_grad()
     def begin(self) -> None:
         """Before the step's first forward."""
-        self._before = {name: _clone(place) for name, place in self._places.items()}
+        self._before = {name: self._tensor(name).detach().clone() for name in self.rules}
         self._left = {}
 
     @torch.no_grad()
@@ -307,31 +315,23 @@ class CallState:
         """Before a later micro-batch's forward: the state as it was."""
         if self._left:
             for name, value in self._before.items():
-                if value is None:
-                    slots, key = self._places[name]
-                    slots[key] = None
-                else:
-                    self._tensor(name).copy_(value)
+                self._tensor(name).copy_(value)
 
     @torch.no_grad()
     def end_part(self, weight: float) -> None:
         """After a micro-batch's forward; `weight`: its part of the batch's samples."""
-        for name, rule in self._rules.items():
+        for name, rule in self.rules.items():
             value = self._tensor(name).detach().to(torch.float64, copy=True)
             seen = self._left.get(name)
             if rule == "mean":
                 value = value * weight
             elif rule == "sum":
-                value = value - self._start(name)
+                value = value - self._before[name].double()
             if seen is not None:
                 value = {"max": torch.maximum, "min": torch.minimum, "same": lambda _, new: new}.get(rule, torch.add)(
                     seen, value
                 )
             self._left[name] = value
-
-    def _start(self, name: str) -> Tensor:
-        value = self._before[name]
-        return torch.zeros_like(self._tensor(name), dtype=torch.float64) if value is None else value.double()
 
     def share(self) -> Tensor:
         parts = [self._slots(name) for name in self._lengths]
@@ -343,7 +343,7 @@ class CallState:
 
     def _slots(self, name: str) -> Tensor:
         value = self._left[name].reshape(-1)
-        if self._rules[name] not in ("max", "min"):
+        if self.rules[name] not in ("max", "min"):
             return value
         slots = value.new_zeros(self._group.size, len(value))
         slots[self._group.rank] = value
@@ -352,12 +352,12 @@ class CallState:
     @torch.no_grad()
     def set(self, sums: Tensor) -> None:
         for (name, _), part in zip(self._lengths.items(), sums.split(list(self._lengths.values())), strict=True):
-            tensor, rule = self._tensor(name), self._rules[name]
+            tensor, rule = self._tensor(name), self.rules[name]
             if rule in ("max", "min"):
                 slots = part.view(self._group.size, -1)
                 part = slots.amax(0) if rule == "max" else slots.amin(0)
             elif rule == "sum":
-                part = part + self._start(name).reshape(-1).to(part)
+                part = part + self._before[name].double().reshape(-1).to(part)
             part = part if tensor.is_floating_point() else part.round()
             tensor.copy_(part.view_as(tensor))
 

@@ -10,7 +10,7 @@ Whole numbers have no mean. Those that change travel too, to be compared: where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -21,6 +21,8 @@ from echelon.engine.ranks import Group
 
 #: Where a buffer is: its module's buffers, and its name among them.
 Place = tuple[dict[str, Tensor | None], str]
+#: Copies are kept of buffers up to this size in bytes.
+_SMALL = 2**20
 _version: Callable[[Tensor], int] = attrgetter("_version")
 
 
@@ -50,11 +52,6 @@ class Still:
         found = {name: (_look(place), self._seen[name]) for name, place in self.places.items()}
         return [name for name, (now, seen) in found.items() if now[0] is not seen[0] or now[1] != seen[1]]
 
-    def is_resized(self, name: str) -> bool:
-        """Whether a place held a tensor of another shape."""
-        (now, _), (seen, _) = _look(self.places[name]), self._seen[name]
-        return now is not None and seen is not None and now.shape != seen.shape
-
     def without(self, names: Collection[str]) -> Still:
         """The others, as they were when they were looked at."""
         return Still({name: place for name, place in self.places.items() if name not in names}, self._seen)
@@ -69,8 +66,10 @@ def _look(place: Place) -> tuple[Tensor | None, int]:
 class Unknown:
     """The buffers of a model but those of batch norms. In the message they are one flag and the changing ones."""
 
-    def __init__(self, model: nn.Module, ranks: Group, *, later: bool, warn: Callable[[str], None]) -> None:
-        """`later`: the host may not wait for what the ranks add up."""
+    def __init__(
+        self, model: nn.Module, ranks: Group, *, later: bool, frozen: bool = False, warn: Callable[[str], None]
+    ) -> None:
+        """`later`: the host may not wait for what the ranks add up. `frozen`: parameters that are not trained count as well."""
         self._ranks, self._later, self._warn = ranks, later, warn
         #: By place, not by tensor: `self.average = ...` puts another tensor there.
         self.slots: dict[str, Place] = {
@@ -79,6 +78,16 @@ class Unknown:
             for key, value in module._buffers.items()
             if not isinstance(module, _BatchNorm) and (value is None or (_travels(value) and not value.is_meta))
         }
+        #: Parameters that are not trained, which may be large.
+        self._frozen: dict[str, Place] = {}
+        if frozen:
+            self._frozen = {
+                f"{path}.{key}" if path else key: (module._parameters, key)
+                for path, module in model.named_modules()
+                for key, value in module._parameters.items()
+                if value is not None and not value.requires_grad and _travels(value) and not value.is_meta
+            }
+            self.slots |= self._frozen
         #: Those that travel, with the shape that all ranks agreed on.
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._lengths: list[int] = []
@@ -86,11 +95,9 @@ class Unknown:
         self._still: Still | None = None
         #: Contents before the first step; None: the ranks have agreed before.
         self._contents: dict[str, Tensor] | None = {}
-        #: What changed here and is not agreed on yet.
+        #: What changed here and is not agreed on yet, and what of it changed for the first time.
         self._changed: set[str] = set()
-        #: Those of them that forward changed, and those that changed between two steps.
-        self._forward: set[str] = set()
-        self._between: list[str] = []
+        self._begun: set[str] = set()
         #: Whole numbers: whether they differ from other ranks', as far as the host has not looked; and those that do.
         self._apart: dict[str, Tensor] = {}
         self._own: set[str] = set()
@@ -99,8 +106,11 @@ class Unknown:
         #: The sum of the flags, where the host may not wait for it.
         self.news: Tensor | None = None
         self.size = 1
-        #: What changed for the first time, until rules have been looked for.
+        #: What forward changed for the first time, until rules have been looked for, and what of it was other than the ranks' mean.
         self.surprising: set[str] = set()
+        self.averaged: set[str] = set()
+        #: What small ones held that did not change yet: writing the same into one is no change.
+        self._copies: dict[str, Tensor] = {}
         #: This rank's part of the step's samples.
         self.weight = 1 / ranks.size
 
@@ -119,21 +129,36 @@ class Unknown:
         """Do not look at these any more: their rule is known."""
         self.slots = {name: place for name, place in self.slots.items() if name not in names}
         self._apart = {name: apart for name, apart in self._apart.items() if name in self.slots}
-        for found in (self._changed, self._forward, self._own):
+        for found in (self._changed, self._begun, self._own):
             found.intersection_update(self.slots)
         self._agree_on({name: shape for name, shape in self._shapes.items() if name not in names})
         self._still = None
 
     def begin(self) -> None:
         if self._still is not None and not self._still.holds():
-            # Not forward but a hook or a callback changed it, once for all parts of the batch.
-            self._between = self._still.changed() if self._ranks.size > 1 else []
-            self._still = Still(self._still.places)
+            self._look_again(
+                self._still.changed()
+            )  # not forward but a hook or a callback changed it, once for all parts of the batch
         if self._still is None:
             self._still = Still({name: place for name, place in self.slots.items() if name not in self._shapes})
+            self._copies = {}
+            self._look_again(self._still.places)
             if self._contents is not None:
-                tensors = {name: self._tensor(name) for name in self._still.places}
+                tensors = {name: self._tensor(name) for name in self._still.places if name not in self._frozen}
                 self._contents = {name: _content(tensor) for name, tensor in tensors.items() if _summable(tensor)}
+
+    def _look_again(self, names: Iterable[str]) -> None:
+        assert self._still is not None
+        self._still = Still(self._still.places)
+        for name in names:
+            tensor = self._tensor(name)
+            if tensor is not None and tensor.nbytes <= _SMALL and name not in self._frozen:
+                self._copies[name] = tensor.detach().clone()
+
+    def _is_rewritten(self, name: str) -> bool:
+        """Whether it holds what it held."""
+        copy, tensor = self._copies.get(name), self._tensor(name)
+        return copy is not None and tensor is not None and torch.equal(copy, tensor)
 
     def share(self) -> Tensor:
         news = self._find_changes()
@@ -171,6 +196,9 @@ class Unknown:
         """Whether there is a change of which the others were not told."""
         assert self._still is not None
         found = [] if self._still.holds() else self._still.changed()
+        if found:
+            found = [name for name in found if not self._is_rewritten(name)]
+            self._still = Still(self._still.places)
         if self._contents:
             # `buffer.data` can be changed without a new version. That is looked for once: it reads every buffer.
             found += [
@@ -179,10 +207,8 @@ class Unknown:
                 if name not in found and not _alike(before, _content(self._tensor(name)))
             ]
         if found:
-            self._forward.update(name for name in found if not self._still.is_resized(name))  # a resized one is a cache
             self._still = self._still.without(found)
-        found += self._between
-        self._between = []
+        self._begun.update(found)
         found += [name for name, shape in self._shapes.items() if not _fits(self._tensor(name), shape)]
         unlike = {name for name, apart in self._apart.items() if apart}
         self._apart.clear()
@@ -194,7 +220,7 @@ class Unknown:
     def _agree(self) -> None:
         """Any rank's yes counts. Where ranks have unlike shapes it is a cache of each rank's own: it stays that."""
         assert self._still is not None
-        gathered = self._ranks.gather((self._changed, self._own, self._forward))
+        gathered = self._ranks.gather((self._changed, self._own, self._begun))
         names, own, forward = (set[str]().union(*found) for found in zip(*gathered, strict=True))
         self.surprising |= forward - self._shapes.keys()
         for name in sorted(own & self._shapes.keys()):
@@ -204,7 +230,7 @@ class Unknown:
             )
         self._own = own
         self._changed.clear()
-        self._forward.clear()
+        self._begun.clear()
         shapes = self._ranks.gather({name: self._shape(name) for name in names})
         agreed = dict(self._shapes)
         self._still = self._still.without(names)
@@ -241,10 +267,25 @@ class Unknown:
             if tensor is None or not _fits(tensor, shape):
                 continue
             if tensor.is_floating_point():
-                tensor.copy_(part.view_as(tensor))
+                mean = part.view_as(tensor)
+                if name in self.surprising and not torch.allclose(
+                    mean, tensor.to(mean), rtol=1e-6, atol=0, equal_nan=True
+                ):
+                    self.averaged.add(name)
+                writable(self.slots[name]).copy_(mean)
             elif tensor.numel():
                 # Of ranks that differ one is further than this from the mean.
                 self._apart[name] = (part.view_as(tensor) - tensor.to(part)).abs().max() > 0.25
+
+
+def writable(place: Place) -> Tensor:
+    """The tensor in a place; a copy, put there, of one whose elements share memory (`expand`)."""
+    slots, key = place
+    value = slots[key]
+    assert value is not None
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        slots[key] = value = value.detach().clone(memory_format=torch.contiguous_format)
+    return value
 
 
 def _travels(tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
@@ -181,8 +182,11 @@ class Ranks(Group):
         self._owner = False
 
     def abandon(self) -> None:
-        """Leave it after an error that other ranks may not have: none waits for this rank."""
+        """Leave it after an error that other ranks may not have: none waits for this rank, nor this rank for them."""
         disconnect()
+        if self._owner and dist.is_initialized():
+            # Destroying a group waits for its operations, and gloo may miss that one's connection is closed: it is never freed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
         self.close()
 
 

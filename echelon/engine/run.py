@@ -25,7 +25,6 @@ from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly, takes_sparse
 from echelon.engine.attributes import Attributes
 from echelon.engine.averages import Averages, nothing, weighed
-from echelon.engine.buffer_rules import CallState, Rule, find_rules, late_state
 from echelon.engine.build import broadcast
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.function_state import loss_parameters
@@ -55,6 +54,7 @@ from echelon.engine.shard import forget_meshes
 from echelon.engine.shared_state import SharedState
 from echelon.engine.state import State
 from echelon.engine.state_check import require_storable, require_storable_state
+from echelon.engine.state_rules import StateRules
 from echelon.engine.statistics import StepStatistics
 from echelon.engine.watch import Watch
 from echelon.engine.whole_optimizer import whole_optimizers
@@ -194,11 +194,10 @@ class Run:
         self._agreement = Agreement(self.data, plan.staleness) if plan.free else None
         #: The ranks that a step adds numbers up over.
         self._together = Group(0, 1, self.device) if plan.free else self.data
-        #: Whether calls change the model's state by rules, which must be known.
-        self._has_rules = self.hub is None and self.assembly.pipeline is None and not plan.free
-        #: Whether ranks compute their parts of a batch in micro-batches.
-        self._split = self._has_rules and plan.micro is not None
-        self._statistics = StepStatistics(self.model, self._together, split=self._split, warn=warn)
+        self._state_rules = StateRules(self)
+        self.statistics = StepStatistics(
+            self.model, self._together, split=self._state_rules.split, frozen=self.assembly.sharding is None, warn=warn
+        )
         self._averages, self._rollback = Averages(self.device), Rollback(self.model)
         self._frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
         #: Of an accelerator: what ranks saw of the step before, which the host looks at when it comes to the next one.
@@ -210,7 +209,7 @@ class Run:
         self.nominal: float | None = None
         #: Whether parts of a batch are weighed by what their losses average over, instead of by their samples.
         self._weighing = False
-        self._watched = self._probed = False
+        self._watched = False
         self.step_number = 0
         #: What a checkpoint is to hold about the job (flow/run_settings.py), and what the one that was loaded holds; None: nothing.
         self.job_record: dict[str, Any] | None = None
@@ -283,8 +282,7 @@ class Run:
     def backward(self, batch: StepBatch) -> Tensor:
         """Leave the gradient of the global batch's loss in `.grad`; returns that loss."""
         self._watched = self.data.size > 1 or len(batch.micros) > 1
-        again = self._watched and self.hub is None and self.device.type == "cpu"
-        again = again and (self.nominal is None or self._has_rules)
+        again = self._watched and self.nominal is None and self.hub is None and self.device.type == "cpu"
         self._replacements.begin()
         self.prepare(batch)
         self._shared_state.begin(parts=self._watched)
@@ -293,86 +291,44 @@ class Run:
             self._rollback.keep()
         loss = self._accumulate(batch)
         if loss is None:
-            obstacle = self._obstacle(versions, batch)
-            if obstacle is not None:
+            assert again
+            if self.attributes.functions.changed():
                 raise DivergenceError(
-                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time, and the step cannot be computed again with the "
-                    f"right weights: {obstacle}; return (sum, count) from the loss",
+                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time and keeps values between calls, so that the step "
+                    "cannot be computed again with the right weights; return (sum, count) from the loss",
                     cause="averages over unequal counts",
                 )
-            self._undo()
-            loss = self._accumulate(batch)
-        while again and self._has_rules and self._statistics.surprised:
-            obstacle = next(filter(None, self.ranks.gather(self._obstacle(versions, batch))), None)
-            if obstacle is not None and self._split:
-                raise late_state(
-                    min(self._statistics.surprised), batch.step, f"the step cannot be computed again: {obstacle}"
+            if _versions(batch) != versions:
+                raise DivergenceError(
+                    f"step {batch.step + 1}: the loss averages over unequal counts for the first time and forward changes its input in place, so "
+                    "that the step cannot be computed again with the right weights; return (sum, count) from the loss, or copy the input",
+                    cause="averages over unequal counts",
                 )
-            if obstacle is not None:
-                break  # its rule is looked for before the next step
-            self._undo()
-            self._learn_rules(batch)
+            self._undo(batch.step)
             loss = self._accumulate(batch)
-        if not self._watched and self._statistics.surprised:
-            self._probed = False  # the batch was not parted: rules are due before one is
-            self._statistics.looked()
         assert loss is not None
+        self._state_rules.require_known(batch)
         self._replacements.require_none(batch.step)
         self._shared_state.require_unchanged(batch.step)
         return loss
 
     def prepare(self, batch: StepBatch) -> None:
-        """Before the first step that is computed in parts: learn how calls change the model's state, by calling it. Every rank must call it;
+        """Before the first steps that are computed in parts: learn how calls change the model's state, by calling it. Every rank must call it;
         `backward` does so itself."""
-        several = self.data.size > 1 or len(batch.micros) > 1
-        surprised = self._statistics.surprised
-        if not self._has_rules or not several or (self._probed and not surprised):
-            return
-        if self._probed and self._split:  # on an accelerator
-            raise late_state(
-                min(surprised),
-                batch.step,
-                "micro-batches changed it one after another, where one device changes it once",
-            )
-        probed, self._probed = self._probed, True
-        rules = self._learn_rules(batch)
-        wrong = [name for name in sorted(surprised) if name in rules and rules[name].kind not in ("mean", "same")]
-        if probed and wrong:
-            raise late_state(wrong[0], batch.step, "ranks took its mean", rules[wrong[0]].kind)
+        self._state_rules.prepare(batch)
 
-    def _learn_rules(self, batch: StepBatch) -> dict[str, Rule]:
-        """Find the rules by which calls change the model's state, with samples that show those of all that was seen to change."""
-        surprised = self._statistics.surprised
-        rules = {} if self._statistics.calls is None else self._statistics.calls.rules
-        tries = min(self.ranks.gather(len(batch.micros))) if surprised else 1
-        for micro in batch.micros[:tries]:
-            rules = rules | find_rules(self, micro)
-            if surprised <= rules.keys():
-                break
-        self._statistics.looked()
-        if rules:
-            self._statistics.adopt(CallState(self, rules))
-        missing = sorted(surprised - rules.keys())
-        if missing and self._split:
-            raise late_state(missing[0], batch.step, "no call of the model with a part of the batch shows by what rule")
-        return rules
-
-    def _obstacle(self, versions: list[int], batch: StepBatch) -> str | None:
-        """Why the step cannot be computed again; `versions`: of its batch, before."""
-        if self.attributes.functions.changed():
-            return "the loss keeps values between calls"
-        if _versions(batch) != versions:
-            return "forward changes its input in place"
-        large = self._rollback.missing()
-        return (
-            None if large is None else f"no copy is kept of {large}, which is large and changes for the first time too"
-        )
-
-    def _undo(self) -> None:
+    def _undo(self, step: int) -> None:
         """Forget the step, to compute it again."""
-        if self._statistics.calls is not None:
-            self._statistics.calls.begin_part()
-        self._rollback.undo()
+        if self.statistics.calls is not None:
+            self.statistics.calls.begin_part()
+        changed = self._rollback.undo()
+        if changed is not None:
+            raise DivergenceError(
+                f"step {step + 1}: the loss averages over unequal counts for the first time and {changed} changes for the first time, so that "
+                "the step cannot be computed again with the right weights; return (sum, count) from the loss",
+                tensor=changed,
+                cause="averages over unequal counts",
+            )
         for parameter in self.assembly.parameters:
             parameter.grad = None
 
@@ -381,8 +337,8 @@ class Run:
         self._seed(batch.step, self.data.rank)
         for parameter in self.loss_parameters.values():
             parameter.grad = None  # the user's own: a profile or a trial may have left one
-        self._statistics.begin()
-        self._statistics.weigh(sum(micro.samples for micro in batch.micros) / batch.samples)
+        self.statistics.begin()
+        self.statistics.weigh(sum(micro.samples for micro in batch.micros) / batch.samples)
         self._averages.begin()
         self.watch.begin(batch)
         sums = _Sums()
@@ -483,7 +439,7 @@ class Run:
             moved = self.move(micro.batch)
             if self.hub is not None:
                 self.hub.look(moved)
-            calls = self._statistics.calls
+            calls = self.statistics.calls
             if calls is not None:
                 calls.begin_part()
             start = self._weighed(self._loss_of(self.model, moved), micro, batch, sums)
@@ -544,13 +500,13 @@ class Run:
     def _send(self, sums: _Sums) -> None:
         total = self._one * 0 if sums.total is None else sums.total  # of a stage without a loss
         items = self._one if sums.items is None else sums.items
-        self._statistics.send(
+        self.statistics.send(
             total, items, self._one * self.stop_asked, rest=self._averages.share(self.watch.data_share())
         )
 
     def _received(self, sums: _Sums) -> tuple[Tensor, Tensor, bool, Tensor]:
         """The step's loss, what it counts, whether it is such a sum, and what is watched: the same on every rank."""
-        (loss, count, self._asked), seen = self._statistics.receive()
+        (loss, count, self._asked), seen = self.statistics.receive()
         if self.core.size == 1:
             return loss, count, sums.items is not None, seen
         nominal = torch.full_like(loss, (self.nominal or 0.0) if sums.items is not None else 0.0)
@@ -633,7 +589,7 @@ class Run:
         self.watch.after_update(self.step_number)
         if self._agreement is not None:
             self._asked = self._one * self._agreement.tell(self.step_number, self.stop_asked)
-        return Step(loss, size, self._asked, samples, skipped, rates, self._statistics.news)
+        return Step(loss, size, self._asked, samples, skipped, rates, self.statistics.news)
 
     def _step_schedule(self, schedule: Any, *metric: float) -> None:
         with self.schedule_reads.watching(schedule, self.step_number):
@@ -690,7 +646,7 @@ class Run:
                     cause="averages over unequal counts",
                 )
         if self._previous.news():
-            self._statistics.settle()
+            self.statistics.settle()
 
     def meet(self) -> None:
         """Have all ranks' pushes be with the servers, and ranks that do not wait for each other hold the same; every rank must call it, after
@@ -737,11 +693,11 @@ class Run:
     @property
     def changing(self) -> dict[str, tuple[int, ...]] | None:
         """The buffers, but those of batch norms, that steps were seen to change, with shapes; None: nobody has looked."""
-        return self._statistics.changing
+        return self.statistics.changing
 
     def expect_changes(self, changing: Mapping[str, Sequence[int]] | None) -> None:
         """Go on with these buffers known to change, as the run that was saved did."""
-        self._statistics.expect(changing)
+        self.statistics.expect(changing)
 
     def held(self) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state that this rank keeps."""
@@ -809,7 +765,7 @@ class Run:
         self._replacements.close()
         if self.assembly.close():
             del self.model, self.optimizers, self.schedules, self.schedule_reads, self.whole
-            self._statistics = StepStatistics(nn.Module(), self.data)
+            self.statistics = StepStatistics(nn.Module(), self.data)
             forget_meshes()
         self._restore()
         self._restore = lambda: None  # by now somebody else may have set them

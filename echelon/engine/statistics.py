@@ -32,10 +32,12 @@ class StepStatistics:
         ranks: Group,
         *,
         split: bool = False,
+        frozen: bool = False,
         later: bool | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """`split`: whether a rank computes its part of a batch in micro-batches. `later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
+        """`split`: whether a rank computes its part of a batch in micro-batches; `frozen`: whether parameters that are not trained are whole and
+        may be looked at. `later`: the host hears of news a step later (default: on an accelerator, which must not wait for it)."""
         self._ranks = ranks
         self._buffers: list[_Running | Unknown | CallState] = []
         #: State that calls change by a known rule; None: nothing does.
@@ -51,7 +53,7 @@ class StepStatistics:
         later = ranks.device.type != "cpu" if later is None else later
         if local:
             self._buffers.append(_Running(local, ranks, later=later))
-        unknown = Unknown(model, ranks, later=later, warn=warn)
+        unknown = Unknown(model, ranks, later=later, frozen=frozen, warn=warn)
         if unknown.slots and (ranks.size > 1 or split):
             self._unknown = unknown
             self._buffers.append(unknown)
@@ -60,6 +62,11 @@ class StepStatistics:
     def surprised(self) -> frozenset[str]:
         """Buffers that a step was seen to change for the first time since somebody last looked for rules."""
         return frozenset() if self._unknown is None else frozenset(self._unknown.surprising)
+
+    @property
+    def averaged(self) -> frozenset[str]:
+        """Those of them that this rank had other values of than the mean."""
+        return frozenset() if self._unknown is None else frozenset(self._unknown.averaged)
 
     def weigh(self, part: float) -> None:
         """This rank's part of the step's samples, by which its buffers count in means."""
@@ -77,6 +84,7 @@ class StepStatistics:
         """The rules of everything that changes have been looked for."""
         if self._unknown is not None:
             self._unknown.surprising.clear()
+            self._unknown.averaged.clear()
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -136,10 +136,12 @@ class Averages(nn.Module):
 
     #: Whose changes are the same function of the mean over samples on one device and on several.
     LINEAR = ("always", "late", "fresh", "hidden", "lazy")
-    buffer_reductions = {"some": "mean"}  # noqa: RUF012 (as users write it)
+    buffer_reductions = {"some": "mean", "late": "mean", "fresh": "mean"}  # noqa: RUF012 (as users write it)
 
-    def __init__(self) -> None:
+    def __init__(self, *, makes: bool = True) -> None:
+        """`makes`: whether forward makes one."""
         super().__init__()
+        self.makes = makes
         self.line = nn.Linear(8, 4)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         for name in ("always", "late", "fresh", "hidden", "some", "table"):
@@ -161,7 +163,8 @@ class Averages(nn.Module):
         if self.calls > 1:
             self.late.lerp_(mean, 0.5)
             self.fresh = self.fresh * 0.5 + mean * 0.5
-            self.lazy = mean if self.lazy is None else self.lazy + mean
+            if self.makes:
+                self.lazy = mean if self.lazy is None else self.lazy + mean
         if x[0, 0] > 0:  # on some ranks, in some steps
             self.some.lerp_(mean, 0.5)
         if len(self.cache) < len(x):
@@ -302,6 +305,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "warmed layers": lambda: layered(3, schedule=warmed),
     "stream": lambda: mlp(data=Numbers(lambda: 38), epochs=None, steps=5),
     "averages": lambda: mlp(model=Averages),
+    "kept averages": lambda: mlp(model=lambda: Averages(makes=False)),
     "dropout": lambda: mlp(model=lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))),
 }
 
@@ -357,7 +361,7 @@ def apart(world: World, name: str, plan: str) -> list[set[str]]:
 def apart_later(world: World, name: str, plan: str) -> dict[str, Any]:
     """The same in the order in which an accelerator's host goes: it hears of a step after the next one's backward."""
     run = live(world, name, plan)
-    run._statistics = StepStatistics(run.model, run.ranks, later=True)
+    run.statistics = StepStatistics(run.model, run.ranks, later=True)
     found = []
 
     def differ() -> set[str]:
@@ -380,7 +384,7 @@ def counted(world: World, later: bool) -> tuple[list[str], list[int], int]:
     """What is said of buffers of whole numbers, with those that travelled in each step, and how many calls were counted."""
     said: list[str] = []
     with Run(mlp(model=Counts), from_text("dp=2"), world, warn=said.append) as run:
-        run._statistics = StepStatistics(run.model, run.data, later=later, warn=said.append)
+        run.statistics = StepStatistics(run.model, run.data, later=later, warn=said.append)
         sizes = []
         for batch in run.batches():
             loss = run.backward(batch)

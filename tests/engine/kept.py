@@ -39,13 +39,15 @@ class Keeping(nn.Module):
 class KeepingLate(nn.Module):
     """Like `Keeping`, but `note` changes the state, or makes it where it is None, from call number `first` on (the step's, from 0)."""
 
-    def __init__(self, note: Callable[[Any, Tensor], None], first: int, state: Tensor | None, **declared: str) -> None:
+    def __init__(
+        self, note: Callable[[Any, Tensor], None], first: int, state: Tensor | None, rule: str | None = None
+    ) -> None:
         super().__init__()
         self.line, self.note, self.first = nn.Linear(8, 4), note, first
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("state", state)
-        if declared:
-            self.buffer_reductions = declared
+        if rule is not None:
+            self.buffer_reductions = {"state": rule}
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.line(x)
@@ -59,16 +61,20 @@ class KeepingLate(nn.Module):
 
 
 class Teacher(nn.Module):
-    """A teacher follows the student at every call, and the student learns from it."""
+    """A teacher follows the student at every call from number `first` on, and the student learns from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
         super().__init__()
         self.student, self.teacher = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+        self.first = first
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.teacher.weight.data.lerp_(self.student.weight, 0.3)
+                if self.calls >= self.first:
+                    self.teacher.weight.lerp_(self.student.weight, 0.3)
+                self.calls += 1
         return self.student(x) - 0.5 * self.teacher(x)
 
 
@@ -110,19 +116,30 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 #: State that begins to change, or that forward makes.
 LATE: dict[str, Callable[[], nn.Module]] = {
-    "late centre": lambda: KeepingLate(_centre, 1, torch.zeros(8)),
-    "late samples": lambda: KeepingLate(lambda m, x: m.state.add_(len(x)), 1, torch.zeros((), dtype=torch.int64)),
+    "late centre": lambda: KeepingLate(_centre, 2, torch.zeros(8)),
+    "late samples": lambda: KeepingLate(lambda m, x: m.state.add_(len(x)), 2, torch.zeros((), dtype=torch.int64)),
     "late largest": lambda: KeepingLate(
         lambda m, x: m.state.copy_(torch.maximum(m.state, x.amax(0))), 2, torch.zeros(8)
     ),
     "made at once": lambda: KeepingLate(_made, 0, None),
-    "made late": lambda: KeepingLate(_made, 1, None),
-    "counter made late": lambda: KeepingLate(_counted, 1, None),
+    "made late": lambda: KeepingLate(_made, 2, None),
+    "counter made late": lambda: KeepingLate(_counted, 2, None),
+    "table made late": lambda: KeepingLate(lambda m, x: setattr(m, "state", torch.arange(8.0).to(x)), 2, None),
+    "late teacher": lambda: Teacher(2),
+    "declared": lambda: KeepingLate(_centre, 2, torch.zeros(8), rule="mean"),
+}
+#: Those of them that a plan keeps; the others end the run by name.
+KEPT_LATE = {
+    "dp=1 micro=4": ("late largest", "table made late", "declared"),
+    "dp=2": ("late centre", "made at once", "made late", "table made late", "late teacher", "declared"),
+    "dp=2 micro=3": ("table made late", "declared"),
 }
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "queue": lambda: Keeping(_queue, torch.zeros(32, 8)),
     "codebook": lambda: Keeping(_codebook, torch.ones(8)),
+    "codebook of zeros": lambda: Keeping(_codebook, torch.zeros(8)),
     "late queue": lambda: KeepingLate(_queue, 1, torch.zeros(32, 8)),
+    "late codebook": lambda: KeepingLate(_codebook, 1, torch.zeros(8)),
     "made for some": lambda: KeepingLate(_made_for_some, 1, None),
 }
 
