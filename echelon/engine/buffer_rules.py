@@ -131,6 +131,7 @@ def _tried(
         return values
 
     count, batch, second = micro.samples, run.move(micro.batch), run.move(other.batch)
+    fit = _fit_together(batch, second)
     # Of a single sample some layers have no statistics.
     cut = max(count // 3, min(2, count // 2))
     with unchanged(run.job, run.model), _undone(run.model), Stillness(random=True)():
@@ -149,7 +150,7 @@ def _tried(
         else:
             parts = [after(batch), after(second)]
         if any(run.ranks.gather(count == 1)):
-            joined = after(batch if count > 1 else _joined(batch, second))
+            joined = after(batch if count > 1 else _joined(batch, second if fit else batch))
             whole = whole if count > 1 else joined
     if whole is None or None in parts:
         return found
@@ -158,7 +159,9 @@ def _tried(
         pieces = [part[name] for part in parts if part is not None and name in part]
         if len(pieces) < 2 or not any(not torch.equal(each, before[name]) for each in (value, *pieces)):
             continue
-        rules = _fitting(before[name].double(), value.double(), [each.double() for each in pieces], weights)
+        rules = _fitting(before[name], value, pieces, weights)
+        if count == 1 and not fit:
+            rules = tuple(rule for rule in rules if rule == "same")
         found[name] = _Seen(
             rules,
             digest=_digest(pieces[0]) if other is micro and count == 1 else "",
@@ -175,7 +178,12 @@ def _fitting(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[f
     """The rules that hold, in the order of the table: parts that leave the same leave their mean as well."""
     if not whole.numel():
         return RULES
-    first, second = parts
+    rounding = (
+        4 * torch.finfo(whole.dtype).eps * float(whole.abs().nan_to_num(posinf=0.0).max())
+        if whole.is_floating_point()
+        else 0.0
+    )
+    before, whole, first, second = (each.double() for each in (before, whole, *parts))
     candidates = {
         "same": first if torch.equal(first, second) else None,
         "mean": weights[0] * first + weights[1] * second,
@@ -185,14 +193,18 @@ def _fitting(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[f
     }
     # An observer of ranges starts at infinity.
     start = torch.where(before.isfinite(), before, 0.0)
-    size = max(float((each - start).abs().max()) for each in (whole, *parts)) or 1.0
+    size = max(float((each - start).abs().max()) for each in (whole, first, second)) or 1.0
     errors = {
         rule: float((value - whole).abs().nan_to_num(nan=math.inf).max()) / size
         for rule, value in candidates.items()
         if value is not None
     }
-    best = min(errors.values())
-    return tuple(rule for rule, error in errors.items() if error <= 10 * best + 1e-9) if best <= _CLOSE else ()
+    best, least = min(errors.values()), rounding / size
+    return (
+        tuple(rule for rule, error in errors.items() if error <= max(10 * best + 1e-9, least))
+        if best <= max(_CLOSE, least)
+        else ()
+    )
 
 
 def _agreed(run: Run, name: str, found: Sequence[_Seen], declared: Mapping[str, str], known: str | None) -> str:
@@ -204,9 +216,8 @@ def _agreed(run: Run, name: str, found: Sequence[_Seen], declared: Mapping[str, 
         rules = []
     if known is not None and known in rules:
         return known
-    if found[0].is_float and {"max", "min"} & {
-        *rules
-    }:  # alike where one part alone changes it; counters are mostly whole numbers
+    if found[0].is_float and ("max" in rules or "min" in rules):
+        # A sum looks alike where one part alone changes it; counters are mostly whole numbers.
         rules = [rule for rule in rules if rule != "sum"]
     trained = name in dict(run.model.named_parameters())
     if trained and rules[:1] != ["same"]:
@@ -251,19 +262,20 @@ def _slice(batch: Any, count: int, start: int, stop: int) -> Any:
 
 
 def _joined(batch: Any, other: Any) -> Any:
-    """Two collated batches of one sample each as one of two; the first twice where they do not fit together."""
+    """Two collated batches of one sample each as one of two."""
+    others = iter(tree_leaves(other))
 
-    def join(leaf: Any, second: Any) -> Any:
+    def join(leaf: Any) -> Any:
+        second = next(others)
         is_sample = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == 1
-        return torch.cat([leaf, second if fit else leaf]) if is_sample else leaf
+        return torch.cat([leaf, second]) if is_sample else leaf
 
-    leaves, others = tree_leaves(batch), tree_leaves(other)
-    fit = len(leaves) == len(others) and all(
-        not isinstance(one, Tensor) or (isinstance(two, Tensor) and one.shape == two.shape)
-        for one, two in zip(leaves, others, strict=False)
-    )
-    seconds = iter(others if fit else leaves)
-    return tree_map(lambda leaf: join(leaf, next(seconds)), batch)
+    return tree_map(join, batch)
+
+
+def _fit_together(batch: Any, other: Any) -> bool:
+    shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(each)] for each in (batch, other)]
+    return shapes[0] == shapes[1]
 
 
 @contextlib.contextmanager
