@@ -73,7 +73,7 @@ def _again(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any
 
 
 class _Before:
-    """A block's buffers as its first forward found them: the second must not see what the first, or a later batch, made of them.
+    """A block's buffers as its first forward found them, also None: the second must not see what the first, or a later batch, made of them.
 
     Of those that no forward was seen to change no copy is held until then. Batch norms in training do not read theirs.
     """
@@ -81,13 +81,12 @@ class _Before:
     def __init__(self, block: nn.Module, moving: set[tuple[str, str]]) -> None:
         self._block, self._moving = block, moving
         self._found = {
-            (path, name): (buffer, buffer._version)
+            (path, name): (buffer, None if buffer is None else buffer._version)
             for path, module in block.named_modules()
             if not isinstance(module, _BatchNorm)
             for name, buffer in module._buffers.items()
-            if buffer is not None
         }
-        self._copies = {place: buffer.clone() for place, (buffer, _) in self._found.items()}
+        self._copies = {place: None if buffer is None else buffer.clone() for place, (buffer, _) in self._found.items()}
 
     def forget_constants(self) -> None:
         """After the first forward."""
@@ -100,7 +99,7 @@ class _Before:
         return [
             place
             for place, (buffer, version) in self._found.items()
-            if now[place] is not buffer or buffer._version != version
+            if now[place] is not buffer or (buffer is not None and buffer._version != version)
         ]
 
     @contextmanager
@@ -115,12 +114,9 @@ class _Before:
         with ExitStack() as stack:
             for path, module in self._block.named_modules():
                 stack.callback(module._buffers.update, dict(module._buffers))
-                module._buffers.update(
-                    {
-                        name: None if value is None else self._copies.get((path, name), value).clone()
-                        for name, value in module._buffers.items()
-                    }
-                )
+                for name, value in list(module._buffers.items()):
+                    held = self._copies.get((path, name), value)
+                    module._buffers[name] = None if held is None else held.clone()
             yield
 
 

@@ -99,7 +99,7 @@ def describe_weights(path: str | Path) -> str:
             return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         parts = [path, *(shards(path) if path.name.endswith(".index.json") else ())]
         states = [(each, each.stat()) for each in parts]
-    except (OSError, EchelonError):  # loading it tells why
+    except (OSError, EchelonError):  # loading it raises the reason
         return ABSENT
     digests = [_file_hash(str(each), state.st_mtime_ns, state.st_size) for each, state in states]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:16]

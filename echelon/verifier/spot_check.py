@@ -66,7 +66,7 @@ _EFFICIENCY, _BYTES = 0.4, 24
 #: How many times one device's own rounding a difference may be.
 _ROUNDINGS = 16
 #: Where one device reads the samples, and the plan by which it splits them where batch statistics ask for that.
-_Read = tuple[Feed, Plan]
+_Read = tuple[Feed | None, Plan]
 
 
 class SpotChecks:
@@ -88,6 +88,8 @@ class SpotChecks:
         self._began, self.seconds, self.count = time.perf_counter(), 0.0, 0
         launch = run.ranks.gather(secrets.randbits(64))[0] if entropy is None else entropy
         self._steps = _chosen(launch, run.total_steps)
+        #: Whether rank 0 reads samples once more, and from where; else it gets those that the ranks have.
+        self._reads_again = True
         self._feed: Feed | None = None
         #: The last step (from 1) that was compared and agreed, on rank 0. The gate compared those before FIRST.
         self.agreed = FIRST - 1
@@ -141,9 +143,18 @@ class SpotChecks:
         else:
             mine, found, held = loss, self._gradients(), True
         feed = self._read(as_read)
+        compare = partial(self._compare, batch.step, before, mine, found, held=held, still=drawn)
+        error = compare((feed, run.plan))
+        if self._reads_again and run.ranks.gather(error is not None)[0]:
+            # The difference may be in the samples: a data set that draws by itself, perhaps seldom, gives others.
+            own = self._gather(as_read)
+            if own is not None:
+                error = compare((own, run.plan))
+            if run.ranks.gather(error is None)[0]:
+                self._reads_again = False
         with run.ranks.together():
-            if run.world.main and held and feed is not None:
-                self._judge(batch.step, before, mine, found, (feed, run.plan), still=drawn)
+            if error is not None:
+                raise error
         return loss
 
     def _check_some(self, whole_batch: StepBatch, share: float) -> None:
@@ -154,22 +165,22 @@ class SpotChecks:
         batch, plan = some
         before = self._state()
         mine, found, held = self._silent(_copied(batch), self._start())
-        feed = self._gather(batch)
+        error = self._compare(batch.step, before, mine, found, (self._gather(batch), plan), held=held, still=True)
         with run.ranks.together():
-            if run.world.main and held and feed is not None:
-                self._judge(batch.step, before, mine, found, (feed, plan), still=True)
+            if error is not None:
+                raise error
 
     # The run's side
 
     def _read(self, batch: StepBatch) -> Feed | None:
         """The step's samples for one device, read once more or, where that gives others, as the ranks have them."""
         run = self._run
-        again = False
         with run.ranks.together():
-            if run.world.main:
+            if run.world.main and self._reads_again:
                 self._feed = self._feed or as_ranks_collate(open_feed(self._job), run.plan)
-                again = reads_the_same(run, batch, self._feed)
-        return self._feed if run.ranks.gather(again)[0] else self._gather(batch)
+                self._reads_again = reads_the_same(run, batch, self._feed)
+        self._reads_again = run.ranks.gather(self._reads_again)[0]
+        return self._feed if self._reads_again else self._gather(batch)
 
     def _gather(self, batch: StepBatch) -> Feed | None:
         try:
@@ -251,9 +262,21 @@ class SpotChecks:
 
     # One device's side, on rank 0
 
-    def _judge(
-        self, step: int, state: _State, loss: Tensor, found: Mapping[str, Tensor], read: _Read, *, still: bool
-    ) -> None:
+    def _compare(
+        self,
+        step: int,
+        state: _State,
+        loss: Tensor,
+        found: Mapping[str, Tensor],
+        read: _Read,
+        *,
+        held: bool,
+        still: bool,
+    ) -> DivergenceError | None:
+        """How one device's loss and gradients differ; None: they do not, or they cannot be compared, or this is another rank. `held`: whether
+        what was computed on the ranks had no random numbers."""
+        if not self._run.world.main or not held or read[0] is None:
+            return None
         try:
             truth, gradients = self._reference(state, step, read, torch.float64, still=still)
         except Exception as error:  # one device cannot be given this state: nothing is known, and nothing is wrong
@@ -262,14 +285,14 @@ class SpotChecks:
                 f"step {step + 1} could not be computed again on one device, so later steps are not checked; the proof of the first steps "
                 f"stands ({self.left_out})"
             )
-            return
+            return None
         differences = _differences(loss, found, truth, gradients, step)
         bounds = Bounds(least=ALLOWED[self._run.precision])
         zero = set(noise.zeros(gradients))
         beyond = [each for each in differences if not bounds.hold(each) and each.name not in zero]
         if not beyond:
             self.agreed = step + 1
-            return
+            return None
         # One device in the run's own precision tells what rounding does to this model at this step.
         rough, theirs = self._reference(state, step, read, None, still=still)
         own = {each.name: each.value for each in _differences(rough, theirs, truth, gradients, step)}
@@ -279,11 +302,11 @@ class SpotChecks:
             self._run.warn(
                 f"step {step + 1} could not be computed again on one device, so later steps are not checked ({self.left_out})"
             )
-            return
+            return None
         if beyond:
             worst = max(beyond, key=lambda each: each.value)
             pair = (loss, truth) if worst.kind == "loss" else (found.get(worst.name), gradients.get(worst.name))
-            raise DivergenceError(
+            return DivergenceError(
                 f"step {step + 1}: {_described(worst, self._run.plan, *pair)} from the same state "
                 f"and samples ({len(beyond)} of {len(differences)} values differ), and the first steps agreed: something that begins "
                 f"later, or is rare, depends on how the batch or the model is cut; nothing was updated by this step. The last step that "
@@ -293,12 +316,14 @@ class SpotChecks:
                 agreed=self.agreed,
             )
         self.agreed = step + 1
+        return None
 
     def _reference(
         self, state: _State, step: int, read: _Read, dtype: torch.dtype | None, *, still: bool
     ) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Loss and gradients of one device in `dtype`; None: in the precision of the run."""
         feed, plan = read
+        assert feed is not None
         exact = dtype == torch.float64
         held = Stillness(random=still, narrow=exact)  # some models run in float64 only so
         rough = contextlib.nullcontext() if exact else autocast(self._run.precision, self._device)

@@ -91,9 +91,24 @@ class Moving(nn.Module):
         return y.tanh() + x
 
 
-def moving() -> Job:
+class Making(nn.Module):
+    """Makes the buffer that it reads from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(16, 16)
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x if self.scale is None else x / self.scale)
+        if self.scale is None:
+            self.scale = 1 + y.detach().abs().mean(0)
+        return y.tanh() + x
+
+
+def moving(block: type[nn.Module] = Moving) -> Job:
     return Job(
-        model=lambda: nn.Sequential(*(Moving() for _ in range(4))),
+        model=lambda: nn.Sequential(*(block() for _ in range(4))),
         loss=lambda output, batch: F.cross_entropy(output, batch[-1]),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         data=TensorDataset(numbers(24, 16), classes(24)),
@@ -104,6 +119,7 @@ def moving() -> Job:
 
 JOBS = {
     "moving": moving,
+    "making": lambda: moving(Making),
     "gpt": gpt,
     "cut heads": lambda: gpt(kind=partial(HeadGPT, width=16, layers=4)),
     "resnet": resnet,

@@ -30,7 +30,7 @@ class Keeping(nn.Module):
             self.buffer_reductions = declared
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.line(x) + 0.1 * self.state.double().mean().to(x)
+        out = self.line(x) + 0.1 * self.state.double().nan_to_num(neginf=0.0).mean().to(x)
         if self.training:
             self.note(self, x.detach())
         return out
@@ -72,8 +72,9 @@ class Teacher(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
+                weight = self.teacher.weight if self.first else self.teacher.weight.data  # which has no version
                 if self.calls >= self.first:
-                    self.teacher.weight.lerp_(self.student.weight, 0.3)
+                    weight.lerp_(self.student.weight, 0.3)
                 self.calls += 1
         return self.student(x) - 0.5 * self.teacher(x)
 
@@ -109,6 +110,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "samples": lambda: Keeping(lambda m, x: m.state.add_(len(x)), torch.zeros((), dtype=torch.int64)),
     "positive": lambda: Keeping(lambda m, x: m.state.add_((x > 0).sum(0)), torch.zeros(8)),
     "largest": lambda: Keeping(lambda m, x: m.state.copy_(torch.maximum(m.state, x.amax(0))), torch.zeros(8)),
+    "range": lambda: Keeping(
+        lambda m, x: m.state.copy_(torch.maximum(m.state, x.amax(0))), torch.full((8,), -torch.inf)
+    ),
     "least": lambda: Keeping(lambda m, x: m.state.copy_(torch.minimum(m.state, x.amin(0))), torch.zeros(8)),
     "replaced": lambda: Keeping(lambda m, x: setattr(m, "state", m.state * 0.9 + 0.1 * x.mean(0)), torch.zeros(8)),
     "spectral": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 6)), nn.Linear(6, 4)),

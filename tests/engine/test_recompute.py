@@ -64,6 +64,11 @@ def test_buffers_that_a_block_reads_and_changes_are_those_of_its_first_forward(
     assert same(again(ranks, "moving", text, what), again(ranks, "moving", text, "none"))
 
 
+@pytest.mark.parametrize("what", ["block", "selective"])
+def test_a_buffer_that_the_first_forward_makes_is_not_there_in_the_second(ranks: Pool, what: str) -> None:
+    assert same(again(ranks, "making", "dp=1", what), alone("making"))
+
+
 def test_a_copy_of_the_model_computes_with_its_own_weights_and_closing_leaves_nothing_behind() -> None:
     model = careless().model()  # type: ignore[operator]
     run = Run(replace(careless(), model=model), Plan(recompute="block"), ALONE)
