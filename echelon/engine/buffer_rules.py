@@ -50,7 +50,7 @@ _Values = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of one tensor on one rank: the rules that hold, and, where a batch has a single sample, a digest of what its call leaves."""
+    """Of one tensor on one rank: the rules that hold, and, where a single sample cannot show them, a digest of what its call leaves."""
 
     rules: tuple[str, ...]
     digest: str = ""
@@ -164,7 +164,7 @@ def _tried(
             rules = tuple(rule for rule in rules if rule == "same")
         found[name] = _Seen(
             rules,
-            digest=_digest(pieces[0]) if other is micro and count == 1 else "",
+            digest=_digest(pieces[0]) if count == 1 and (other is micro or not fit) else "",
             is_float=value.is_floating_point(),
         )
     return found

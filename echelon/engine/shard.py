@@ -29,10 +29,13 @@ from echelon.engine.layout import Piece
 from echelon.engine.pipeline import Pipeline
 from echelon.engine.ranks import Group, Ranks
 from echelon.engine.renorm import shortened
-from echelon.errors import PlanError
+from echelon.errors import DivergenceError, PlanError
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
 from echelon.profiler.tree import module_tree
+
+#: Steps that a proof compares.
+_PROVED = 3
 
 
 def unit_modules(model: nn.Module) -> list[nn.Module]:
@@ -41,16 +44,20 @@ def unit_modules(model: nn.Module) -> list[nn.Module]:
     return [modules[path] for path in units(module_tree(model))]
 
 
+def _groups(module: Any) -> list[Any]:
+    """What fully_shard gathers together for a module. Private names, as there is no public way in."""
+    state = module._get_fsdp_state()
+    return [each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each]
+
+
 def _fill_unused(modules: Sequence[FSDPModule], used: set[int]) -> None:
     """Give zeros to parameters that this rank's samples did not reach, and note in `used` those that they did.
 
     fully_shard leaves such parameters out of the message: where ranks reach different ones their messages differ in length,
-    which ends in a crash or, worse, in sums of the wrong numbers. Private names, as there is no public way in.
+    which ends in a crash or, worse, in sums of the wrong numbers.
     """
     for module in modules:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in filter(None, groups):
+        for group in _groups(module):
             group.post_backward = _filling(group, group.post_backward, used)
 
 
@@ -128,6 +135,10 @@ class Sharding:
         self._parameters = [value for value in trained if isinstance(value, DTensor)]
         #: What cannot be sharded and is whole on every rank: its gradients are exchanged apart.
         self.loose = [value for value in trained if not isinstance(value, DTensor)]
+        self._gathered = [each for module in self._modules for group in _groups(module) for each in group.fsdp_params]
+        #: Of what is gathered, how often forward wrote to it, and of how many steps that is known.
+        self._writes: list[int] = []
+        self._steps = 0
         self._used: set[int] = set()
         _fill_unused(self._modules, self._used)
         present = {id(value) for value in model.parameters()}
@@ -162,10 +173,9 @@ class Sharding:
         """After the backward of every micro-batch of a pipeline: exchange what was kept. Private names, as in torch's own stages."""
         self.prepare(last=True)
         for module in self._modules:
-            state = module._get_fsdp_state()
-            for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]):
+            for group in _groups(module):
                 group.post_backward()
-            state._root_post_backward_final_callback()
+            module._get_fsdp_state()._root_post_backward_final_callback()
 
     def backward(self, start: Tensor) -> None:
         """`start.backward()`, with words for what torch cannot do here."""
@@ -181,6 +191,7 @@ class Sharding:
 
     def finish(self) -> None:
         """After the step's backward: a parameter that no sample of any rank reached has no gradient, as on one device."""
+        self._require_unwritten()
         if not self._parameters:
             return
         self._require_reached()
@@ -199,6 +210,25 @@ class Sharding:
             for value, count in zip(self._parameters, users, strict=True):
                 if not count:
                     value.grad = None
+
+    def _require_unwritten(self) -> None:
+        """After a step: forward wrote to no gathered parameter to which it did not write in the first steps, which a proof has compared. What
+        it writes there is lost."""
+        versions = [
+            full._version if (full := getattr(each, "_unsharded_param", None)) is not None else 0
+            for each in self._gathered
+        ]
+        self._steps += 1
+        if versions != self._writes:
+            for each, now, before in zip(self._gathered, versions, self._writes or versions, strict=True):
+                if now and not before and self._steps > _PROVED:
+                    raise DivergenceError(
+                        f"forward writes to parameter {each._param_fqn}, of which ranks hold shards: what it writes is lost; update it in a hook of the "
+                        f"optimizer, or use zero=0 (it did not in the first {self._steps - 1} steps)",
+                        tensor=each._param_fqn,
+                        cause="forward writes to a parameter",
+                    )
+            self._writes = versions
 
     def _require_reached(self) -> None:
         """After the first backward: no gradient went to a parameter that a sharded one has replaced."""
@@ -225,9 +255,7 @@ class Sharding:
 
 def is_sharded(unit: Any) -> bool:
     """Whether a unit's parameters are in shards now, so that its next call gathers them. Private names, as there is no public way."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return any(group.is_sharded for group in filter(None, groups))
+    return any(group.is_sharded for group in _groups(unit))
 
 
 def forget_meshes() -> None:

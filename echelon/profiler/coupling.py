@@ -143,6 +143,21 @@ def _splits(samples: int) -> list[list[_Part]]:
     return [[_Part(sum(each[:place]), size) for place, size in enumerate(each)] for each in sizes]
 
 
+def _places(model: nn.Module) -> dict[tuple[str, str], tuple[dict[str, Tensor | None], Tensor | None]]:
+    """The buffers by path and name, also those that are None, and where they are held."""
+    return {
+        (path, key): (module._buffers, value)
+        for path, module in model.named_modules()
+        for key, value in module._buffers.items()
+    }
+
+
+def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other)
+
+
 class _Comparison:
     """The model in one type, and how far two ways of computing the same samples are apart."""
 
@@ -150,7 +165,9 @@ class _Comparison:
         self._job, self._example, self._dtype = job, example, dtype
         self._model = lift(_still_model(job), dtype)
         self._still = Stillness(random=True, narrow=dtype == torch.float64)
-        self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
+        self._buffers = {
+            place: None if value is None else value.clone() for place, (_, value) in _places(self._model).items()
+        }
         self.bound, self._weighs = _BOUNDS[dtype], weighs
         #: What every call starts from; None: from the first buffers.
         self._start: Snapshot | None = None
@@ -178,8 +195,8 @@ class _Comparison:
         """Whether calls change buffers, or leave something else each time for the same samples: an output that is kept is no state."""
         before = self.noted()
         self._advance(whole)
-        after, named = self.noted(), self._model.named_buffers()
-        found = any(not torch.equal(value, self._buffers[name]) for name, value in named)
+        after, places = self.noted(), _places(self._model)
+        found = any(not _is_equal(value, self._buffers.get(place)) for place, (_, value) in places.items())
         if not found:
             self._advance(whole)
             found = after.changed()
@@ -315,8 +332,12 @@ class _Comparison:
             self._start.put_back()
             return
         with torch.no_grad():
-            for name, value in self._model.named_buffers():
-                value.copy_(self._buffers[name])
+            for place, (slots, value) in _places(self._model).items():
+                first = self._buffers.get(place)
+                if value is not None and first is not None and value.shape == first.shape:
+                    value.copy_(first)
+                elif value is not first:
+                    slots[place[1]] = None if first is None else first.clone()
 
     def _cast(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -366,12 +366,13 @@ class _State:
                     else f"{name} was a parameter at the start, and is none any more since forward replaced it"
                 )
             value.copy_(self.parameters[name])
-        _put(_buffers(model), self.buffers)
-        for path, module in _with_extra_state(model):
-            module.set_extra_state(copy.deepcopy(self.extra[path]))
         wide = partial(
             _cast, dtype=dtype, device=next((each.device for each in model.parameters()), torch.device("cpu"))
         )
+        _put(_buffers(model), self.buffers)
+        _remake(model, {name: wide(value) for name, value in self.buffers.items()})
+        for path, module in _with_extra_state(model):
+            module.set_extra_state(copy.deepcopy(self.extra[path]))
         ModelState(model).restore(self.attributes, wide)
         set_trainable(model, self.trainable)
 
@@ -476,6 +477,17 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.to("cpu", copy=True) for name, value in _tensors(model).items()}
+
+
+def _remake(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Give the model the buffers that forward has made, or made of another shape, since the start."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for key, value in module._buffers.items():
+            now = buffers.get(f"{path}.{key}" if path else key)
+            if now is not None and (value is None or value.shape != now.shape):
+                module._buffers[key] = now.clone()
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -38,9 +39,10 @@ def test_state_that_begins_to_change_is_kept_or_ends_the_run(ranks: Pool, plan: 
         if name in kept.KEPT_LATE[plan]:
             assert not _differs(found[name], name), name
         else:
-            assert found[name].startswith("DivergenceError: step "), name
-            assert "has changed for the first time" in found[name]
-            assert "declare its rule in its module" in found[name]
+            assert re.match(
+                r"DivergenceError: (step \d: \S+ has changed for the first time, and .*; declare its rule|forward writes to parameter teacher)",
+                found[name],
+            ), (name, found[name])
 
 
 @pytest.mark.parametrize("plan", ["dp=1 micro=1", "dp=2 micro=1"])

@@ -94,7 +94,7 @@ def made_late() -> Spec:
     return late(made, 3, None)
 
 
-@job("a constant table that forward makes at the fourth step", refusable="pp")
+@job("a constant table that forward makes at the fourth step", refusable=PER_CALL)
 def table_made_late() -> Spec:
     return late(table, 3, None)
 
