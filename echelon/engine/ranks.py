@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import socket
 import stat
+import struct
+import termios
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -31,6 +35,8 @@ _STORES: dict[str, dist.Store] = {}
 _OPENED: Counter[tuple[str, str]] = Counter()
 #: The sockets that process groups opened: descriptor to inode, since a descriptor may be used again.
 _CONNECTIONS: dict[int, int] = {}
+#: Seconds without data in either direction after which no message is under way, and how long to wait for that.
+_QUIET, _PATIENCE = 0.25, 5.0
 
 
 class Group:
@@ -193,13 +199,45 @@ class Ranks(Group):
 def disconnect() -> None:
     """End this rank's connections to others, in any thread: whatever waits for them fails. By hand, as gloo's abort() closes nothing and a
     destroyed group keeps its connections as long as anything in torch refers to it."""
+    with contextlib.ExitStack() as opened:
+        connections = [opened.enter_context(each) for each in _connections()]
+        # gloo does not fail an operation whose message is cut off: whoever sends or receives it would wait for ever.
+        deadline = time.monotonic() + _PATIENCE
+        while not all(map(_is_quiet, connections)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for each in connections:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Copies of the recorded sockets that are still connected. Those that listen stay open: gloo's thread aborts when one ends."""
     for descriptor, inode in list(_CONNECTIONS.items()):
-        # Some are closed by now; sockets that listen stay open, because gloo's thread aborts when one ends.
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection = socket.socket(fileno=os.dup(descriptor))
+                try:
                     connection.getpeername()
-                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    connection.close()
+                else:
+                    yield connection
+
+
+def _is_quiet(connection: socket.socket) -> bool:
+    """Whether nothing is on its way over it, nor has been for a while."""
+    try:
+        for queue in (termios.FIONREAD, termios.TIOCOUTQ):
+            if any(fcntl.ioctl(connection, queue, bytes(4))):
+                return False
+        if not hasattr(socket, "TCP_INFO"):  # not on Linux
+            return True
+        # struct tcp_info: milliseconds since data was last sent and received
+        found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    except OSError:  # closed by now
+        return True
+    sent, _, received = struct.unpack_from("3I", found, 44)
+    return min(sent, received) >= 1000 * _QUIET
 
 
 def shared_store(world: World, purpose: str) -> dist.Store:

@@ -42,8 +42,17 @@ _CLOSED = "Connection closed by peer"
 class RankError(LaunchError):
     """The first rank that failed: `rank`, its `error` (None if it died without one), `outputs` of all ranks."""
 
-    def __init__(self, rank: int, reason: str, error: BaseException | None, outputs: Sequence[str]) -> None:
-        said = f"\nrank {rank} printed:\n{outputs[rank]}" if outputs[rank].strip() else ""
+    def __init__(
+        self,
+        rank: int,
+        reason: str,
+        error: BaseException | None,
+        outputs: Sequence[str],
+        involved: Sequence[int] = (),
+    ) -> None:
+        """`involved`: other ranks whose output may show why."""
+        shown = [each for each in (rank, *involved) if outputs[each].strip()]
+        said = "".join(f"\nrank {each} printed:\n{outputs[each]}" for each in shown)
         super().__init__(f"rank {rank} of {len(outputs)} {reason}{said}")
         self.rank, self.error, self.outputs = rank, error, tuple(outputs)
 
@@ -200,9 +209,8 @@ class Pool:
         if late:
             stuck = [rank for rank, answer in enumerate(answers) if answer is None]
             names = ", ".join(map(str, stuck))
-            raise RankError(
-                stuck[0], f"did not finish within {timeout:g} s (ranks still busy: {names})", None, self.outputs
-            )
+            reason = f"did not finish within {timeout:g} s (ranks still busy: {names})"
+            raise RankError(stuck[0], reason, None, self.outputs, stuck[1:])
 
 
 def _collect(team: Sequence[_Worker], timeout: float) -> tuple[list[Answer | None], list[int], bool]:
