@@ -15,7 +15,6 @@ may declare rules instead: `buffer_reductions = {"queue": "same"}`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.data.digest import digest
 from echelon.data.loader import Micro
 from echelon.engine.buffers import Place, writable
 from echelon.engine.function_state import unchanged
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 RULES = ("same", "mean", "sum", "max", "min")
+_WORDS = {"same": "same", "mean": "mean", "sum": "sum", "max": "largest", "min": "least"}
 #: Parameters above this size are not copied to see whether forward changes them.
 _LARGEST = 2**28
 #: How far, relative to the change, a rule may be off.
@@ -164,14 +165,10 @@ def _tried(
             rules = tuple(rule for rule in rules if rule == "same")
         found[name] = _Seen(
             rules,
-            digest=_digest(pieces[0]) if count == 1 and (other is micro or not fit) else "",
+            digest=digest(pieces[0]) if count == 1 and (other is micro or not fit) else "",
             is_float=value.is_floating_point(),
         )
     return found
-
-
-def _digest(value: Tensor) -> str:
-    return hashlib.sha256(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _fitting(before: Tensor, whole: Tensor, parts: list[Tensor], weights: list[float]) -> tuple[str, ...]:
@@ -227,7 +224,15 @@ def _agreed(run: Run, name: str, found: Sequence[_Seen], declared: Mapping[str, 
             tensor=name,
             cause="forward writes to a parameter",
         )
-    if not rules or known not in (None, "same"):
+    if rules and known not in (None, "same"):
+        raise UnpartedState(
+            f"buffer {name}: what a call leaves in it for a batch was the {_WORDS[known]} of what calls leave for its parts at first, and is the "
+            f"{_WORDS[rules[0]]} now, so that ranks or micro-batches cannot keep it as one device does; declare the rule that holds in its module "
+            f"(buffer_reductions = {{{name.rpartition('.')[2]!r}: {rules[0]!r}}}), or use one process without micro-batches (dp=1)",
+            tensor=name,
+            cause="a buffer whose reduction changes",
+        )
+    if not rules:
         raise UnpartedState(
             f"buffer {name}: what a call leaves in it for a batch is neither the same, the mean, the sum, the largest nor the least of what calls leave "
             "for its parts (a queue, a codebook by moving sums), so that ranks or micro-batches cannot keep it as one device does; declare a rule in its "

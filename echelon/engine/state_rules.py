@@ -91,7 +91,7 @@ def _late(name: str, step: int, what: str, rule: str = "mean") -> DivergenceErro
     declared = f"buffer_reductions = {{{name.rpartition('.')[2]!r}: {rule!r}}}"
     return DivergenceError(
         f"step {step + 1}: {name} has changed for the first time, and {what}; declare its rule in its module, {declared} (one of "
-        f"{', '.join(RULES)}), or use one process without micro-batches (dp=1)",
+        f"{', '.join(RULES)}; make it in the constructor if forward does), or use one process without micro-batches (dp=1)",
         tensor=name,
         cause="state without a known reduction",
     )

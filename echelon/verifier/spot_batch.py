@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from echelon.data.digest import digest
@@ -17,7 +16,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.split import split
 from echelon.plan.stages import stage_count
 from echelon.tree import map_tensors, tree_leaves
-from echelon.verifier.collation import joined
+from echelon.verifier.collation import Unjoinable, joined
 from echelon.verifier.feed import Feed
 
 #: Micro-batches of each rank in a reduced step: two show what accumulation does.
@@ -68,18 +67,31 @@ def _is_rows(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
 
 
-def gathered(run: Run, batch: StepBatch) -> Gathered | None:
-    """What the data ranks read for the step, as one batch on rank 0; None elsewhere. Every rank must call it."""
-    mine = [(micro.batch, micro.samples) for micro in batch.micros if micro.samples] if run.core.rank == 0 else []
-    everyone: list[Any] | None = [None] * run.world.size if run.world.main else None
-    if run.world.size > 1:
-        dist.gather_object((run.data.rank, mine), everyone)
-    elif everyone is not None:
-        everyone = [(0, mine)]
-    if everyone is None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A micro-batch as a data rank read it."""
+
+    rank: int
+    batch: Any
+    samples: int
+
+
+def collect_parts(run: Run, batch: StepBatch) -> list[Part]:
+    """What the data ranks read for the step, in the order of its samples, on rank 0; nothing elsewhere. Every rank must call it."""
+    read = [Part(run.data.rank, micro.batch, micro.samples) for micro in batch.micros if micro.samples]
+    everyone = run.ranks.collect(read if run.core.rank == 0 else [])
+    return sorted((part for parts in everyone or () for part in parts), key=lambda part: part.rank)
+
+
+def joined_parts(run: Run, batch: StepBatch, parts: list[Part]) -> Gathered | None:
+    """The parts as one batch; None where they do not make one."""
+    if not parts:
         return None
-    parts = [part for _, each in sorted(everyone, key=lambda item: item[0]) for part in each]
-    return Gathered(joined(*zip(*parts, strict=True)), batch.samples, run.total_steps)
+    try:
+        together = joined([part.batch for part in parts], [part.samples for part in parts])
+    except Unjoinable:
+        return None
+    return Gathered(together, batch.samples, run.total_steps)
 
 
 def reads_the_same(run: Run, batch: StepBatch, feed: Feed) -> bool:
@@ -87,3 +99,31 @@ def reads_the_same(run: Run, batch: StepBatch, feed: Feed) -> bool:
     part = split(batch.samples, run.plan.mesh.dp, run.plan.micro, run.plan.shares)[0][0]
     again = feed.take(batch.step, numpy.arange(part.start, part.stop))
     return digest(again) == digest(batch.micros[0].batch)
+
+
+def misreading_rank(step: int, parts: list[Part], feed: Feed) -> int | None:
+    """A data rank most of whose samples are not those that one process reads in its place, again and again, while another rank's are.
+
+    Data that draws by itself differs between two readings, or in few samples; data that has changed meanwhile differs for every rank.
+    """
+    agrees, start = dict[int, bool](), 0
+    wrong: int | None = None
+    for part in parts:
+        positions = numpy.arange(start, start + part.samples)
+        start += part.samples
+        once, again = (feed.take(step, positions) for _ in range(2))
+        same = digest(once) == digest(part.batch)
+        agrees[part.rank] = agrees.get(part.rank, True) and same
+        if not same and digest(once) == digest(again) and _most_differ(part, once):
+            wrong = part.rank if wrong is None else wrong
+    return wrong if any(agrees.values()) else None
+
+
+def _most_differ(part: Part, read: Any) -> bool:
+    differ = torch.zeros(part.samples, dtype=torch.bool)
+    for mine, other in zip(tree_leaves(part.batch), tree_leaves(read), strict=False):
+        if _is_rows(mine, part.samples) and isinstance(other, Tensor):
+            if mine.shape != other.shape:
+                return True
+            differ |= (mine.cpu() != other.cpu()).reshape(part.samples, -1).any(1)
+    return 2 * int(differ.sum()) > part.samples

@@ -20,7 +20,7 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,13 +49,13 @@ from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.still import Stillness, silenced
 from echelon.tree import copy_tensors
 from echelon.verifier import noise
-from echelon.verifier.collation import Unjoinable, as_ranks_collate
+from echelon.verifier.collation import as_ranks_collate
 from echelon.verifier.compare import BROKEN, Bounds, Difference, compare, wide
 from echelon.verifier.drift import ALLOWED
 from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.reference import Reference
 from echelon.verifier.sampling import rate
-from echelon.verifier.spot_batch import fewer, gathered, reads_the_same
+from echelon.verifier.spot_batch import collect_parts, fewer, joined_parts, misreading_rank, reads_the_same
 
 #: The gate has looked at the steps before this one.
 FIRST = 3
@@ -146,16 +146,37 @@ class SpotChecks:
         compare = partial(self._compare, batch.step, before, mine, found, held=held, still=drawn)
         error = compare((feed, run.plan))
         if self._reads_again and run.ranks.gather(error is not None)[0]:
-            # The difference may be in the samples: a data set that draws by itself, perhaps seldom, gives others.
-            own = self._gather(as_read)
-            if own is not None:
-                error = compare((own, run.plan))
-            if run.ranks.gather(error is None)[0]:
-                self._reads_again = False
+            error = self._with_own_samples(as_read, compare, error)
         with run.ranks.together():
             if error is not None:
                 raise error
         return loss
+
+    def _with_own_samples(
+        self, batch: StepBatch, compare: Callable[[_Read], DivergenceError | None], error: DivergenceError | None
+    ) -> DivergenceError | None:
+        """Compare once more, with what the ranks have read: the difference may be in the samples. Every rank must call it."""
+        run, step, agreed = self._run, batch.step + 1, self.agreed
+        parts = collect_parts(run, batch)
+        own = joined_parts(run, batch, parts)
+        with run.ranks.together():
+            if own is not None and (error := compare((own, run.plan))) is None:
+                assert self._feed is not None
+                rank = misreading_rank(batch.step, parts, self._feed)
+                if rank is not None:
+                    return DivergenceError(
+                        f"step {step}: data rank {rank} did not read the samples that one process reads for it, and the first steps agreed: the "
+                        "data set depends on the rank or the process that reads it; nothing was updated by this step. Give every rank the same "
+                        "data set: echelon splits each batch between them",
+                        cause="samples that depend on the rank",
+                        agreed=agreed,
+                    )
+                run.warn(
+                    f"step {step}: the data gave other samples when they were read again, as it draws random numbers of its own or has changed; "
+                    "the step agrees with one device on the samples that the ranks read, and later checks compare only those"
+                )
+                self._reads_again = False
+        return error
 
     def _check_some(self, whole_batch: StepBatch, share: float) -> None:
         """A pass over a few samples, compared; nothing of it stays."""
@@ -183,10 +204,7 @@ class SpotChecks:
         return self._feed if self._reads_again else self._gather(batch)
 
     def _gather(self, batch: StepBatch) -> Feed | None:
-        try:
-            return gathered(self._run, batch)
-        except Unjoinable:  # raised by rank 0 alone, after everything was sent
-            return None
+        return joined_parts(self._run, batch, collect_parts(self._run, batch))
 
     def _backward(self, batch: StepBatch) -> tuple[bool, Tensor]:
         """Forward and backward as always; whether a rank drew random numbers in it."""

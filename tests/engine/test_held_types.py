@@ -28,7 +28,7 @@ from echelon.testing.ranks import Pool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import mlp, numbers
-from tests.whole import pairs
+from tests.whole import WHOLE, pairs
 
 STEPS = 2
 
@@ -193,7 +193,7 @@ def losses(
     return found
 
 
-@pytest.mark.parametrize(("kind", "place"), pairs(HOLDERS, PLACES, each=1, table="held types")[::2])
+@pytest.mark.parametrize(("kind", "place"), pairs(HOLDERS, PLACES, each=1, table="held types")[:: 1 if WHOLE else 2])
 def test_a_resumed_run_goes_on_with_state_of_any_class(tmp_path: Path, place: str, kind: str) -> None:
     unbroken = losses(World(), place, kind, "dp=1")
     begun = losses(World(), place, kind, "dp=1", first=STEPS, folder=str(tmp_path / "here"))
@@ -202,14 +202,15 @@ def test_a_resumed_run_goes_on_with_state_of_any_class(tmp_path: Path, place: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), pairs(HOLDERS, ["loss", "optimizer", "hook"], each=1, table="held types")[1::2]
+    ("kind", "place"),
+    pairs(HOLDERS, ["loss", "optimizer", "hook"], each=1, table="held types")[0 if WHOLE else 1 :: 1 if WHOLE else 2],
 )
 def test_proofs_and_evaluations_leave_state_of_any_class_alone(place: str, kind: str) -> None:
     assert losses(World(), place, kind, "dp=1", proved=True) == losses(World(), place, kind, "dp=1")
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), pairs(HOLDERS, ["dp=2", "dp=2 zero=3", "pp=2"], each=1, table="held types")[::3]
+    ("kind", "plan"), pairs(HOLDERS, ["dp=2", "dp=2 zero=3", "pp=2"], each=1, table="held types")[:: 1 if WHOLE else 3]
 )
 def test_ranks_go_on_with_state_of_any_class(tmp_path: Path, ranks: Pool, kind: str, plan: str) -> None:
     unbroken = losses(World(), "model", kind, "dp=1")

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import echelon
 from echelon.engine.run import Run
+from echelon.errors import DivergenceError
 from echelon.events import Event
 from echelon.plan.text import from_text
 from echelon.verifier.spot_check import SpotChecks
@@ -203,6 +204,31 @@ def scaled(model: Any) -> echelon.Job:
         loss=lambda output, batch: F.mse_loss(output * scale, batch[-1]),
         optimizer=lambda parameters: torch.optim.SGD([*parameters, scale], lr=0.05, momentum=0.9),
     )
+
+
+class ByRank(Dataset[tuple[Tensor, Tensor]]):
+    """After so many reads rank 1 gets other samples, as from a data set that splits itself between ranks."""
+
+    def __init__(self, after: int) -> None:
+        self._samples, self._left = samples(), after
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self._left -= 1
+        elsewhere = self._left < 0 and dist.is_initialized() and dist.get_rank() == 1
+        return self._samples[(index + 1) % len(self) if elsewhere else index]
+
+
+def split_by_rank(world: World, folder: str) -> str:
+    """Train on it on this rank of two; the error."""
+    os.environ["ECHELON_VERIFY"] = "1"
+    try:
+        echelon.train(make(data=ByRank(100), epochs=60), "dp=2", folder=Path(folder), quiet=True)
+    except DivergenceError as error:
+        return str(error)
+    return ""
 
 
 def trained_on_ranks(world: World, kind: str, folder: str, plan: str, cache: str) -> None:

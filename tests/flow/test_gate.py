@@ -40,6 +40,7 @@ from tests.flow.jobs import (
     kept,
     make,
     scaled,
+    split_by_rank,
     trained_alone,
     trained_on_ranks,
 )
@@ -492,10 +493,12 @@ def test_the_bound_grows_with_the_run() -> None:
     assert gate.bound(make(epochs=None, steps=steps), short) == pytest.approx(gate.SHARE * 1e6, rel=0.01)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.1])
-def test_data_that_cannot_be_read_twice_is_not_compared(tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize("share", [1, 8], ids=["always", "seldom"])
+def test_data_that_cannot_be_read_twice_is_not_compared(
+    tmp_path: Path, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Own(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-        """Once the proof is made it gives other numbers each time, or for a share of the reads, as augmentation with entropy of its own does."""
+        """Once the proof is made it gives other numbers each time, for one in `share` samples, as augmentation with entropy of its own does."""
 
         reads = 0
 
@@ -505,11 +508,22 @@ def test_data_that_cannot_be_read_twice_is_not_compared(tmp_path: Path, share: f
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
             Own.reads += 1
             value = torch.full((8,), float(index)) / 32
-            other = Own.reads > 400 and os.urandom(1)[0] < 256 * share
-            return (value + Own.reads % 100 * 1e-3 if other else value), value.sum().view(1)
+            other = Own.reads > 400 and index % share == 0
+            return (value + Own.reads % 1000 * 1e-3 if other else value), value.sum().view(1)
 
+    monkeypatch.setattr(spot_check.secrets, "randbits", lambda _: 3)
     events = train(tmp_path / "run", make(data=Own(), epochs=60), "dp=1 micro=4")
     assert events[-1].data["reason"] == "finished"
+    # Where rank 0's first samples differ already, nothing was compared before that was known.
+    again = [
+        message for message in messages(events, "warning") if "gave other samples when they were read again" in message
+    ]
+    assert len(again) == (share > 1)
+
+
+def test_ranks_that_begin_to_read_other_samples_are_stopped(ranks: Pool, tmp_path: Path) -> None:
+    for error in ranks.run(2, split_by_rank, str(tmp_path / "run"), group=False, timeout=120):
+        assert "data rank 1 did not read the samples that one process reads for it" in error
 
 
 class Entropy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
