@@ -2,8 +2,8 @@
 
     python -m bench.watch [--only mlp,gpt] [--rounds 100] [--json watch.json]
 
-Watched: replicas' checksums, samples, the order of calls, the counts of averaged losses. Each round times A B B A on four runs, a few steps each; the figures
-are medians over rounds, with the standard error of the cost (by resampling rounds) and the cost in CPU time, which other processes disturb less.
+Watched: replicas' checksums, samples, the order of calls, the counts of averaged losses. Each round times four runs, a few steps each: A B B A in half of
+the rounds, B A A B in the others, since a run's place among them moves its time too. The figures are medians over rounds, with the standard error of the cost (by resampling rounds) and the cost in CPU time, which other processes disturb less.
 Limit: 0.5 % of steps of 100 ms and more, else 0.3 ms.
 """
 
@@ -35,6 +35,8 @@ SHARE, SECONDS, LONG = 0.005, 3e-4, 0.1
 #: Workload -> (plan, steps per turn).
 CASES = {"mlp": ("dp=2", 5), "mlp tp": ("tp=2", 5), "gpt": ("dp=2", 2), "gpt zero": ("dp=2 zero=3", 2)}
 
+ORDERS = ((True, False, False, True), (False, True, True, False))
+
 #: Seconds of a step with the watch and without, by the clock and of this process's CPU time.
 Round = tuple[float, float, float, float]
 
@@ -62,14 +64,14 @@ def job(name: str) -> Job:
     )
 
 
-def race(world: World, name: str, rounds: int) -> list[Round]:
-    """The rounds as this rank measured them."""
+def race(world: World, name: str, rounds: int, order: tuple[bool, ...]) -> list[Round]:
+    """The rounds as this rank measured them. `order`: which of four runs are watched."""
     made = job(name)
     plan, steps = CASES[name]
-    # Two of each: the place at which a run was made among the others moves its time by as much as the watch does.
-    runs = [Run(made, complete(from_text(plan), made), world, watch=on) for on in (True, False, False, True)]
-    for run in runs[1:3]:
-        _blind(run)
+    runs = [Run(made, complete(from_text(plan), made), world, watch=on) for on in order]
+    for run, on in zip(runs, order, strict=True):
+        if not on:
+            _blind(run)
     batches = [run.batches() for run in runs]
 
     def turn(which: int) -> tuple[float, float]:
@@ -83,9 +85,12 @@ def race(world: World, name: str, rounds: int) -> list[Round]:
         turn(which)
     found = []
     for _ in range(rounds):
-        first, second, third, fourth = (turn(which) for which in (0, 1, 2, 3))
-        clock, cpu = ([(first[i] + fourth[i]) / 2, (second[i] + third[i]) / 2] for i in (0, 1))
-        found.append((clock[0], clock[1], cpu[0], cpu[1]))
+        turns = [turn(which) for which in range(4)]
+        watched, without = (
+            [sum(each[i] for each, on in zip(turns, order, strict=True) if on == kind) / 2 for i in (0, 1)]
+            for kind in (True, False)
+        )
+        found.append((watched[0], without[0], watched[1], without[1]))
     for run in runs:
         run.close()
     return found
@@ -113,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     with Pool() as pool:
         for name in asked.only.split(","):
-            found = pool.run(2, "bench.watch:race", name, asked.rounds, timeout=1200)[0]
+            found = [
+                each
+                for order in ORDERS
+                for each in pool.run(2, "bench.watch:race", name, -(-asked.rounds // 2), order, timeout=1200)[0]
+            ]
             off = statistics.median(without for _, without, _, _ in found)
             costs = [watched - without for watched, without, _, _ in found]
             cost, cpu = (

@@ -108,7 +108,7 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             forward = _FORWARDS[placement.cut](module, inside)
             if placement.draws:
                 forward = _drawing(module, forward, placement.cut, inside)
-            module.forward = _Own(by_name(module, forward))
+            module.forward = OwnForward(by_name(module, forward))
     for within, modules in stored.items():
         _put_together(model.get_submodule(within), within, modules)
     for segment, part in parts.items():
@@ -121,13 +121,17 @@ def install(model: nn.Module, placements: Iterable[Placement], axis: Axis, segme
             layer.use_nested_tensor = False
 
 
-class _Own:
+class OwnForward:
     """A forward for one module. A copy of that module would call it too, and compute with the weights of the first."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
+        #: Called before it with its first argument.
+        self.note: Callable[[Any], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.note is not None:
+            self.note(args[0] if args else None)
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -161,7 +165,7 @@ def _fit_views(holder: Any, width: int, mine: int) -> None:
         with Fitted(width, mine):
             return inner(*args, **kwargs)
 
-    holder.forward = _Own(forward)
+    holder.forward = OwnForward(forward)
 
 
 def _product(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -309,4 +313,4 @@ def _put_together(holder: nn.Module, path: str, modules: Sequence[_Stored]) -> N
         with whole():
             return inner(*args, **kwargs)
 
-    holder.forward = _Own(forward)
+    holder.forward = OwnForward(forward)

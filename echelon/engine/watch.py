@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon.data.loader import StepBatch
 from echelon.engine.function_state import in_words, places_apart
 from echelon.engine.ranks import Group
 from echelon.engine.replicas import Replicas, equal, same
+from echelon.engine.tensor import OwnForward
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 #: What comparing replicas may cost: of a step's time, or seconds a step, whichever is more. The rest of the watch costs a short step about
 #: 0.2 ms of the 0.3 that all of it may (bench.watch).
-SHARE, SECONDS = 0.002, 2.5e-5
+SHARE, SECONDS = 0.002, 1e-5
 #: Steps between comparisons of replicas, at most.
 _RARELY = 1000
 #: Numbers of a tensor that a step's digest looks at.
@@ -73,7 +75,9 @@ class Watch:
 
     def data_share(self) -> list[float]:
         """What data ranks add up: the order in which sharded units were gathered."""
-        word = float(_word(self._calls.gathers)) if self._calls is not None else 0.0
+        if self._calls is None or not self._calls.gathers:
+            return [0.0, 0.0]
+        word = float(_word(self._calls.gathers))
         return [word, word * word]
 
     def core_share(self) -> list[float]:
@@ -193,10 +197,17 @@ class _Calls:
         uneven = {name.rpartition(".")[0] for name, piece in run.pieces.items() if not piece.even}
         whole = not run.plan.segments  # parts of a sequence differ in length
         modules = dict(run.model.named_modules())
-        self._hooks = [
-            modules[path].register_forward_pre_hook(self._cut(self._number(path), sized=whole and path not in uneven))
-            for path in sorted(owners & modules.keys())
-        ]
+        self._hooks: list[RemovableHandle] = []
+        self._noted: list[OwnForward] = []
+        for path in sorted(owners & modules.keys()):
+            note, module = self._cut(self._number(path), sized=whole and path not in uneven), modules[path]
+            if isinstance(
+                module.forward, OwnForward
+            ):  # a hook would cost a short step as much as the rest of the watch
+                module.forward.note = note
+                self._noted.append(module.forward)
+            else:
+                self._hooks.append(module.register_forward_pre_hook(_first_of(note)))
         units = [] if run.assembly.sharding is None else run.assembly.sharding.units()
         paths = {id(module): path for path, module in modules.items()}
         for unit in units:
@@ -210,6 +221,8 @@ class _Calls:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for forward in self._noted:
+            forward.note = None
 
     def named(self, calls: Sequence[int]) -> list[tuple[str, int]]:
         """The paths of the modules that were called, and the sizes of their inputs."""
@@ -219,12 +232,12 @@ class _Calls:
         self._paths.append(path or self._paths[0])
         return len(self._paths) - 1
 
-    def _cut(self, number: int, *, sized: bool) -> Callable[[nn.Module, Any], None]:
+    def _cut(self, number: int, *, sized: bool) -> Callable[[Any], None]:
         """`sized`: inputs have the same size on every rank."""
         append = self.cuts.append
 
-        def note(_: nn.Module, args: Any) -> None:
-            append(number + (args[0].numel() << _NUMBER if sized and args and isinstance(args[0], Tensor) else 0))
+        def note(value: Any) -> None:
+            append(number + (value.numel() << _NUMBER if sized and isinstance(value, Tensor) else 0))
 
         return note
 
@@ -236,6 +249,10 @@ class _Calls:
                 self.gathers.append(number)
 
         return note
+
+
+def _first_of(note: Callable[[Any], None]) -> Callable[[nn.Module, Any], None]:
+    return lambda _, args: note(args[0] if args else None)
 
 
 def _word(calls: Sequence[int]) -> int:
@@ -250,11 +267,11 @@ def digest(value: Any, step: int) -> int:
     while pending:
         item = pending.pop()
         if isinstance(item, Tensor):
-            if not item.numel() or item.device.type != "cpu" or item.layout is not torch.strided:
+            if not item.is_cpu or item.layout is not torch.strided:
                 continue
-            stride = max(item.numel() // _LOOKED_AT, 1)
-            some = _flat(item)[step % stride :: stride]
-            word = zlib.crc32(some.tobytes(), word) ^ hash(tuple(item.shape)) & 0xFFFFFFFF
+            numbers = _flat(item)
+            stride = max(len(numbers) // _LOOKED_AT, 1)
+            word = zlib.crc32(numbers[step % stride :: stride].tobytes(), word) ^ hash(item.shape) & 0xFFFFFFFF
         elif isinstance(item, dict):
             pending.extend(item.values())
         elif isinstance(item, list | tuple):
