@@ -2,8 +2,9 @@
 
     python -m bench.watch [--only mlp,gpt] [--rounds 100] [--json watch.json]
 
-Watched: replicas' checksums, samples, the order of calls, the counts of averaged losses. Each round times four runs, a few steps each: A B B A in half of
-the rounds, B A A B in the others, since a run's place among them moves its time too. The figures are medians over rounds, with the standard error of the cost (by resampling rounds) and the cost in CPU time, which other processes disturb less.
+Watched: replicas' checksums, samples, the order of calls, the counts of averaged losses. Each round times four runs, a few steps each:
+A B B A in half of the rounds, B A A B in the others. The figures are medians over rounds, with the standard error of the cost (by
+resampling rounds) and the cost in CPU time, which other processes disturb less.
 Limit: 0.5 % of steps of 100 ms and more, else 0.3 ms.
 """
 

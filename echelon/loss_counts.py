@@ -66,6 +66,8 @@ _SUMS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
 _REDUCED_BY_MEAN = 1
 #: Operators through which numbers that do not require gradients may be samples.
 _MIXING = {"Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "Index", "Gather", "Where", "Div"}
+#: How the operators end that compare outputs with targets.
+_LOSSES = ("Loss", "Loss2D", "Logits", "Entropy")
 #: Operators below a penalty on parameters; what is larger is the model.
 _PENALTY = 16
 #: A loss that adds up more terms than this is not one that a person wrote term by term.
@@ -92,8 +94,7 @@ def read_counts(loss: Tensor) -> Reading:
     opaque: list[str] = []
     if loss.grad_fn is None:
         return Reading()
-    with torch.no_grad():
-        _walk(loss.grad_fn, terms, opaque)
+    _walk(loss.grad_fn, terms, opaque)
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
@@ -174,16 +175,14 @@ def _of_parameters(node: Any) -> bool:
     while pending:
         node = pending.pop()
         seen += 1
-        if _is_leaf(node):
+        kind = _kind(node)
+        if kind == "AccumulateGrad":
             continue
-        kind, inner = _kind(node), [each for each, _ in node.next_functions]
+        if kind.endswith(_LOSSES):  # first: of most losses this is all there is to look at, at every step
+            return False
+        inner = [each for each, _ in node.next_functions]
         constant = None in inner and not _scalar_side(node)
-        if (
-            seen > _PENALTY
-            or not inner
-            or kind == ModelOutput.__name__
-            or kind.endswith(("Loss", "Loss2D", "Logits", "Entropy"))
-        ):
+        if seen > _PENALTY or not inner or kind == ModelOutput.__name__:
             return False
         if "Convolution" in kind or (constant and (kind in _MIXING or _grows(node))):
             return False
@@ -277,8 +276,10 @@ def _over(value: Scalar, by: Scalar) -> Scalar:
 
 def _plain(value: Any) -> Scalar:
     """A number; of an accelerator, which must not be waited for, a tensor in double precision."""
-    if isinstance(value, Tensor) and (value.device.type != "cpu" or type(value) is not Tensor):
-        return value.detach().reshape(()).double()
+    if isinstance(value, Tensor):
+        value = value.detach() if value.requires_grad else value
+        if not value.is_cpu or type(value) is not Tensor:
+            return value.detach().reshape(()).double()
     try:
         return float(value)
     except RuntimeError:  # a trace on fake tensors, which have no values

@@ -40,7 +40,9 @@ class Averages:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._numbers: list[float | Tensor] = [0.0] * self.size
-        self._names: tuple[str, ...] = ()
+        #: The last part's averages by name, and a word that stands for them.
+        self._names: tuple[str, ...] | None = None
+        self._word = 0.0
 
     def begin(self) -> None:
         """Before a step's first forward."""
@@ -49,9 +51,10 @@ class Averages:
     def add(self, loss: Tensor, samples: int) -> tuple[Term, ...]:
         """Take the loss of one part of `samples` samples into account; returns its averages."""
         terms = read_counts(loss).terms[:_TERMS]
-        self._names = tuple(term.name for term in terms)
-        word = float(zlib.crc32(" ".join(self._names).encode()) & 0xFFFFF)
-        self._add(0, [1.0, word, word * word])
+        names = tuple([term.name for term in terms])
+        if names != self._names:
+            self._names, self._word = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
+        self._add(0, [1.0, self._word, self._word * self._word])
         for place, term in enumerate(terms):
             rate = term.count / samples
             self._add(_HEAD + _EACH * place, [rate, rate * rate, term.count])
@@ -77,7 +80,7 @@ class Averages:
             return False
         if round(parts) * round(sums[2]) != round(sums[1]) ** 2:
             raise DivergenceError(
-                f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._names) or 'none'}), "
+                f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._names or ()) or 'none'}), "
                 "so that their sum is not the loss of the whole batch; add every term on every part (as zero where it does not apply), or "
                 "use one process without micro-batches (dp=1)",
                 cause="terms of the loss depend on the data",
@@ -109,7 +112,8 @@ class Averages:
         return True
 
     def _describe(self, parts: float, rates: Sequence[Sequence[float]], place: int) -> str:
-        name = self._names[place] if place < len(self._names) else f"term {place + 1}"
+        names = self._names or ()
+        name = names[place] if place < len(names) else f"term {place + 1}"
         rate, square = rates[place][0] / parts, rates[place][1] / parts
         spread = max(square - rate * rate, 0.0) ** 0.5
         over = f"over {rate:.4g} items" if _is_whole(rates[place][2]) else f"divided by {rate:.4g}"

@@ -201,7 +201,7 @@ def disconnect() -> None:
     destroyed group keeps its connections as long as anything in torch refers to it."""
     with contextlib.ExitStack() as opened:
         connections = [opened.enter_context(each) for each in _connections()]
-        # gloo does not fail an operation whose message is cut off: whoever sends or receives it would wait for ever.
+        # gloo does not fail an operation whose message is cut off: its sender or receiver would never return.
         deadline = time.monotonic() + _PATIENCE
         while not all(map(_is_quiet, connections)) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -22,9 +22,13 @@ class Rollback:
         self._still: Still | None = None
         self._kept: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Before a step's first forward."""
+        if self._places:
+            self._keep()
+
+    @torch.no_grad()
+    def _keep(self) -> None:
         if self._still is not None and not self._still.holds():
             self._still = self._still.without(self._still.changed())
         names = self._places if self._still is None else self._places.keys() - self._still.places.keys()
@@ -39,6 +43,8 @@ class Rollback:
     @torch.no_grad()
     def undo(self) -> str | None:
         """Put the buffers back as they were at the last `keep`; returns the name of one that changed for the first time and cannot be."""
+        if not self._places:
+            return None
         assert self._still is not None
         for name, (tensor, value) in self._kept.items():
             owner, key = self._places[name]

@@ -11,6 +11,7 @@ from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream
 from echelon.job import Job
 from echelon.profiler.trial_context import one_process
+from echelon.tree import copy_tensors
 
 
 class Feed(ABC):
@@ -35,6 +36,24 @@ class Feed(ABC):
 def open_feed(job: Job) -> Feed:
     """The feed of a job's data."""
     return _Streamed(job) if is_stream(job.data) else _Numbered(job)
+
+
+class ReadOnce(Feed):
+    """A feed whose samples are read once, for several runs that must not differ in them."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.batch, self.total = feed.batch, feed.total
+        self._read: dict[tuple[int, bytes], Any] = {}
+
+    def size(self, step: int) -> int:
+        return self._feed.size(step)
+
+    def take(self, step: int, positions: np.ndarray) -> Any:
+        place = step, positions.tobytes()
+        if place not in self._read:
+            self._read[place] = self._feed.take(step, positions)
+        return copy_tensors(self._read[place])  # forward may change what it is given
 
 
 class _Numbered(Feed):

@@ -52,7 +52,7 @@ from echelon.verifier import noise
 from echelon.verifier.collation import as_ranks_collate
 from echelon.verifier.compare import BROKEN, Bounds, Difference, compare, wide
 from echelon.verifier.drift import ALLOWED
-from echelon.verifier.feed import Feed, open_feed
+from echelon.verifier.feed import Feed, ReadOnce, open_feed
 from echelon.verifier.reference import Reference
 from echelon.verifier.sampling import rate
 from echelon.verifier.spot_batch import collect_parts, fewer, joined_parts, misreading_rank, reads_the_same
@@ -165,18 +165,22 @@ class SpotChecks:
                 rank = misreading_rank(batch.step, parts, self._feed)
                 if rank is not None:
                     return DivergenceError(
-                        f"step {step}: data rank {rank} did not read the samples that one process reads for it, and the first steps agreed: the "
-                        "data set depends on the rank or the process that reads it; nothing was updated by this step. Give every rank the same "
-                        "data set: echelon splits each batch between them",
+                        f"step {step}: for its part of the batch data rank {rank} read other samples than rank 0 reads there, and the first steps "
+                        "agreed: the data set depends on the rank or the process that reads it; nothing was updated by this step. Give every rank "
+                        "the same data set: echelon splits each batch between them",
                         cause="samples that depend on the rank",
                         agreed=agreed,
                     )
-                run.warn(
-                    f"step {step}: the data gave other samples when they were read again, as it draws random numbers of its own or has changed; "
-                    "the step agrees with one device on the samples that the ranks read, and later checks compare only those"
-                )
-                self._reads_again = False
+                self._keep_own_samples(step)
         return error
+
+    def _keep_own_samples(self, step: int) -> None:
+        """From now on, compare with the samples that the ranks have. On rank 0."""
+        self._run.warn(
+            f"step {step}: the data gave other samples when they were read again, as it draws random numbers of its own or has changed; "
+            "spot checks compare with one device on the samples that the ranks have read"
+        )
+        self._reads_again = False
 
     def _check_some(self, whole_batch: StepBatch, share: float) -> None:
         """A pass over a few samples, compared; nothing of it stays."""
@@ -199,7 +203,8 @@ class SpotChecks:
         with run.ranks.together():
             if run.world.main and self._reads_again:
                 self._feed = self._feed or as_ranks_collate(open_feed(self._job), run.plan)
-                self._reads_again = reads_the_same(run, batch, self._feed)
+                if not reads_the_same(run, batch, self._feed):
+                    self._keep_own_samples(batch.step + 1)
         self._reads_again = run.ranks.gather(self._reads_again)[0]
         return self._feed if self._reads_again else self._gather(batch)
 
@@ -295,6 +300,8 @@ class SpotChecks:
         what was computed on the ranks had no random numbers."""
         if not self._run.world.main or not held or read[0] is None:
             return None
+        # Both computations of one device get the same samples: data that draws by itself is no rounding.
+        read = ReadOnce(read[0]), read[1]
         try:
             truth, gradients = self._reference(state, step, read, torch.float64, still=still)
         except Exception as error:  # one device cannot be given this state: nothing is known, and nothing is wrong

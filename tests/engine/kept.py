@@ -104,6 +104,13 @@ def _codebook(model: Any, x: Tensor) -> None:
     model.state.mul_(0.9).add_(0.1 * (x > 0).to(x).sum(0))
 
 
+def _sum_then_mean(model: Any, x: Tensor) -> None:
+    if model.calls < 1:
+        model.state.add_(x.sum(0))
+    else:
+        model.state.lerp_(x.mean(0), 0.3)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "centre": lambda: Keeping(_centre, torch.zeros(8)),
     "calls": lambda: Keeping(lambda m, x: m.state.add_(1), torch.zeros((), dtype=torch.int64)),
@@ -146,6 +153,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "late queue": lambda: KeepingLate(_queue, 1, torch.zeros(32, 8)),
     "late codebook": lambda: KeepingLate(_codebook, 1, torch.zeros(8)),
     "made for some": lambda: KeepingLate(_made_for_some, 1, None),
+    "sum then mean": lambda: KeepingLate(_sum_then_mean, 0, torch.zeros(8)),
 }
 
 

@@ -57,6 +57,12 @@ def test_state_without_a_rule_ends_the_run(name: str) -> None:
     assert found.startswith("UnpartedState: buffer state: ")
 
 
+def test_a_rule_that_changes_is_named() -> None:
+    found = kept.trained(World(), ["sum then mean"], "dp=1 micro=4")["sum then mean"]
+    assert "was the sum of what calls leave for its parts at first, and is the mean now" in found
+    assert "buffer_reductions = {'state': 'mean'}" in found
+
+
 def test_ranks_do_not_average_state_without_a_rule(ranks: Pool) -> None:
     for found in ranks.run(2, "tests.engine.kept:trained", list(kept.REFUSED), "dp=2"):
         assert all(found[name].startswith("UnpartedState: buffer state: ") for name in kept.REFUSED), found

@@ -207,7 +207,7 @@ def scaled(model: Any) -> echelon.Job:
 
 
 class ByRank(Dataset[tuple[Tensor, Tensor]]):
-    """After so many reads rank 1 gets other samples, as from a data set that splits itself between ranks."""
+    """After `after` reads rank 1 gets other samples, as from a data set that splits itself between ranks."""
 
     def __init__(self, after: int) -> None:
         self._samples, self._left = samples(), after
