@@ -15,12 +15,14 @@ stays a tensor there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from echelon.tree import map_tensors
 
 Scalar = float | Tensor
 
@@ -31,8 +33,12 @@ class Term:
 
     name: str
     count: Scalar
+    #: What makes it its sum again: `count`, unless nothing was counted (a focal loss is a sum over negatives too).
+    scale: Scalar
     #: Whether the count is the number of elements of a tensor, and not of those that a loss chose to count.
     by_shape: bool = False
+    #: Whether its sum was divided by exactly 1, as by `max(count, 1)`: nothing may have been counted then.
+    floored: bool | Tensor = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +104,27 @@ def read_counts(loss: Tensor) -> Reading:
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
+def recount(terms: Sequence[Term], twice: Tensor) -> tuple[Term, ...]:
+    """The terms with what they really count, where a sum was divided by exactly 1.
+
+    `twice`: the same loss with every sample given twice. A count of 1 is 2 then; one of 0, which `max(count, 1)` hid, still makes 1.
+    """
+    again = read_counts(twice).terms
+    if len(again) < len(terms):
+        return tuple(terms)
+    return tuple(
+        replace(term, count=other.scale * 0 if other.floored else other.count / 2, floored=other.floored)
+        if term.floored
+        else term
+        for term, other in zip(terms, again, strict=False)
+    )
+
+
+def given_twice(value: Any, samples: int) -> Any:
+    """An output or a batch with every sample twice; tensors without one row per sample stay as they are."""
+    return map_tensors(lambda part: torch.cat([part, part]) if part.dim() and len(part) == samples else part, value)
+
+
 def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
     """Add the averages below `node`, the loss itself."""
     #: Operators, each with the factor by which its output enters the loss, and what that was divided by on the way, if anything.
@@ -115,13 +142,21 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
             if (found is not None or divisor is not None) and not _of_parameters(node):
                 name = f"{kind} / count" if found is None else kind
-                count = _over(1.0 if found is None else found, factor)
+                count = scale = _over(1.0 if found is None else found, factor)
                 nothing = found is None and _counts_nothing(node, divisor)
                 if isinstance(nothing, Tensor):
                     count = torch.where(nothing, 0.0, count)
                 elif nothing:
                     count = 0.0
-                terms.append(Term(name=name.lower(), count=count, by_shape=found is not None and "NllLoss" not in kind))
+                terms.append(
+                    Term(
+                        name=name.lower(),
+                        count=count,
+                        scale=scale,
+                        by_shape=found is not None and "NllLoss" not in kind,
+                        floored=found is None and divisor == 1,
+                    )
+                )
         elif kind == "Div" and _is_single(node) and not _differentiable(node, 1):
             pending.append((node.next_functions[0][0], _over(factor, node._saved_other), _plain(node._saved_other)))
         elif kind == "Mul" and _is_single(node) and _multiplies_averages(node):
@@ -137,7 +172,7 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
 def _counts_nothing(node: Any, divisor: Scalar | None) -> bool | Tensor:
     """Whether a sum is over nothing and was divided by 1, as by `mask.sum().clamp(min=1)`: the part has no weight then.
 
-    One sample whose targets are all zero looks the same where a sum is divided by the number of samples.
+    One sample whose targets are all zero looks the same where a sum is divided by the number of samples: `recount` decides.
     """
     below = node.next_functions[0][0]
     if divisor is None or below is None or (not isinstance(divisor, Tensor) and divisor != 1):

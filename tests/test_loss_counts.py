@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.loss_counts import read_counts
+from echelon.loss_counts import given_twice, read_counts, recount
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, -100, 3, 2, 1])
@@ -93,3 +93,20 @@ def test_a_batch_of_one_sample_reads_like_any_other(rows: int) -> None:
     for loss in (each.mean(), each.sum() / rows, each.sum().reshape(1).mean() / rows):
         (term,) = read_counts(loss).terms
         assert term.count == rows
+
+
+@pytest.mark.parametrize("positives", [0, 1, 2])
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "focal"])
+def test_a_count_of_zero_is_found_behind_a_minimum_of_one(positives: int, masked: bool) -> None:
+    targets = torch.zeros(4)
+    targets[:positives] = 1
+    output = (X @ nn.Parameter(torch.eye(4)))[:4, 0]
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        each = output.square() * targets if masked else output.square()
+        return 0.5 * each.sum() / targets.sum().clamp(min=1)
+
+    terms = read_counts(loss(output, targets)).terms
+    (term,) = recount(terms, loss(given_twice(output, 4), given_twice(targets, 4)))
+    assert term.count == 2 * positives
+    assert term.scale == 2 * max(positives, 1)

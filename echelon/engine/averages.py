@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import DivergenceError
-from echelon.loss_counts import Term, read_counts
+from echelon.loss_counts import Term, read_counts, recount
 
 #: Averages of one loss that are watched; a loss with more is watched in the first of them.
 _TERMS = 6
-#: Parts, and which averages each has, as a word and its square.
-_HEAD = 3
+#: Parts, which averages each has (as a word and its square), parts in which nothing was counted, and what their sums were divided by.
+_HEAD = 5
+_EMPTY = 3
 #: For each average: its count per sample, the square of that, and its count.
 _EACH = 3
 #: Products of counts, each with each.
@@ -48,9 +49,14 @@ class Averages:
         """Before a step's first forward."""
         self._numbers = [0.0] * self.size
 
-    def add(self, loss: Tensor, samples: int) -> tuple[Term, ...]:
-        """Take the loss of one part of `samples` samples into account; returns its averages."""
+    def add(self, loss: Tensor, samples: int, twice: Callable[[], Tensor | None]) -> tuple[Term, ...]:
+        """Take the loss of one part of `samples` samples into account; returns its averages. `twice` computes it with every sample twice; None
+        where that cannot be done."""
         terms = read_counts(loss).terms[:_TERMS]
+        if any(term.floored for term in terms) and (other := twice()) is not None:
+            terms = recount(terms, other)
+            if terms[0].floored:
+                self._add(_EMPTY, [1.0, terms[0].scale])
         names = tuple([term.name for term in terms])
         if names != self._names:
             self._names, self._word = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
@@ -78,6 +84,8 @@ class Averages:
         parts = sums[0]
         if parts < 2:
             return False
+        if sums[_EMPTY] and not sums[_HEAD + 2]:
+            return True  # one device divides the sum over all parts
         if round(parts) * round(sums[2]) != round(sums[1]) ** 2:
             raise DivergenceError(
                 f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._names or ()) or 'none'}), "
@@ -120,6 +128,12 @@ class Averages:
         return f"{name} {over} per sample (varying by {spread:.2g} between parts)"
 
 
+def divisor(sums: Tensor, count: Tensor) -> Tensor:
+    """What one device divides a step's sum by, given the sums over all ranks: `count`, or where nothing was counted what each part divided by."""
+    empty, scales = sums[_EMPTY : _EMPTY + 2]
+    return torch.where((count == 0) & (empty > 0), scales / empty.clamp(min=1), count)
+
+
 def _is_whole(count: float) -> bool:
     """Whether items may have been counted; factors and class weights make other numbers."""
     return abs(count - round(count)) <= 1e-9 * max(abs(count), 1.0)
@@ -127,9 +141,11 @@ def _is_whole(count: float) -> bool:
 
 def weighed(loss: Tensor, term: Term) -> tuple[Tensor, Tensor]:
     """A loss that is an average as (sum, count). Nothing is averaged over no item: NaN then, and zero as a part of a sum."""
-    count = torch.as_tensor(term.count, dtype=torch.float64, device=loss.device)
-    total = loss * count.to(loss.dtype)
-    return total.where(count != 0, total.new_zeros(())), count
+    count, scale = (
+        torch.as_tensor(number, dtype=torch.float64, device=loss.device) for number in (term.count, term.scale)
+    )
+    total = loss * scale.to(loss.dtype)
+    return total.where((count != 0) | term.floored, total.new_zeros(())), count
 
 
 def nothing(output: Any, value: Any) -> Tensor | None:

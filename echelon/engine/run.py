@@ -24,10 +24,10 @@ from echelon.engine import checkpoint, norm, state
 from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly, takes_sparse
 from echelon.engine.attributes import Attributes
-from echelon.engine.averages import Averages, nothing, weighed
+from echelon.engine.averages import Averages, divisor, nothing, weighed
 from echelon.engine.build import broadcast
 from echelon.engine.evaluate import evaluate, measured
-from echelon.engine.function_state import loss_parameters
+from echelon.engine.function_state import loss_parameters, unchanged
 from echelon.engine.intake import Mover, open_intake, own_generators, seed_step
 from echelon.engine.keeper import Elsewhere
 from echelon.engine.metrics import Kind
@@ -60,7 +60,9 @@ from echelon.engine.watch import Watch
 from echelon.engine.whole_optimizer import whole_optimizers
 from echelon.errors import DivergenceError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model, make_dense
+from echelon.loss_counts import given_twice
 from echelon.plan.plan import Plan
+from echelon.profiler.random_state import random_states
 from echelon.tree import tensors
 from echelon.world import World, usable_cores
 
@@ -120,6 +122,8 @@ class Run:
             raise PlanError(
                 f'plan "{plan}" is for {plan.ranks} ranks and there are {world.size}: start as many as it needs, or plan for {world.size}'
             )
+        #: Whether a step is computed in parts, whose losses' counts are looked at.
+        self._watched = False
         #: By axis, the ranks that this one works with on it; `data`: those that hold other samples.
         self.axes = self.ranks.axes(plan.mesh)
         self.data = self.axes["dp"]
@@ -204,12 +208,13 @@ class Run:
         self._seen: Later | None = None
         #: A zero that depends on the last output, for a loss that counts nothing of it.
         self._zero: Tensor | None = None
+        #: What the loss was called with last.
+        self._called: tuple[Any, Any] = None, None
         self.loss_scale = LossScale() if self.precision == "fp16" else None
         #: About how many items a step's (sum, count) loss counts: a power of two that keeps half precision in range.
         self.nominal: float | None = None
         #: Whether parts of a batch are weighed by what their losses average over, instead of by their samples.
         self._weighing = False
-        self._watched = False
         self.step_number = 0
         #: What a checkpoint is to hold about the job (flow/run_settings.py), and what the one that was loaded holds; None: nothing.
         self.job_record: dict[str, Any] | None = None
@@ -257,6 +262,7 @@ class Run:
             output = call_model(self.job, model, batch)
             value = call_loss(self.job, output, batch, model)
             self._zero = nothing(output, value)
+            self._called = (output, batch) if self._watched else (None, None)
         return (value[0], torch.as_tensor(value[1], device=self.device)) if isinstance(value, tuple) else value
 
     # The step
@@ -363,6 +369,8 @@ class Run:
         if self._misweighed(seen, counted, batch.step):
             self._weighing = True
             return None
+        if counted and self._watched:
+            count = divisor(seen, count)
         return self._finish(loss, count, counted, self._fraction(batch))
 
     def _adopt_thawed(self, step: int) -> None:
@@ -476,7 +484,8 @@ class Run:
     def _weighed(self, value: Any, micro: Micro, batch: StepBatch, sums: _Sums) -> Tensor:
         """What backward starts from: the micro-batch's share of the step's loss, scaled for the precision."""
         if self._watched and not isinstance(value, tuple):
-            terms = self._averages.add(value, micro.samples)
+            terms = self._averages.add(value, micro.samples, partial(self._loss_twice, micro.samples))
+            self._called = None, None  # logits are large
             # What an accelerator counts is not known to the host before backward: then every step is weighed by it.
             by_count = self._weighing or self.nominal is not None or self.hub is not None
             if terms and (by_count or isinstance(terms[0].count, Tensor)):
@@ -496,6 +505,16 @@ class Run:
             )
         sums.total = part.detach() if sums.total is None else sums.total + part.detach()
         return part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor
+
+    def _loss_twice(self, samples: int) -> Tensor | None:
+        """The loss of the last part with every sample given twice; None where it cannot be called so."""
+        output, batch = (given_twice(each, samples) for each in self._called)
+        try:
+            with unchanged(self.job, self.model), random_states(), autocast(self.precision, self.device):
+                value = call_loss(self.job, output, batch, self.model)
+        except Exception:  # it takes other shapes only: the count is taken as it was read
+            return None
+        return value if isinstance(value, Tensor) else None
 
     def _send(self, sums: _Sums) -> None:
         total = self._one * 0 if sums.total is None else sums.total  # of a stage without a loss

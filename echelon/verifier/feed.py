@@ -28,6 +28,10 @@ class Feed(ABC):
     def take(self, step: int, positions: np.ndarray) -> Any:
         """The samples at these positions of the step's global batch, collated together."""
 
+    def take_as_rank(self, step: int, positions: np.ndarray) -> Any:
+        """The same as this rank reads them, which sees that it is one of several. None: they cannot be read again so."""
+        return None
+
     def steps(self, count: int) -> tuple[int, ...]:
         """Which steps a proof of `count` steps runs."""
         return tuple(range(min(count, self.total)))
@@ -70,6 +74,9 @@ class _Numbered(Feed):
 
     @one_process()
     def take(self, step: int, positions: np.ndarray) -> Any:
+        return self.take_as_rank(step, positions)
+
+    def take_as_rank(self, step: int, positions: np.ndarray) -> Any:
         ids = self._order.ids(step, 0, self.size(step))
         return self._source.take(ids[positions], self._order.epoch_of(step))
 

@@ -157,7 +157,9 @@ class SpotChecks:
     ) -> DivergenceError | None:
         """Compare once more, with what the ranks have read: the difference may be in the samples. Every rank must call it."""
         run, step, agreed = self._run, batch.step + 1, self.agreed
-        parts = collect_parts(run, batch)
+        with run.ranks.together():
+            feed = open_feed(self._job)
+        parts = collect_parts(run, batch, feed)
         own = joined_parts(run, batch, parts)
         with run.ranks.together():
             if own is not None and (error := compare((own, run.plan))) is None:

@@ -120,7 +120,23 @@ def _one_sided() -> Tensor:
     return labels
 
 
+def _few_positives() -> Tensor:
+    """Positives in two samples: many parts, and at least one whole batch, have none."""
+    labels = torch.zeros(40, 3, dtype=torch.int64)
+    labels[7, 1], labels[30] = 1, 1
+    return labels
+
+
+def _by_positives(scores: Tensor, labels: Tensor) -> Tensor:
+    """A sum over all labels, divided by those that are positive."""
+    return 0.1 * _rows(scores, labels).sum() / (labels == 1).sum().clamp(min=1)
+
+
 JOBS: dict[str, Callable[[], Job]] = {
+    "by positives": lambda: _job(_by_positives, labels=_few_positives()),
+    "positives by samples": lambda: _job(
+        lambda s, y: (_rows(s, y) * (y.flatten() == 1)).sum() / len(y), labels=_few_positives()
+    ),
     "ignored": lambda: _job(_mean),
     "rarely ignored": lambda: _job(_mean, labels=_rare()),
     "class weights": lambda: _job(lambda s, y: _mean(s, y, weight=CLASS_WEIGHTS.to(s))),
