@@ -24,7 +24,7 @@ from echelon.data.warmup import Batches, Warmed
 from echelon.engine.ranks import Group, Ranks
 from echelon.errors import DataError, JobError
 from echelon.job import Job
-from echelon.tree import to_device
+from echelon.tree import tensors, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,29 @@ def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int)
     if ranks.size > 1 and (source.gathers or not workers):
         for number in sorted({0, len(source) - 1}):
             _require_equal_sample(source, number, ranks, data)
+        if source.gathers:
+            _require_equal_rows(source, ranks)
+
+
+def _require_equal_rows(source: Source, ranks: Ranks) -> None:
+    """Of data in memory every row is compared, of much data blocks that take `_COMPARED` bytes."""
+    row = sum(part.nbytes for part in tensors(source.sample(0)))
+    most = max(_COMPARED // _BLOCKS // max(row, 1), 1)
+    blocks = [block[:most] for block in numpy.array_split(numpy.arange(len(source)), min(len(source), _BLOCKS))]
+    found = ranks.gather([digest(source.take(block, 0)) for block in blocks])
+    for block, *texts in zip(blocks, *found, strict=True):
+        if len(set(texts)) > 1:
+            rows = ranks.gather([digest(source.sample(int(number))) for number in block])
+            for number, *each in zip(block, *rows, strict=True):
+                if len(set(each)) > 1:
+                    raise _different(int(number), next(i for i, text in enumerate(each) if text != each[0]), 0)
+
+
+def _different(number: int, rank: int, other: int) -> DataError:
+    return DataError(
+        f"the ranks have different data: sample {number} differs on rank {rank} from rank {other}'s; make it the same way "
+        "everywhere (torch.manual_seed(0) before random data is made, files in sorted order, one seed for generators of its own)"
+    )
 
 
 def _require_equal_sample(source: Source, number: int, ranks: Ranks, data: Group) -> None:
@@ -140,10 +163,7 @@ def _require_equal_sample(source: Source, number: int, ranks: Ranks, data: Group
         # What changes from one reading to the next need not be the same where other samples are read.
         other = next((i for i, (same, _, _) in enumerate(found) if steady or same == part), 0)
         if None not in (text, found[other][1]) and text != found[other][1]:
-            raise DataError(
-                f"the ranks have different data: sample {number} differs on rank {rank} from rank {other}'s; make it the same way "
-                "everywhere (torch.manual_seed(0) before random data is made, files in sorted order, one seed for generators of its own)"
-            )
+            raise _different(number, rank, other)
 
 
 def _digests(source: Source, number: int) -> tuple[str | None, str | None]:
@@ -164,6 +184,8 @@ def _is_changing(source: Source, number: int) -> bool:
         return False
 
 
+#: Bytes of data in memory that ranks compare at the start, and in how many blocks.
+_COMPARED, _BLOCKS = 2**26, 64
 #: Readings of a sample that tell whether it changes.
 _READINGS = 20
 #: Tensors from so many bytes on are copied on a stream of their own; smaller ones take less time than the two streams' talk.

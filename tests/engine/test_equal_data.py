@@ -42,11 +42,13 @@ class Broken(Drawing):
 def started(world: World, kind: str, plan: str = "dp=2") -> str:
     """The message with which a run over this data is refused on this rank."""
     rank = world.rank
-    last = numbers(53, 8)
+    last, middle = numbers(53, 8), numbers(53, 8)
     last[-1] += rank
+    middle[13] += rank
     data: dict[str, Any] = {
         "each its own": TensorDataset(numbers(53, 8, seed=rank), classes(53)),
         "last": TensorDataset(last, classes(53)),
+        "middle": TensorDataset(middle, classes(53)),
         "list": [(row, 0) for row in numbers(53, 8, seed=rank)],
         "equal": DATA,
         "global": Drawing("global", rank),
@@ -68,6 +70,7 @@ def started(world: World, kind: str, plan: str = "dp=2") -> str:
         ("each its own", "the ranks have different data: sample 0 differs on rank 1 from rank 0's"),
         ("list", "the ranks have different data: sample 0 differs on rank 1"),
         ("last", "the ranks have different data: sample 52 differs on rank 1"),
+        ("middle", "the ranks have different data: sample 13 differs on rank 1"),
         ("equal", "started"),
         ("global", "started"),
         ("own", "started"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from bench.adversary.kit import Net, classes, cross_entropy, plain, sgd
 from bench.adversary.spec import Spec, job
@@ -32,6 +33,25 @@ def sample_by_rank() -> Spec:
     data = classes()
     data.tensors[0][13] += rank()
     return Spec(**plain(data=data, evaluation=None, metrics={}))
+
+
+class ReadByRank(Dataset[tuple[Tensor, Tensor]]):
+    """Samples of which one depends on the rank that reads it."""
+
+    def __init__(self) -> None:
+        self.samples = classes()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.samples[index]
+        return (x + rank() if index == 13 else x), y
+
+
+@job("one sample, read by code, depends on the rank", owner="watch", refusable="dp tp pp zero shares")
+def read_by_rank() -> Spec:
+    return Spec(**plain(data=ReadByRank(), evaluation=None, metrics={}))
 
 
 @job("the model's depth depends on the rank", owner="watch", refusable="dp tp pp zero shares")
