@@ -55,7 +55,8 @@ class Watch:
         self._replicas = Replicas(run, warn)
         self._calls = _Calls(run) if not self.off and not run.plan.compile else None
         self._samples = 0
-        self._every, self._next = 1, 1
+        self._shared: list[float] = []
+        self._next = 1
         self._clock: float | None = None
         self._warn, self._warned = warn, False
 
@@ -84,9 +85,9 @@ class Watch:
         """What the ranks of one data group add up: samples, and by stage the order of calls of modules that the tensor axis cuts."""
         samples, calls = float(self._samples), float(_word(self._calls.cuts)) if self._calls is not None else 0.0
         stage = self._run.axes["pp"]
-        slots = [0.0] * (2 * stage.size)
-        slots[2 * stage.rank : 2 * stage.rank + 2] = [calls, calls * calls]
-        return [samples, samples * samples, *slots]
+        self._shared = [samples, samples * samples, *[0.0] * (2 * stage.size)]
+        self._shared[2 * stage.rank + 2 : 2 * stage.rank + 4] = [calls, calls * calls]
+        return self._shared
 
     def judge_data(self, sums: Sequence[float], step: int) -> None:
         """Raise where data ranks gathered sharded units in different orders."""
@@ -97,6 +98,8 @@ class Watch:
     def judge_core(self, sums: Sequence[float], step: int) -> None:
         """Raise where the ranks of one data group read different samples, or called cut modules in different orders."""
         run = self._run
+        if sums == [run.core.size * number for number in self._shared]:
+            return  # all have this rank's words; stages have slots of their own, and need the rest
         samples, calls = sums[:2], [sums[place : place + 2] for place in range(2, len(sums), 2)]
         if not equal(run.core.size, *samples):
             found = run.core.gather((run.world.rank, self._samples))
@@ -148,13 +151,14 @@ class Watch:
         """After step `step` (from 1): compare replicas where it is their turn."""
         if self.off:
             return
-        now = time.perf_counter()
         if step >= self._next:
+            now = time.perf_counter()
             self._replicas.compare(step)
             self._compare_loss_state(step)
             spent, length = time.perf_counter() - now, now - self._clock if self._clock is not None else 0.0
             self._next = step + self._interval(spent, length)
-        self._clock = time.perf_counter()
+        if step >= self._next - 1:  # the next step's length is needed
+            self._clock = time.perf_counter()
 
     def compare(self, step: int) -> None:
         """Compare replicas now, between steps. Every rank must call it."""
@@ -267,11 +271,10 @@ def digest(value: Any, step: int) -> int:
     while pending:
         item = pending.pop()
         if isinstance(item, Tensor):
-            if not item.is_cpu or item.layout is not torch.strided:
-                continue
             numbers = _flat(item)
-            stride = max(len(numbers) // _LOOKED_AT, 1)
-            word = zlib.crc32(numbers[step % stride :: stride].tobytes(), word) ^ hash(item.shape) & 0xFFFFFFFF
+            if numbers is not None:
+                stride = max(len(numbers) // _LOOKED_AT, 1)
+                word = zlib.crc32(numbers[step % stride :: stride].tobytes(), word) ^ hash(item.shape) & 0xFFFFFFFF
         elif isinstance(item, dict):
             pending.extend(item.values())
         elif isinstance(item, list | tuple):
@@ -283,10 +286,12 @@ def digest(value: Any, step: int) -> int:
     return word
 
 
-def _flat(value: Tensor) -> np.ndarray:
-    """Its numbers in one row. NumPy's, because each of torch's calls costs a short step as much as all of this."""
+def _flat(value: Tensor) -> np.ndarray | None:
+    """Its numbers in one row, None where the host has none. NumPy's, because each of torch's calls costs a short step as much as all of this."""
     try:
         return value.numpy().reshape(-1)
-    except (TypeError, RuntimeError):  # of a type that NumPy lacks, or part of a graph
+    except (TypeError, RuntimeError):  # on a device, sparse, of a type that NumPy lacks, or part of a graph
+        if not value.is_cpu or value.layout is not torch.strided:
+            return None
         plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return plain.view(torch.uint8).numpy().reshape(value.numel(), -1)
