@@ -40,10 +40,11 @@ from echelon.engine.metrics import (
 from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
-from echelon.loss_counts import Term, read_counts
+from echelon.loss_counts import Term, given_twice, read_counts, recount
 from echelon.plan.split import sizes
 from echelon.profiler.random_state import random_states
 from echelon.profiler.snapshot import Snapshot
+from echelon.tree import tensors
 from echelon.world import usable_memory
 
 if TYPE_CHECKING:
@@ -113,12 +114,15 @@ class _Sums:
         #: By how many averages each batch's loss is weighed, and their counts; None: by samples. Unset before the first batch that counts.
         self._ratios: Ratios | None = None
         self._weighed = False
+        #: What batches divided their sums by in which the loss counted nothing.
+        self._floor = 0.0
         self._bound = min(_BOUND, usable_memory() // _PART)
 
     def add(self, batch: Any, values: tuple[Tensor, Any] | None, samples: int) -> None:
         """Count a micro-batch. `values`: its loss and the model's output; None on stages without a loss."""
         if values is not None:
             loss, output = values
+            self._floor = self._run.loss_floor or self._floor
             if samples and float(loss[1]):  # else nothing counts
                 if self._weighed and not _alike(self._ratios, self._run.ratios):
                     self._doubted.add("loss")
@@ -229,11 +233,11 @@ class _Sums:
         run = self._run
         self._settle()
         self._compare_ranks()
-        everyone = run.ranks.gather((self._doubted, self._ratios, self._weighed, self._found_editing))
+        everyone = run.ranks.gather((self._doubted, self._ratios, self._weighed, self._found_editing, self._floor))
         doubted = set[str]().union(*(each for each, *_ in everyone))
-        editing = set[str]().union(*(each for *_, each in everyone)) - self._editing
+        editing = set[str]().union(*(each for *_, each, _ in everyone)) - self._editing
         self._editing |= editing
-        found = [ratios for _, ratios, weighed, _ in everyone if weighed]
+        found = [ratios for _, ratios, weighed, *_ in everyone if weighed]
         if any(not _alike(found[0], each) for each in found):
             doubted.add("loss")
         if doubted:
@@ -245,6 +249,8 @@ class _Sums:
         sums = self._sums
         run.data.sum(sums)
         run.core.sum(sums if run.tells else sums.zero_())
+        if not sums[0, 1]:
+            sums[0, 1] = max(floor for *_, floor in everyone)  # as one device, which counts nothing either, divides
         means = {
             name: float(total / count) if count else float("nan")
             for name, (total, count) in zip(self._names, sums, strict=True)
@@ -345,23 +351,25 @@ def _alike(one: Ratios | None, other: Ratios | None) -> bool:
 
 def measured(
     job: Job, model: nn.Module, batch: Any, *, weigh: bool = True, stateful: bool = True
-) -> tuple[Tensor, Any, Ratios | None]:
-    """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, and the counts of the averages that
-    the loss adds up, as multiples of the first; None where it is weighed by samples."""
+) -> tuple[Tensor, Any, Ratios | None, float]:
+    """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, the counts of the averages that
+    the loss adds up, as multiples of the first (None where it is weighed by samples), and what the sum was divided by where nothing was counted."""
     output = call_model(job, model, batch)
     before = versions((output, batch))
     around = _as_before(job, model) if stateful and weigh else nullcontext()
     loss = call_loss(job, output, batch, model)
     ratios: Ratios | None = None
+    floor = 0.0
     if weigh and job.loss is not None and isinstance(loss, Tensor) and versions((output, batch)) == before:
         terms = _terms(job, model, output, batch, loss, around)
         if terms:
             first, *others = (float(each.count) for each in terms)
             if first or not any(others):
                 ratios = tuple(each / first for each in others) if first else ()
+                floor = 0.0 if first else float(terms[0].scale)
                 loss = weighed(loss, terms[0])
     where = (loss[0] if isinstance(loss, tuple) else loss).device
-    return _row("loss", loss, where), output, ratios
+    return _row("loss", loss, where), output, ratios, floor
 
 
 def _as_before(job: Job, model: nn.Module) -> AbstractContextManager[None]:
@@ -394,7 +402,24 @@ def _terms(
     if not isinstance(again, Tensor) or not torch.allclose(again.detach(), loss, rtol=_ROUNDING, equal_nan=True):
         return ()  # it differs with gradients enabled, as label smoothing in training does
     reading = read_counts(again)
-    return () if reading.opaque else reading.terms
+    if reading.opaque:
+        return ()
+    return (
+        _recounted(job, model, output, batch, reading.terms) if any(t.floored for t in reading.terms) else reading.terms
+    )
+
+
+def _recounted(job: Job, model: nn.Module, output: Any, batch: Any, terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Terms whose sums were divided by 1, with what they really count."""
+    samples = next((len(each) for each in tensors(batch) if each.dim()), 0)
+    try:
+        with torch.enable_grad(), random_states(), unchanged(job, model):
+            twice = call_loss(job, given_twice(differentiable(output), samples), given_twice(batch, samples), model)
+    except JobError:
+        raise
+    except Exception:  # it takes other shapes only: the counts are taken as they were read
+        return tuple(terms)
+    return recount(terms, twice) if isinstance(twice, Tensor) else tuple(terms)
 
 
 def _row(name: str, value: Any, device: torch.device) -> Tensor:

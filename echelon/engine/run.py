@@ -224,9 +224,11 @@ class Run:
         #: Called once the run is closed.
         self.at_close: list[Callable[[], None]] = []
         self.warn = warn
-        #: Of the batch that was evaluated last: its output, and the counts of its loss's averages by the first of them.
+        #: Of the batch that was evaluated last: its output, the counts of its loss's averages by the first of them, and what its sum was divided by
+        #: where nothing was counted.
         self._output: Any = None
         self.ratios: tuple[float, ...] | None = None
+        self.loss_floor = 0.0
         #: Batches that a pipeline has evaluated.
         self._measured = 0
         self._previous: Step | None = None
@@ -744,7 +746,7 @@ class Run:
     def _measure(self, model: nn.Module, batch: Any) -> tuple[Tensor]:
         """The loss; the output is kept aside. Metrics are not computed here: stages also call it without values, to learn shapes."""
         with autocast(self.precision, self.device):
-            loss, self._output, self.ratios = measured(
+            loss, self._output, self.ratios, self.loss_floor = measured(
                 self.job, model, batch, weigh=not self.loss_by_samples, stateful=self.loss_keeps_state
             )
         return (loss,)
