@@ -105,7 +105,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 def _blind(run: Any) -> None:
     """Have a run look at nothing: neither at counts nor at buffers that a step might have to put back."""
-    run._averages.add = lambda loss, samples, twice: ()
+    run._averages.add = lambda loss, samples, again: ()
     run._rollback.keep = lambda: None
 
 

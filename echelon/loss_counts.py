@@ -15,14 +15,14 @@ stays a tensor there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.tree import map_tensors
+from echelon.tree import map_tensors, tensors
 
 Scalar = float | Tensor
 
@@ -37,8 +37,11 @@ class Term:
     scale: Scalar
     #: Whether the count is the number of elements of a tensor, and not of those that a loss chose to count.
     by_shape: bool = False
-    #: Whether its sum was divided by exactly 1, as by `max(count, 1)`: nothing may have been counted then.
-    floored: bool | Tensor = False
+    #: Whether it is a sum divided by a number, which may be `max(count, least)`; and whether that number is 1, the usual least.
+    divided: bool = False
+    at_one: bool | Tensor = False
+    #: Whether the number is more than what was counted.
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,10 @@ _MIXING = {"Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "In
 _LOSSES = ("Loss", "Loss2D", "Logits", "Entropy")
 #: Operators below a penalty on parameters; what is larger is the model.
 _PENALTY = 16
+#: A count that grows by more than rounding.
+_GROWN = 1 + 1e-6
+#: Elements of outputs and batches that are given again more than twice.
+_REPEATED = 2**24
 #: A loss that adds up more terms than this is not one that a person wrote term by term.
 _MOST = 64
 
@@ -104,25 +111,34 @@ def read_counts(loss: Tensor) -> Reading:
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
-def recount(terms: Sequence[Term], twice: Tensor) -> tuple[Term, ...]:
-    """The terms with what they really count, where a sum was divided by exactly 1.
+def recount(terms: Sequence[Term], low: Collection[int], again: Callable[[int], Tensor | None]) -> tuple[Term, ...]:
+    """The terms with what they really count, where `max(count, least)` may hide it, as it may for those at the places `low`.
 
-    `twice`: the same loss with every sample given twice. A count of 1 is 2 then; one of 0, which `max(count, 1)` hid, still makes 1.
+    `again(times)` is the same loss with every sample given that many times; None where it cannot be computed. A count grows by `times`; one that a
+    minimum hides grows less, or not at all, until it exceeds the minimum.
     """
-    again = read_counts(twice).terms
-    if len(again) < len(terms):
-        return tuple(terms)
-    return tuple(
-        replace(term, count=other.scale * 0 if other.floored else other.count / 2, floored=other.floored)
-        if term.floored
-        else term
-        for term, other in zip(terms, again, strict=False)
-    )
+    found, pending = list(terms), set(low)
+    for times in (2, 4, 8, 16, 32, 64):
+        loss = again(times) if pending else None
+        if loss is None:
+            break
+        repeated = read_counts(loss).terms
+        if len(repeated) < len(terms):
+            return tuple(terms)
+        for place in sorted(pending):
+            term, grown = terms[place], repeated[place].scale
+            count = grown / times if grown > term.scale * _GROWN else grown * 0
+            pending -= {place} if count else set()
+            found[place] = replace(term, count=count, hidden=not math.isclose(count, term.scale, rel_tol=1e-9))
+    return tuple(found)
 
 
-def given_twice(value: Any, samples: int) -> Any:
-    """An output or a batch with every sample twice; tensors without one row per sample stay as they are."""
-    return map_tensors(lambda part: torch.cat([part, part]) if part.dim() and len(part) == samples else part, value)
+def given_again(value: Any, samples: int, times: int) -> Any:
+    """An output or a batch with every sample given `times` times; tensors without one row per sample stay as they are. None where that is too
+    much: twice is never."""
+    if times > 2 and times * sum(part.numel() for part in tensors(value)) > _REPEATED:
+        return None
+    return map_tensors(lambda part: torch.cat([part] * times) if part.dim() and len(part) == samples else part, value)
 
 
 def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
@@ -154,7 +170,8 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
                         count=count,
                         scale=scale,
                         by_shape=found is not None and "NllLoss" not in kind,
-                        floored=found is None and divisor == 1,
+                        divided=found is None,
+                        at_one=found is None and divisor == 1,
                     )
                 )
         elif kind == "Div" and _is_single(node) and not _differentiable(node, 1):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.loss_counts import given_twice, read_counts, recount
+from echelon.loss_counts import given_again, read_counts, recount
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, -100, 3, 2, 1])
@@ -95,18 +95,19 @@ def test_a_batch_of_one_sample_reads_like_any_other(rows: int) -> None:
         assert term.count == rows
 
 
-@pytest.mark.parametrize("positives", [0, 1, 2])
+@pytest.mark.parametrize(("positives", "least"), [(0, 1), (1, 1), (2, 1), (0.25, 1), (0, 10), (3, 10), (12, 10)])
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "focal"])
-def test_a_count_of_zero_is_found_behind_a_minimum_of_one(positives: int, masked: bool) -> None:
-    targets = torch.zeros(4)
-    targets[:positives] = 1
+def test_what_a_minimum_hides_is_counted(positives: float, least: float, masked: bool) -> None:
+    weights = torch.zeros(4)
+    weights[:1] = positives
     output = (X @ nn.Parameter(torch.eye(4)))[:4, 0]
 
-    def loss(output: Tensor, targets: Tensor) -> Tensor:
-        each = output.square() * targets if masked else output.square()
-        return 0.5 * each.sum() / targets.sum().clamp(min=1)
+    def again(times: int) -> Tensor:
+        y, weight = given_again((output, weights), 4, times)
+        each = y.square() * weight if masked else y.square()
+        return 0.5 * each.sum() / weight.sum().clamp(min=least)
 
-    terms = read_counts(loss(output, targets)).terms
-    (term,) = recount(terms, loss(given_twice(output, 4), given_twice(targets, 4)))
+    (term,) = recount(read_counts(again(1)).terms, [0], again)
     assert term.count == 2 * positives
-    assert term.scale == 2 * max(positives, 1)
+    assert term.scale == 2 * max(positives, least)
+    assert term.hidden == (positives < least)

@@ -22,9 +22,9 @@ from echelon.loss_counts import Term, read_counts, recount
 
 #: Averages of one loss that are watched; a loss with more is watched in the first of them.
 _TERMS = 6
-#: Parts, which averages each has (as a word and its square), parts in which nothing was counted, and what their sums were divided by.
+#: Parts, which averages each has (as a word and its square), parts whose first sum was divided by more than was counted, and by what.
 _HEAD = 5
-_EMPTY = 3
+_HIDDEN = 3
 #: For each average: its count per sample, the square of that, and its count.
 _EACH = 3
 #: Products of counts, each with each.
@@ -44,20 +44,25 @@ class Averages:
         #: The last part's averages by name, and a word that stands for them.
         self._names: tuple[str, ...] | None = None
         self._word = 0.0
+        #: Of each average the least count so far, its first count per sample, and whether there was another.
+        self._counts: dict[int, tuple[float, float, bool]] = {}
 
     def begin(self) -> None:
         """Before a step's first forward."""
         self._numbers = [0.0] * self.size
 
-    def add(self, loss: Tensor, samples: int, twice: Callable[[], Tensor | None]) -> tuple[Term, ...]:
-        """Take the loss of one part of `samples` samples into account; returns its averages. `twice` computes it with every sample twice; None
-        where that cannot be done."""
+    def add(self, loss: Tensor, samples: int, again: Callable[[int], Tensor | None]) -> tuple[Term, ...]:
+        """Take the loss of one part of `samples` samples into account; returns its averages. `again(times)` computes it with every sample given that
+        many times; None where that cannot be done."""
         terms = read_counts(loss).terms[:_TERMS]
-        if any(term.floored for term in terms) and (other := twice()) is not None:
-            terms = recount(terms, other)
-            if terms[0].floored:
-                self._add(_EMPTY, [1.0, terms[0].scale])
+        low = [place for place, term in enumerate(terms) if term.divided and self._is_low(place, term, samples)]
+        if low:
+            terms = recount(terms, low, again)
+            if terms[0].hidden:
+                self._add(_HIDDEN, [1.0, terms[0].scale])
         names = tuple([term.name for term in terms])
+        if low and not _share_weight(terms):
+            names += ("minimums of their own",)
         if names != self._names:
             self._names, self._word = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
         self._add(0, [1.0, self._word, self._word * self._word])
@@ -66,6 +71,17 @@ class Averages:
             self._add(_HEAD + _EACH * place, [rate, rate * rate, term.count])
             self._add(_PRODUCTS + _TERMS * place, [term.count * other.count for other in terms])
         return terms
+
+    def _is_low(self, place: int, term: Term, samples: int) -> bool:
+        """Whether a count is 1, or as low as none before where counts per sample differ: `max(count, least)` gives such numbers. The host of an
+        accelerator does not know it, and waits for this alone."""
+        if isinstance(term.scale, Tensor):
+            return bool(term.at_one)
+        rate = term.scale / samples
+        least, first, differ = self._counts.get(place, (term.scale, rate, False))
+        differ = differ or not math.isclose(rate, first)
+        self._counts[place] = min(least, term.scale), first, differ
+        return bool(term.at_one) or (differ and term.scale <= least)
 
     def _add(self, start: int, values: Sequence[float | Tensor]) -> None:
         for place, value in enumerate(values, start):
@@ -84,8 +100,6 @@ class Averages:
         parts = sums[0]
         if parts < 2:
             return False
-        if sums[_EMPTY] and not sums[_HEAD + 2]:
-            return True  # one device divides the sum over all parts
         if round(parts) * round(sums[2]) != round(sums[1]) ** 2:
             raise DivergenceError(
                 f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._names or ()) or 'none'}), "
@@ -100,7 +114,7 @@ class Averages:
             if parts * square - rate * rate > _ROUNDING * parts * parts * square
         ]
         if not moving:
-            return False
+            return bool(sums[_HIDDEN])  # one device divides the sum over all parts
         first = moving[0]
         products = [sums[start : start + _TERMS] for start in range(_PRODUCTS, self.size, _TERMS)]
         for place, (_, _, count) in enumerate(rates):
@@ -128,10 +142,20 @@ class Averages:
         return f"{name} {over} per sample (varying by {spread:.2g} between parts)"
 
 
+def _share_weight(terms: Sequence[Term]) -> bool:
+    """Whether one number makes all averages their sums, also where minimums hide what they count."""
+    first = terms[0]
+    return all(
+        math.isclose(term.scale * first.count, term.count * first.scale)
+        for term in terms
+        if term.hidden or first.hidden
+    )
+
+
 def divisor(sums: Tensor, count: Tensor) -> Tensor:
-    """What one device divides a step's sum by, given the sums over all ranks: `count`, or where nothing was counted what each part divided by."""
-    empty, scales = sums[_EMPTY : _EMPTY + 2]
-    return torch.where((count == 0) & (empty > 0), scales / empty.clamp(min=1), count)
+    """What one device divides a step's sum by, given the sums over all ranks: `count`, or the least that parts divided by."""
+    parts, least = sums[_HIDDEN : _HIDDEN + 2]
+    return torch.maximum(count, least / parts.clamp(min=1))
 
 
 def _is_whole(count: float) -> bool:
@@ -145,7 +169,7 @@ def weighed(loss: Tensor, term: Term) -> tuple[Tensor, Tensor]:
         torch.as_tensor(number, dtype=torch.float64, device=loss.device) for number in (term.count, term.scale)
     )
     total = loss * scale.to(loss.dtype)
-    return total.where((count != 0) | term.floored, total.new_zeros(())), count
+    return total.where((count != 0) | term.hidden, total.new_zeros(())), count
 
 
 def nothing(output: Any, value: Any) -> Tensor | None:

@@ -40,7 +40,7 @@ from echelon.engine.metrics import (
 from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
-from echelon.loss_counts import Term, given_twice, read_counts, recount
+from echelon.loss_counts import Term, given_again, read_counts, recount
 from echelon.plan.split import sizes
 from echelon.profiler.random_state import random_states
 from echelon.profiler.snapshot import Snapshot
@@ -404,22 +404,21 @@ def _terms(
     reading = read_counts(again)
     if reading.opaque:
         return ()
-    return (
-        _recounted(job, model, output, batch, reading.terms) if any(t.floored for t in reading.terms) else reading.terms
-    )
-
-
-def _recounted(job: Job, model: nn.Module, output: Any, batch: Any, terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms whose sums were divided by 1, with what they really count."""
+    low = [place for place, term in enumerate(reading.terms) if bool(term.at_one)]
     samples = next((len(each) for each in tensors(batch) if each.dim()), 0)
-    try:
-        with torch.enable_grad(), random_states(), unchanged(job, model):
-            twice = call_loss(job, given_twice(differentiable(output), samples), given_twice(batch, samples), model)
-    except JobError:
-        raise
-    except Exception:  # it takes other shapes only: the counts are taken as they were read
-        return tuple(terms)
-    return recount(terms, twice) if isinstance(twice, Tensor) else tuple(terms)
+
+    def repeated(times: int) -> Tensor | None:
+        given = given_again((differentiable(output), batch), samples, times)
+        try:
+            with torch.enable_grad(), random_states(), unchanged(job, model):
+                value = None if given is None else call_loss(job, given[0], given[1], model)
+        except JobError:
+            raise
+        except Exception:  # it takes other shapes only: the counts are taken as they were read
+            return None
+        return value if isinstance(value, Tensor) else None
+
+    return recount(reading.terms, low, repeated)
 
 
 def _row(name: str, value: Any, device: torch.device) -> Tensor:

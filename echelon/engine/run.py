@@ -60,7 +60,7 @@ from echelon.engine.watch import Watch
 from echelon.engine.whole_optimizer import whole_optimizers
 from echelon.errors import DivergenceError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model, make_dense
-from echelon.loss_counts import given_twice
+from echelon.loss_counts import given_again
 from echelon.plan.plan import Plan
 from echelon.profiler.random_state import random_states
 from echelon.tree import tensors
@@ -486,7 +486,7 @@ class Run:
     def _weighed(self, value: Any, micro: Micro, batch: StepBatch, sums: _Sums) -> Tensor:
         """What backward starts from: the micro-batch's share of the step's loss, scaled for the precision."""
         if self._watched and not isinstance(value, tuple):
-            terms = self._averages.add(value, micro.samples, partial(self._loss_twice, micro.samples))
+            terms = self._averages.add(value, micro.samples, partial(self._loss_again, micro.samples))
             self._called = None, None  # logits are large
             # What an accelerator counts is not known to the host before backward: then every step is weighed by it.
             by_count = self._weighing or self.nominal is not None or self.hub is not None
@@ -508,12 +508,12 @@ class Run:
         sums.total = part.detach() if sums.total is None else sums.total + part.detach()
         return part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor
 
-    def _loss_twice(self, samples: int) -> Tensor | None:
-        """The loss of the last part with every sample given twice; None where it cannot be called so."""
-        output, batch = (given_twice(each, samples) for each in self._called)
+    def _loss_again(self, samples: int, times: int) -> Tensor | None:
+        """The loss of the last part with every sample given several times; None where it cannot be called so."""
+        repeated = given_again(self._called, samples, times)
         try:
             with unchanged(self.job, self.model), random_states(), autocast(self.precision, self.device):
-                value = call_loss(self.job, output, batch, self.model)
+                value = None if repeated is None else call_loss(self.job, repeated[0], repeated[1], self.model)
         except Exception:  # it takes other shapes only: the count is taken as it was read
             return None
         return value if isinstance(value, Tensor) else None
