@@ -118,13 +118,17 @@ def recount(terms: Sequence[Term], low: Collection[int], again: Callable[[int], 
     minimum hides grows less, or not at all, until it exceeds the minimum.
     """
     found, pending = list(terms), set(low)
-    for times in (2, 4, 8, 16, 32, 64):
+    for times in (1, 2, 4, 8, 16, 32, 64):
         loss = again(times) if pending else None
         if loss is None:
             break
         repeated = read_counts(loss).terms
         if len(repeated) < len(terms):
             return tuple(terms)
+        if times == 1:  # it must be the same loss at all: it may draw, or ask other ranks
+            if any(not math.isclose(repeated[place].scale, terms[place].scale, rel_tol=1e-9) for place in pending):
+                break
+            continue
         for place in sorted(pending):
             term, grown = terms[place], repeated[place].scale
             count = grown / times if grown > term.scale * _GROWN else grown * 0
@@ -158,7 +162,9 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
             if (found is not None or divisor is not None) and not _of_parameters(node):
                 name = f"{kind} / count" if found is None else kind
-                count = scale = _over(1.0 if found is None else found, factor)
+                count = scale = abs(
+                    _over(1.0 if found is None else found, factor)
+                )  # a weight, whatever the loss's sign
                 nothing = found is None and _counts_nothing(node, divisor)
                 if isinstance(nothing, Tensor):
                     count = torch.where(nothing, 0.0, count)
@@ -324,6 +330,11 @@ def _over(value: Scalar, by: Scalar) -> Scalar:
     if isinstance(divisor, Tensor) or divisor:
         return value / divisor
     return math.inf  # a mean over nothing: its sum is multiplied by infinity, its count is zero
+
+
+def _positive(weight: Scalar) -> Scalar:
+    """Whatever the sign of the loss is: that of a sum and its count cancel."""
+    return weight.abs() if isinstance(weight, Tensor) else abs(weight)
 
 
 def _plain(value: Any) -> Scalar:

@@ -44,6 +44,7 @@ from echelon.loss_counts import Term, given_again, read_counts, recount
 from echelon.plan.split import sizes
 from echelon.profiler.random_state import random_states
 from echelon.profiler.snapshot import Snapshot
+from echelon.profiler.trial_context import one_process
 from echelon.tree import tensors
 from echelon.world import usable_memory
 
@@ -410,7 +411,7 @@ def _terms(
     def repeated(times: int) -> Tensor | None:
         given = given_again((differentiable(output), batch), samples, times)
         try:
-            with torch.enable_grad(), random_states(), unchanged(job, model):
+            with torch.enable_grad(), one_process(), random_states(), unchanged(job, model):
                 value = None if given is None else call_loss(job, given[0], given[1], model)
         except JobError:
             raise

@@ -63,6 +63,7 @@ from echelon.job import Job, call_loss, call_model, make_dense
 from echelon.loss_counts import given_again
 from echelon.plan.plan import Plan
 from echelon.profiler.random_state import random_states
+from echelon.profiler.trial_context import one_process
 from echelon.tree import tensors
 from echelon.world import World, usable_cores
 
@@ -512,7 +513,7 @@ class Run:
         """The loss of the last part with every sample given several times; None where it cannot be called so."""
         repeated = given_again(self._called, samples, times)
         try:
-            with unchanged(self.job, self.model), random_states(), autocast(self.precision, self.device):
+            with one_process(), unchanged(self.job, self.model), random_states(), autocast(self.precision, self.device):
                 value = None if repeated is None else call_loss(self.job, repeated[0], repeated[1], self.model)
         except Exception:  # it takes other shapes only: the count is taken as it was read
             return None

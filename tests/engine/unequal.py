@@ -146,6 +146,9 @@ def _at_least_ten(scores: Tensor, labels: Tensor) -> Tensor:
 JOBS: dict[str, Callable[[], Job]] = {
     "by positives": lambda: _job(_by_positives, labels=_few_positives()),
     "a minimum of ten": lambda: _job(_at_least_ten, labels=_few_missing()),
+    "a negative factor": lambda: _job(
+        lambda s, y: -1.0 * (s[..., 0] * (y != -100)).sum() / (y != -100).sum().clamp(min=1), labels=_one_sided()
+    ),
     "positives by samples": lambda: _job(
         lambda s, y: (_rows(s, y) * (y.flatten() == 1)).sum() / len(y), labels=_few_positives()
     ),
