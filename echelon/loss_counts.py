@@ -162,9 +162,7 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
             if (found is not None or divisor is not None) and not _of_parameters(node):
                 name = f"{kind} / count" if found is None else kind
-                count = scale = abs(
-                    _over(1.0 if found is None else found, factor)
-                )  # a weight, whatever the loss's sign
+                count = scale = _positive(_over(1.0 if found is None else found, factor))
                 nothing = found is None and _counts_nothing(node, divisor)
                 if isinstance(nothing, Tensor):
                     count = torch.where(nothing, 0.0, count)
