@@ -134,14 +134,14 @@ def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int)
 
 def _require_equal_rows(source: Source, ranks: Ranks) -> None:
     """Of data in memory every row is compared, of much data blocks that take `_COMPARED` bytes."""
-    row = sum(part.nbytes for part in tensors(source.sample(0)))
-    most = max(_COMPARED // _BLOCKS // max(row, 1), 1)
-    blocks = [block[:most] for block in numpy.array_split(numpy.arange(len(source)), min(len(source), _BLOCKS))]
+    rows = max(_COMPARED // max(sum(part.nbytes for part in tensors(source.sample(0))), 1), 1)
+    count = min(len(source), rows, _BLOCKS)
+    blocks = [block[: rows // count] for block in numpy.array_split(numpy.arange(len(source)), count)]
     found = ranks.gather([digest(source.take(block, 0)) for block in blocks])
     for block, *texts in zip(blocks, *found, strict=True):
         if len(set(texts)) > 1:
-            rows = ranks.gather([digest(source.sample(int(number))) for number in block])
-            for number, *each in zip(block, *rows, strict=True):
+            samples = ranks.gather([digest(source.sample(int(number))) for number in block])
+            for number, *each in zip(block, *samples, strict=True):
                 if len(set(each)) > 1:
                     raise _different(int(number), next(i for i, text in enumerate(each) if text != each[0]), 0)
 
