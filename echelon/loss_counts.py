@@ -15,7 +15,7 @@ stays a tensor there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,16 +71,16 @@ _TRANSPARENT = {
 #: Those of them that only look at it in another shape.
 _VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "Alias"}
 _SUMS = {"Sum", "Nansum", "Dot", "Mv", "Mm", "Bmm"}
-#: A `reduction=` as autograd saves it.
-_REDUCED_BY_MEAN = 1
+#: `reduction=` as autograd saves it.
+_REDUCED_BY_MEAN, _REDUCED_BY_SUM = 1, 2
 #: Operators through which numbers that do not require gradients may be samples.
 _MIXING = {"Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot", "Embedding", "Index", "Gather", "Where", "Div"}
 #: How the operators end that compare outputs with targets.
 _LOSSES = ("Loss", "Loss2D", "Logits", "Entropy")
 #: Operators below a penalty on parameters; what is larger is the model.
 _PENALTY = 16
-#: A count that grows by more than rounding.
-_GROWN = 1 + 1e-6
+#: A count that grows by more than rounding, and how far a sum may be off.
+_GROWN, _CLOSE = 1 + 1e-6, 1e-3
 #: Elements of outputs and batches that are given again more than twice.
 _REPEATED = 2**24
 #: A loss that adds up more terms than this is not one that a person wrote term by term.
@@ -111,30 +111,29 @@ def read_counts(loss: Tensor) -> Reading:
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
-def recount(terms: Sequence[Term], low: Collection[int], again: Callable[[int], Tensor | None]) -> tuple[Term, ...]:
-    """The terms with what they really count, where `max(count, least)` may hide it, as it may for those at the places `low`.
+def recount(terms: Sequence[Term], again: Callable[[int], Tensor | None]) -> Term | None:
+    """The only term with what it really counts, where `max(count, least)` may hide that; None where it does not show.
 
-    `again(times)` is the same loss with every sample given that many times; None where it cannot be computed. A count grows by `times`; one that a
-    minimum hides grows less, or not at all, until it exceeds the minimum.
+    `again(times)` is the same loss with every sample given that many times; None where it cannot be computed. Its sum must grow by `times`. So does
+    its count; one that a minimum hides grows less, or not at all, until it exceeds the minimum.
     """
-    found, pending = list(terms), set(low)
+    term, first = terms[0], again(1)
+    if len(terms) > 1 or first is None:
+        return None
+    total = float(first.detach()) * float(term.scale)
     for times in (1, 2, 4, 8, 16, 32, 64):
-        loss = again(times) if pending else None
-        if loss is None:
+        loss = first if times == 1 else again(times)
+        reading = None if loss is None else read_counts(loss).only
+        if loss is None or reading is None:
             break
-        repeated = read_counts(loss).terms
-        if len(repeated) < len(terms):
-            return tuple(terms)
-        if times == 1:  # it must be the same loss at all: it may draw, or ask other ranks
-            if any(not math.isclose(repeated[place].scale, terms[place].scale, rel_tol=1e-9) for place in pending):
-                break
-            continue
-        for place in sorted(pending):
-            term, grown = terms[place], repeated[place].scale
-            count = grown / times if grown > term.scale * _GROWN else grown * 0
-            pending -= {place} if count else set()
-            found[place] = replace(term, count=count, hidden=not math.isclose(count, term.scale, rel_tol=1e-9))
-    return tuple(found)
+        grown = reading.scale
+        # It may draw or ask other ranks, samples may lie in no row of their own, or the model computes the loss: then it does not grow so.
+        if not total or not math.isclose(float(loss.detach()) * float(grown), times * total, rel_tol=_CLOSE):
+            return None
+        if times > 1 and grown > term.scale * _GROWN:
+            count = grown / times
+            return replace(term, count=count, hidden=not math.isclose(count, term.scale, rel_tol=_CLOSE))
+    return replace(term, count=term.scale * 0, hidden=True) if times > 2 else None
 
 
 def given_again(value: Any, samples: int, times: int) -> Any:
@@ -149,6 +148,8 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
     """Add the averages below `node`, the loss itself."""
     #: Operators, each with the factor by which its output enters the loss, and what that was divided by on the way, if anything.
     pending: list[tuple[Any, Scalar, Scalar | None]] = [(node, 1.0, None)]
+    #: Terms that are multiplied by zero.
+    void: list[Term] = []
     visits = 0
     while pending:
         node, factor, divisor = pending.pop()
@@ -158,10 +159,13 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             return
         kind = _kind(node)
         found = _average(node, kind)
-        if found is not None or (kind in _SUMS and not _single_inputs(node)):
+        if found is not None or (_is_sum(node, kind) and not _single_inputs(node)):
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
             if (found is not None or divisor is not None) and not _of_parameters(node):
                 name = f"{kind} / count" if found is None else kind
+                if not isinstance(factor, Tensor) and factor == 0:
+                    void.append(Term(name=name.lower(), count=0.0, scale=0.0))
+                    continue
                 count = scale = _positive(_over(1.0 if found is None else found, factor))
                 nothing = found is None and _counts_nothing(node, divisor)
                 if isinstance(nothing, Tensor):
@@ -188,6 +192,8 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             pending.extend((each, factor, divisor) for each, _ in reversed(node.next_functions) if each is not None)
         elif not _is_leaf(node):
             opaque.append(node.name())
+    if void and not terms:
+        terms.append(void[0])
 
 
 def _counts_nothing(node: Any, divisor: Scalar | None) -> bool | Tensor:
@@ -206,6 +212,10 @@ def _counts_nothing(node: Any, divisor: Scalar | None) -> bool | Tensor:
         return False
     nothing = torch.stack(empty).any() & (divisor == 1)
     return nothing if isinstance(divisor, Tensor) or nothing.device.type != "cpu" else bool(nothing)
+
+
+def _is_sum(node: Any, kind: str) -> bool:
+    return kind in _SUMS or getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM
 
 
 def _average(node: Any, kind: str) -> Scalar | None:

@@ -20,11 +20,13 @@ from torch.utils._pytree import tree_leaves
 from echelon.errors import DivergenceError
 from echelon.loss_counts import Term, read_counts, recount
 
-#: Averages of one loss that are watched; a loss with more is watched in the first of them.
+#: Averages of one loss that are watched one by one.
 _TERMS = 6
-#: Parts, which averages each has (as a word and its square), parts whose first sum was divided by more than was counted, and by what.
-_HEAD = 5
-_HIDDEN = 3
+_GOLDEN = 0.6180339887498949
+#: Parts, which averages each has (as a word and its square), parts whose sum was divided by more than was counted, and by what, and parts of which
+#: it does not show what they count.
+_HEAD = 6
+_HIDDEN, _DOUBTS = 3, 5
 #: For each average: its count per sample, the square of that, and its count.
 _EACH = 3
 #: Products of counts, each with each.
@@ -54,15 +56,17 @@ class Averages:
     def add(self, loss: Tensor, samples: int, again: Callable[[int], Tensor | None]) -> tuple[Term, ...]:
         """Take the loss of one part of `samples` samples into account; returns its averages. `again(times)` computes it with every sample given that
         many times; None where that cannot be done."""
-        terms = read_counts(loss).terms[:_TERMS]
-        low = [place for place, term in enumerate(terms) if term.divided and self._is_low(place, term, samples)]
-        if low:
-            terms = recount(terms, low, again)
-            if terms[0].hidden:
-                self._add(_HIDDEN, [1.0, terms[0].scale])
+        terms = _folded(read_counts(loss).terms)
+        low = [self._is_low(place, term, samples) for place, term in enumerate(terms) if term.divided]
+        if any(low):
+            recounted = recount(terms, again)
+            if recounted is None:
+                self.doubt()
+            else:
+                terms = (recounted,)
+                if recounted.hidden:
+                    self._add(_HIDDEN, [1.0, recounted.scale])
         names = tuple([term.name for term in terms])
-        if low and not _share_weight(terms):
-            names += ("minimums of their own",)
         if names != self._names:
             self._names, self._word = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
         self._add(0, [1.0, self._word, self._word * self._word])
@@ -71,6 +75,10 @@ class Averages:
             self._add(_HEAD + _EACH * place, [rate, rate * rate, term.count])
             self._add(_PRODUCTS + _TERMS * place, [term.count * other.count for other in terms])
         return terms
+
+    def doubt(self) -> None:
+        """Note that it does not show what a part counts: the step is to be compared with one device."""
+        self._add(_DOUBTS, [1.0])
 
     def _is_low(self, place: int, term: Term, samples: int) -> bool:
         """Whether a count is 1, or as low as none before where counts per sample differ: `max(count, least)` gives such numbers. The host of an
@@ -142,14 +150,18 @@ class Averages:
         return f"{name} {over} per sample (varying by {spread:.2g} between parts)"
 
 
-def _share_weight(terms: Sequence[Term]) -> bool:
-    """Whether one number makes all averages their sums, also where minimums hide what they count."""
-    first = terms[0]
-    return all(
-        math.isclose(term.scale * first.count, term.count * first.scale)
-        for term in terms
-        if term.hidden or first.hidden
-    )
+def _folded(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    """At most so many as are watched: the last one stands for the rest, whose counts go into one with weights that nothing cancels by chance."""
+    if len(terms) <= _TERMS:
+        return terms
+    kept, rest = terms[: _TERMS - 1], terms[_TERMS - 1 :]
+    count = sum((1 + place * _GOLDEN % 1) * term.count for place, term in enumerate(rest))
+    return *kept, Term(name=f"{len(rest)} more", count=count, scale=count)
+
+
+def doubts(sums: Sequence[float]) -> bool:
+    """Whether it does not show of some part what it counts."""
+    return sums[_DOUBTS] > 0
 
 
 def divisor(sums: Tensor, count: Tensor) -> Tensor:

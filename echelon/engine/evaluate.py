@@ -405,13 +405,14 @@ def _terms(
     reading = read_counts(again)
     if reading.opaque:
         return ()
-    low = [place for place, term in enumerate(reading.terms) if bool(term.at_one)]
+    if not any(term.at_one for term in reading.terms):
+        return reading.terms
     samples = next((len(each) for each in tensors(batch) if each.dim()), 0)
 
     def repeated(times: int) -> Tensor | None:
-        given = given_again((differentiable(output), batch), samples, times)
         try:
             with torch.enable_grad(), one_process(), random_states(), unchanged(job, model):
+                given = given_again((differentiable(output), batch), samples, times)
                 value = None if given is None else call_loss(job, given[0], given[1], model)
         except JobError:
             raise
@@ -419,7 +420,8 @@ def _terms(
             return None
         return value if isinstance(value, Tensor) else None
 
-    return recount(reading.terms, low, repeated)
+    recounted = recount(reading.terms, repeated)
+    return reading.terms if recounted is None else (recounted,)
 
 
 def _row(name: str, value: Any, device: torch.device) -> Tensor:

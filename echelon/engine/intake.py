@@ -95,7 +95,7 @@ def _open(
     with ranks.together():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
         order = source.order(batch=job.batch, seed=job.seed, drop_last=job.drop_last)
-    _require_equal_data(source, ranks, data, workers)
+    _require_equal_data(source, ranks, data, workers, by_code=type(job.data) not in (list, tuple))
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
     return Intake(
         Loader(source, order, rank=data.rank, ranks=data.size, micro=micro, pin=pin, workers=workers, shares=shares),
@@ -107,7 +107,8 @@ def _open(
     )
 
 
-def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int) -> None:
+def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int, *, by_code: bool) -> None:
+    """`by_code`: reading a sample may run code of the data set."""
     lengths = ranks.gather(len(source))
     if len(set(lengths)) > 1:
         other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
@@ -128,18 +129,24 @@ def _require_equal_data(source: Source, ranks: Ranks, data: Group, workers: int)
     if ranks.size > 1 and (source.gathers or not workers):
         for number in sorted({0, len(source) - 1}):
             _require_equal_sample(source, number, ranks, data)
-        if source.gathers:
+        if source.gathers or not by_code:
             _require_equal_rows(source, ranks)
 
 
 def _require_equal_rows(source: Source, ranks: Ranks) -> None:
     """Of data in memory every row is compared, of much data blocks that take `_COMPARED` bytes."""
     rows = max(_COMPARED // max(sum(part.nbytes for part in tensors(source.sample(0))), 1), 1)
+    rows = rows if source.gathers else min(rows, _SAMPLES)
     count = min(len(source), rows, _BLOCKS)
     blocks = [block[: rows // count] for block in numpy.array_split(numpy.arange(len(source)), count)]
-    found = ranks.gather([digest(source.take(block, 0)) for block in blocks])
-    for block, *texts in zip(blocks, *found, strict=True):
-        if len(set(texts)) > 1:
+    with ranks.together():
+        texts = [
+            digest(source.take(block, 0) if source.gathers else [source.sample(int(number)) for number in block])
+            for block in blocks
+        ]
+    found = ranks.gather(texts)
+    for block, *each_rank in zip(blocks, *found, strict=True):
+        if len(set(each_rank)) > 1:
             samples = ranks.gather([digest(source.sample(int(number))) for number in block])
             for number, *each in zip(block, *samples, strict=True):
                 if len(set(each)) > 1:
@@ -184,8 +191,8 @@ def _is_changing(source: Source, number: int) -> bool:
         return False
 
 
-#: Bytes of data in memory that ranks compare at the start, and in how many blocks.
-_COMPARED, _BLOCKS = 2**26, 64
+#: Bytes of data in memory that ranks compare at the start, in how many blocks, and samples of lists.
+_COMPARED, _BLOCKS, _SAMPLES = 2**26, 64, 2**13
 #: Readings of a sample that tell whether it changes.
 _READINGS = 20
 #: Tensors from so many bytes on are copied on a stream of their own; smaller ones take less time than the two streams' talk.

@@ -24,7 +24,7 @@ from echelon.engine import checkpoint, norm, state
 from echelon.engine.agreement import Agreement
 from echelon.engine.assemble import Assembly, takes_sparse
 from echelon.engine.attributes import Attributes
-from echelon.engine.averages import Averages, divisor, nothing, weighed
+from echelon.engine.averages import Averages, divisor, doubts, nothing, weighed
 from echelon.engine.build import broadcast
 from echelon.engine.evaluate import evaluate, measured
 from echelon.engine.function_state import loss_parameters, unchanged
@@ -209,6 +209,8 @@ class Run:
         self._seen: Later | None = None
         #: A zero that depends on the last output, for a loss that counts nothing of it.
         self._zero: Tensor | None = None
+        #: Whether the last step should be compared with one device before its update (of an accelerator: the step before it).
+        self.doubtful = False
         #: What the loss was called with last.
         self._called: tuple[Any, Any] = None, None
         self.loss_scale = LossScale() if self.precision == "fp16" else None
@@ -295,7 +297,7 @@ class Run:
         self._replacements.begin()
         self.prepare(batch)
         self._shared_state.begin(parts=self._watched)
-        versions = _versions(batch)
+        versions = self._read_versions = _versions(batch)
         if again:
             self._rollback.keep()
         loss = self._accumulate(batch)
@@ -315,11 +317,16 @@ class Run:
                 )
             self._undo(batch.step)
             loss = self._accumulate(batch)
+            self.doubtful = True  # parts were never weighed so before
         assert loss is not None
         self._state_rules.require_known(batch)
         self._replacements.require_none(batch.step)
         self._shared_state.require_unchanged(batch.step)
         return loss
+
+    def is_unedited(self, batch: StepBatch) -> bool:
+        """Whether the last step's forward left its samples as they were."""
+        return _versions(batch) == self._read_versions
 
     def prepare(self, batch: StepBatch) -> None:
         """Before the first steps that are computed in parts: learn how calls change the model's state, by calling it. Every rank must call it;
@@ -420,6 +427,7 @@ class Run:
             self.watch.judge_data(seen[size : size + 2], step)
         if self.core.size > 1:
             self.watch.judge_core(seen[size + 2 :], step)
+        self.doubtful = self._watched and doubts(seen)
         return self._watched and self._averages.unequal(seen[:size], step)
 
     @property
@@ -495,6 +503,8 @@ class Run:
                 value = weighed(value, terms[0])
         if isinstance(value, tuple):
             part, count = value
+            if self._watched and self.device.type == "cpu" and count == 1:  # or a count of 0 with a minimum
+                self._averages.doubt()
             if self._zero is not None and self.device.type == "cpu" and not count:
                 part = self._zero
             sums.items = count if sums.items is None else sums.items + count

@@ -209,7 +209,7 @@ class Training:
         first = run.step_number
         for batch in run.batches():
             with recording_variables() if batch.step == first else contextlib.nullcontext(set[str]()) as read:
-                step = checks.step(batch) if checks is not None and checks.due(batch.step) else run.step(batch)
+                step = run.step(batch) if checks is None else checks.step(batch)
             if batch.step == first:
                 self._note_variables(read)
             now = time.perf_counter()

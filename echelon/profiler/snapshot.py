@@ -143,6 +143,8 @@ def _is_small(value: Any, largest: int) -> bool:
 
 def content_of(value: Any) -> Any:
     """What `refill` takes, of types that a checkpoint holds."""
+    if isinstance(value, random.SystemRandom):
+        return None  # the system's entropy has no state
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.Generator):
@@ -187,7 +189,8 @@ def refill(value: Any, content: Any) -> bool:
     elif isinstance(value, torch.Generator):
         value.set_state(content.get_state())
     elif isinstance(value, random.Random):
-        value.setstate(content)
+        if not isinstance(value, random.SystemRandom):
+            value.setstate(content)
     elif isinstance(value, np.random.Generator):
         value.bit_generator.state = content
     elif isinstance(value, np.random.RandomState):

@@ -76,8 +76,8 @@ class Part:
     rank: int
     batch: Any
     samples: int
-    #: Whether the rank reads the same again and again.
-    steady: bool = False
+    #: Whether the rank reads the same again and again; None: it cannot read it again, or was not asked to.
+    steady: bool | None = None
 
 
 def collect_parts(run: Run, batch: StepBatch, feed: Feed | None = None) -> list[Part]:
@@ -128,16 +128,21 @@ def misreading_rank(step: int, parts: list[Part], feed: Feed) -> int | None:
         once = feed.take(step, positions)
         same = digest(once) == digest(part.batch)
         agrees[part.rank] = agrees.get(part.rank, True) and same
-        if wrong is None and not same and (part.steady or _most_differ(part, once)):
-            steady = all(digest(feed.take(step, positions)) == digest(once) for _ in range(_READINGS))
-            wrong = part.rank if steady else None
+        steady = _most_differ(part, once) if part.steady is None else part.steady
+        if wrong is None and part.rank and not same and steady:
+            alike = all(digest(feed.take(step, positions)) == digest(once) for _ in range(_READINGS))
+            wrong = part.rank if alike else None
     return wrong if any(agrees.values()) else None
 
 
-def _is_steady(part: Part, step: int, span: Span, feed: Feed) -> bool:
+def _is_steady(part: Part, step: int, span: Span, feed: Feed) -> bool | None:
     positions = numpy.arange(span.start, span.stop)
-    found = digest(part.batch)
-    return all(digest(feed.take_as_rank(step, positions)) == found for _ in range(_READINGS))
+    found, again = digest(part.batch), feed.take_as_rank(step, positions)
+    if again is None:
+        return None
+    return digest(again) == found and all(
+        digest(feed.take_as_rank(step, positions)) == found for _ in range(_READINGS - 1)
+    )
 
 
 def _most_differ(part: Part, read: Any) -> bool:

@@ -97,29 +97,62 @@ class SpotChecks:
         self.left_out = ""
         #: Of a step's samples what one device can compute in time; None: not known yet.
         self._share: float | None = None
+        #: Doubtful steps so far.
+        self._doubts = 0
         self._device = torch.device("cpu")
 
     def due(self, step: int) -> bool:
         """Whether step `step` (from 0) is checked; if it is by its number, rank 0's clock decides."""
-        if step not in self._steps or self._run.hub is not None or self._run.loss_scale is not None:
+        return step in self._steps and self._can_check()
+
+    def _is_worth_it(self) -> bool:
+        """Whether a doubtful step is checked: fewer and fewer of them, as other checks need time too."""
+        self._doubts += 1
+        return self._doubts.bit_count() == 1 and self._can_check()
+
+    def _can_check(self) -> bool:
+        if self._run.hub is not None or self._run.loss_scale is not None:
             return False
         each = self.seconds / self.count if self.count else 0.0
         room = max(LEAST, SHARE * (time.perf_counter() - self._began))
         return bool(self._run.ranks.gather(not self.left_out and self.seconds + each <= room)[0])
 
     def step(self, batch: StepBatch) -> Step:
+        """The step, checked where it is due, and where it does something that was never compared."""
+        if self.due(batch.step):
+            return self.checked(batch)
+        run = self._run
+        loss = run.backward(batch)
+        if (
+            run.doubtful
+            and batch.step + 1 >= FIRST
+            and self._is_worth_it()
+            and all(run.ranks.gather(run.is_unedited(batch)))
+        ):
+            begin = time.perf_counter()
+            self._check_some(batch, self._affordable_share())
+            self.seconds += time.perf_counter() - begin
+            self.count += 1
+        return run.finish(loss, batch)
+
+    def checked(self, batch: StepBatch) -> Step:
         """The step, checked; raises DivergenceError where one device computes something else."""
         run, begin = self._run, time.perf_counter()
-        if self._share is None:
-            self._share, self._device = run.ranks.gather(self._affordable() if run.world.main else None)[0]
-        if self._share < 1:
-            self._check_some(batch, self._share)
+        share = self._affordable_share()
+        if share < 1:
+            self._check_some(batch, share)
             loss = run.backward(batch)
         else:
             loss = self._check_all(batch)
         self.seconds += time.perf_counter() - begin
         self.count += 1
         return run.finish(loss, batch)
+
+    def _affordable_share(self) -> float:
+        if self._share is None:
+            ranks = self._run.ranks
+            self._share, self._device = ranks.gather(self._affordable() if self._run.world.main else None)[0]
+        return self._share
 
     def _affordable(self) -> tuple[float, torch.device]:
         """Of a step's samples what one device computes in EACH seconds, and which device: the GPU, if it has the room."""
@@ -185,8 +218,9 @@ class SpotChecks:
         self._reads_again = False
 
     def _check_some(self, whole_batch: StepBatch, share: float) -> None:
-        """A pass over a few samples, compared; nothing of it stays."""
-        run, some = self._run, fewer(self._run, whole_batch, share)
+        """A pass over a few samples, or all, compared; nothing of it stays."""
+        run = self._run
+        some = fewer(run, whole_batch, share) if share < 1 else (whole_batch, run.plan)
         if some is None:
             return
         batch, plan = some

@@ -319,7 +319,7 @@ def test_spot_checks_of_right_steps_find_nothing(name: str) -> None:
     with Run(job, Plan(), World()) as run:
         checks = SpotChecks(job, run, pristine, None)
         for batch in run.batches():
-            checks.step(batch)
+            checks.checked(batch)
         assert checks.count == run.step_number == 3
 
 
@@ -337,7 +337,7 @@ def test_a_spot_check_sees_a_gradient_that_is_off() -> None:
 
         run.backward = halved  # type: ignore[method-assign]
         with pytest.raises(DivergenceError, match=r"gradient of 0\.weight"):
-            checks.step(next(run.batches()))
+            checks.checked(next(run.batches()))
 
 
 def test_a_spot_check_against_zero_says_both_numbers() -> None:
@@ -347,7 +347,7 @@ def test_a_spot_check_against_zero_says_both_numbers() -> None:
         usual = run.backward
         run.backward = lambda batch: usual(batch) + 0.25  # type: ignore[method-assign]
         with pytest.raises(DivergenceError, match=r'the loss under "dp=1" is 0\.25, and 0 is what one device computes'):
-            checks.step(next(run.batches()))
+            checks.checked(next(run.batches()))
 
 
 class TiesLate(nn.Module):
@@ -371,5 +371,5 @@ def test_a_spot_check_names_the_parameter_that_changed_its_place() -> None:
         first, second, third = run.batches()
         run.step(first)
         run.step(second)
-        checks.step(third)
+        checks.checked(third)
         assert "second.weight is the same parameter as first.weight since forward replaced it" in checks.left_out
