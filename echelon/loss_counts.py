@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.tree import map_tensors, tensors
+from echelon.tree import map_tensors, tensors, tree_leaves
 
 Scalar = float | Tensor
 
@@ -111,15 +111,15 @@ def read_counts(loss: Tensor) -> Reading:
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
-def recount(terms: Sequence[Term], again: Callable[[int], Tensor | None]) -> Term | None:
-    """The only term with what it really counts, where `max(count, least)` may hide that; None where it does not show.
+def recount(terms: Sequence[Term], again: Callable[[int], Tensor | None]) -> tuple[Term | None, bool]:
+    """The only term with what it really counts, where `max(count, least)` may hide that (None where it does not show), and whether that is sure.
 
     `again(times)` is the same loss with every sample given that many times; None where it cannot be computed. Its sum must grow by `times`. So does
-    its count; one that a minimum hides grows less, or not at all, until it exceeds the minimum.
+    its count; one that a minimum hides grows less, or not at all, until it exceeds the minimum. A sum of zero does not show whether it grows.
     """
     term, first = terms[0], again(1)
     if len(terms) > 1 or first is None:
-        return None
+        return None, False
     total = float(first.detach()) * float(term.scale)
     for times in (1, 2, 4, 8, 16, 32, 64):
         loss = first if times == 1 else again(times)
@@ -128,17 +128,19 @@ def recount(terms: Sequence[Term], again: Callable[[int], Tensor | None]) -> Ter
             break
         grown = reading.scale
         # It may draw or ask other ranks, samples may lie in no row of their own, or the model computes the loss: then it does not grow so.
-        if not total or not math.isclose(float(loss.detach()) * float(grown), times * total, rel_tol=_CLOSE):
-            return None
+        if not math.isclose(float(loss.detach()) * float(grown), times * total, rel_tol=_CLOSE):
+            return None, False
         if times > 1 and grown > term.scale * _GROWN:
             count = grown / times
-            return replace(term, count=count, hidden=not math.isclose(count, term.scale, rel_tol=_CLOSE))
-    return replace(term, count=term.scale * 0, hidden=True) if times > 2 else None
+            return replace(term, count=count, hidden=not math.isclose(count, term.scale, rel_tol=_CLOSE)), True
+    return (replace(term, count=term.scale * 0, hidden=True), bool(total)) if times > 2 else (None, False)
 
 
 def given_again(value: Any, samples: int, times: int) -> Any:
     """An output or a batch with every sample given `times` times; tensors without one row per sample stay as they are. None where that is too
-    much: twice is never."""
+    much (twice is never), or where samples hold more than tensors."""
+    if not all(isinstance(leaf, Tensor) or leaf is None for leaf in tree_leaves(value)):
+        return None
     if times > 2 and times * sum(part.numel() for part in tensors(value)) > _REPEATED:
         return None
     return map_tensors(lambda part: torch.cat([part] * times) if part.dim() and len(part) == samples else part, value)

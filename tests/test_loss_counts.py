@@ -107,11 +107,21 @@ def test_what_a_minimum_hides_is_counted(positives: float, least: float, masked:
         each = y.square() * weight if masked else y.square()
         return 0.5 * each.sum() / weight.sum().clamp(min=least)
 
-    term = recount(read_counts(again(1)).terms, again)
-    if masked and not positives:  # a sum of zero shows nothing
-        assert term is None
-        return
+    term, sure = recount(read_counts(again(1)).terms, again)
+    assert sure == (not masked or positives > 0)  # a sum of zero does not show whether it grows
     assert term is not None
     assert term.count == 2 * positives
     assert term.scale == 2 * max(positives, least)
     assert term.hidden == (positives < least)
+
+
+def test_a_count_that_does_not_follow_its_samples_is_not_taken_for_zero() -> None:
+    output = (X @ nn.Parameter(torch.eye(4)))[:4, 0]
+    boxes = torch.tensor([2])  # of all samples together, by their number
+
+    def again(times: int) -> Tensor:
+        y, given = given_again((output, boxes), 4, times)
+        return y[given].square().sum() / max(len(given), 1)
+
+    assert recount(read_counts(again(1)).terms, again) == (None, False)
+    assert given_again((output, {"lengths": [1, 1, 1, 1]}), 4, 2) is None

@@ -59,10 +59,10 @@ class Averages:
         terms = _folded(read_counts(loss).terms)
         low = [self._is_low(place, term, samples) for place, term in enumerate(terms) if term.divided]
         if any(low):
-            recounted = recount(terms, again)
-            if recounted is None:
+            recounted, sure = recount(terms, again)
+            if not sure:
                 self.doubt()
-            else:
+            if recounted is not None:
                 terms = (recounted,)
                 if recounted.hidden:
                     self._add(_HIDDEN, [1.0, recounted.scale])

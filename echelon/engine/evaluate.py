@@ -420,7 +420,7 @@ def _terms(
             return None
         return value if isinstance(value, Tensor) else None
 
-    recounted = recount(reading.terms, repeated)
+    recounted, _ = recount(reading.terms, repeated)
     return reading.terms if recounted is None else (recounted,)
 
 
