@@ -275,7 +275,7 @@ def _own_loss(output: Any, batch: Any, model: nn.Module | None) -> Any:
     if loss.requires_grad:
         from echelon.loss_counts import read_counts
 
-        reading = read_counts(loss)
+        reading = read_counts(loss, summed=False)
         if reading.only is not None and model is not None and model not in _LABELS and not _is_fake(loss):
             _LABELS[model] = _labels_like(reading.only, batch)
         if reading.terms:

@@ -101,13 +101,14 @@ class ModelOutput(torch.autograd.Function):
         return gradient
 
 
-def read_counts(loss: Tensor) -> Reading:
-    """The averages in `loss`, a single number; empty where it has no graph."""
+def read_counts(loss: Tensor, *, summed: bool = True) -> Reading:
+    """The averages in `loss`, a single number; empty where it has no graph. `summed`: losses with reduction="sum" are sums that may be averages too;
+    a model that is told its number of labels divides them by that."""
     terms: list[Term] = []
     opaque: list[str] = []
     if loss.grad_fn is None:
         return Reading()
-    _walk(loss.grad_fn, terms, opaque)
+    _walk(loss.grad_fn, terms, opaque, summed=summed)
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
@@ -146,7 +147,7 @@ def given_again(value: Any, samples: int, times: int) -> Any:
     return map_tensors(lambda part: torch.cat([part] * times) if part.dim() and len(part) == samples else part, value)
 
 
-def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
+def _walk(node: Any, terms: list[Term], opaque: list[str], *, summed: bool) -> None:
     """Add the averages below `node`, the loss itself."""
     #: Operators, each with the factor by which its output enters the loss, and what that was divided by on the way, if anything.
     pending: list[tuple[Any, Scalar, Scalar | None]] = [(node, 1.0, None)]
@@ -161,7 +162,7 @@ def _walk(node: Any, terms: list[Term], opaque: list[str]) -> None:
             return
         kind = _kind(node)
         found = _average(node, kind)
-        if found is not None or (_is_sum(node, kind) and not _single_inputs(node)):
+        if found is not None or (_is_sum(node, kind, summed=summed) and not _single_inputs(node)):
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
             if (found is not None or divisor is not None) and not _of_parameters(node):
                 name = f"{kind} / count" if found is None else kind
@@ -216,8 +217,8 @@ def _counts_nothing(node: Any, divisor: Scalar | None) -> bool | Tensor:
     return nothing if isinstance(divisor, Tensor) or nothing.device.type != "cpu" else bool(nothing)
 
 
-def _is_sum(node: Any, kind: str) -> bool:
-    return kind in _SUMS or getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM
+def _is_sum(node: Any, kind: str, *, summed: bool) -> bool:
+    return kind in _SUMS or (summed and getattr(node, "_saved_reduction", None) == _REDUCED_BY_SUM)
 
 
 def _average(node: Any, kind: str) -> Scalar | None:

@@ -56,7 +56,7 @@ LONG = (
 
 def in_turn(name: str) -> pytest.MarkDecorator:
     """Run a long test for some commits only, and where the whole table is asked for."""
-    drawn = some("long tests", LONG, 3)
+    drawn = some("long tests", LONG, 2)
     assert name in LONG
     return pytest.mark.skipif(name not in drawn, reason="another commit, or ECHELON_ZOO=all, runs it")
 

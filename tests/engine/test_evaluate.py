@@ -20,6 +20,7 @@ from echelon.profiler.complete import complete
 from echelon.testing.ranks import Pool
 from echelon.world import World
 from tests.engine.jobs import classes, mlp, numbers
+from tests.whole import some
 
 METRICS = {
     "number": lambda output, batch: 3.5,
@@ -163,7 +164,7 @@ def weighed_under(world: World, plan: str, loss: str) -> float:
         return run.evaluate()["loss"]
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=1 micro=3", "dp=2", "pp=2 micro=4", "tp=2"])
+@pytest.mark.parametrize("plan", some("weighed losses", ["dp=1", "dp=1 micro=3", "dp=2", "pp=2 micro=4", "tp=2"], 3))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_loss_counts_by_its_own_weights(ranks: Pool, plan: str, loss: str) -> None:
     job, count = weighed(loss), from_text(plan).ranks

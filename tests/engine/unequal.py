@@ -149,9 +149,6 @@ JOBS: dict[str, Callable[[], Job]] = {
     "a negative factor": lambda: _job(
         lambda s, y: -1.0 * (s[..., 0] * (y != -100)).sum() / (y != -100).sum().clamp(min=1), labels=_one_sided()
     ),
-    "positives by samples": lambda: _job(
-        lambda s, y: (_rows(s, y) * (y.flatten() == 1)).sum() / len(y), labels=_few_positives()
-    ),
     "ignored": lambda: _job(_mean),
     "rarely ignored": lambda: _job(_mean, labels=_rare()),
     "class weights": lambda: _job(lambda s, y: _mean(s, y, weight=CLASS_WEIGHTS.to(s))),

@@ -493,8 +493,7 @@ def test_the_bound_grows_with_the_run() -> None:
     assert gate.bound(make(epochs=None, steps=steps), short) == pytest.approx(gate.SHARE * 1e6, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("share", [1, 8], ids=["always", "seldom"])
+@pytest.mark.parametrize(("share", "seed"), [(1, 1), (8, 1), (8, 3)], ids=["always", "seldom", "later"])
 def test_data_that_cannot_be_read_twice_is_not_compared(
     tmp_path: Path, share: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
