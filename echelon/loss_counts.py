@@ -102,8 +102,8 @@ class ModelOutput(torch.autograd.Function):
 
 
 def read_counts(loss: Tensor, *, summed: bool = True) -> Reading:
-    """The averages in `loss`, a single number; empty where it has no graph. `summed`: losses with reduction="sum" are sums that may be averages too;
-    a model that is told its number of labels divides them by that."""
+    """The averages in `loss`, a single number; empty where it has no graph. `summed`: a loss with reduction="sum" that is divided by a count is an
+    average too (not in a model that gets the number of labels as an argument, `num_items_in_batch`: that number is the whole batch's)."""
     terms: list[Term] = []
     opaque: list[str] = []
     if loss.grad_fn is None:

@@ -27,6 +27,8 @@ _SOURCES = {
         "local_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
     },
 }
+#: Variables that hold the number of processes.
+WORLD_SIZES = frozenset(names["size"] for names in _SOURCES.values())
 #: Where Slurm says how many tasks each node has, the step's own first. SLURM_NTASKS_PER_NODE is there only where it was asked for.
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 #: Slurm numbers the steps that `srun` starts from 0; from this number on they are its own: batch script, interactive shell.

@@ -151,7 +151,7 @@ class Averages:
 
 
 def _folded(terms: tuple[Term, ...]) -> tuple[Term, ...]:
-    """At most so many as are watched: the last one stands for the rest, whose counts go into one with weights that nothing cancels by chance."""
+    """At most `_TERMS` terms. The last one stands for the rest: the sum of their counts, with weights by which changes do not cancel out by chance."""
     if len(terms) <= _TERMS:
         return terms
     kept, rest = terms[: _TERMS - 1], terms[_TERMS - 1 :]

@@ -5,26 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor
 
 from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
-from echelon.engine.averages import weighed
+from echelon.engine.evaluated_loss import Ratios, pair_of, recounted
 from echelon.engine.function_state import metrics_snapshot, snapshot, unchanged
 from echelon.engine.metrics import (
     Kind,
     Part,
     UnjoinableError,
+    adds_up,
     classify,
     cloned,
-    differentiable,
     is_mean,
     is_same,
     is_whole,
@@ -33,26 +32,23 @@ from echelon.engine.metrics import (
     number,
     plain,
     rows,
-    scalar,
     size_of,
     versions,
 )
 from echelon.engine.precision import autocast
 from echelon.errors import JobError
-from echelon.job import Job, call_loss, call_model
-from echelon.loss_counts import Term, given_again, read_counts, recount
+from echelon.job import call_loss
+from echelon.loss_counts import given_again
 from echelon.plan.split import sizes
 from echelon.profiler.random_state import random_states
 from echelon.profiler.snapshot import Snapshot
 from echelon.profiler.trial_context import one_process
-from echelon.tree import tensors
 from echelon.world import usable_memory
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
 
 
-Ratios = tuple[float, ...]
 #: Relative rounding of counts that are sums of float32.
 _ROUNDING = 1e-5
 #: Micro-batches of the first evaluation by which metrics are told apart: means, and others.
@@ -117,13 +113,22 @@ class _Sums:
         self._weighed = False
         #: What batches divided their sums by in which the loss counted nothing.
         self._floor = 0.0
+        #: The least count so far, by name: `max(count, least)` gives such numbers, and they do not add up.
+        self._least: dict[str, float] = {}
+        #: The highest count of the loss that was more than what was counted.
+        self._hidden = 0.0
         self._bound = min(_BOUND, usable_memory() // _PART)
 
     def add(self, batch: Any, values: tuple[Tensor, Any] | None, samples: int) -> None:
         """Count a micro-batch. `values`: its loss and the model's output; None on stages without a loss."""
         if values is not None:
             loss, output = values
-            self._floor = self._run.loss_floor or self._floor
+            floor = self._run.loss_floor
+            if samples and self._run.ratios is None and self._is_low("loss", loss):
+                given = float(loss[1])
+                loss, floor = self._recounted(loss, output, batch, samples)
+                self._hidden = max(self._hidden, given) if float(loss[1]) != given else self._hidden
+            self._floor = floor or self._floor
             if samples and float(loss[1]):  # else nothing counts
                 if self._weighed and not _alike(self._ratios, self._run.ratios):
                     self._doubted.add("loss")
@@ -133,7 +138,9 @@ class _Sums:
             wanted = self._metrics and not self._decided("pair") and (due or not self._decided("pair", "mean"))
             part = Part(plain(output), batch, samples) if wanted else None
             if samples:  # else a filler that only keeps the ranks in step
-                self._sums += _pairs(torch.stack([loss, *self._rows(output, batch)]), samples)
+                found = self._rows(output, batch)
+                self._doubt_pairs(found, output, batch, samples)
+                self._sums += _pairs(torch.stack([loss, *found]), samples)
                 if part is not None:
                     self._doubt(part)
                     self._collect(part)
@@ -142,6 +149,38 @@ class _Sums:
         self._turns += 1
         if self._turns == _TRIED:
             self._settle()
+
+    def _is_low(self, name: str, row: Tensor) -> bool:
+        """Whether a count is 1, lower than any before, or no higher than one that hid what was counted."""
+        count = float(row[1])
+        before = self._least.get(name, math.inf)
+        if math.isnan(count):
+            return False
+        self._least[name] = min(before, count)
+        return count == 1 or count < before or (name == "loss" and count <= self._hidden)
+
+    def _recounted(self, loss: Tensor, output: Any, batch: Any, samples: int) -> tuple[Tensor, float]:
+        run, whole = self._run, plain(output)
+
+        def again(times: int) -> Any:
+            given = given_again((whole, batch), samples, times)
+            with one_process(), random_states(), unchanged(run.job, run.model), autocast(run.precision, run.device):
+                return None if given is None else call_loss(run.job, given[0], given[1], run.model)
+
+        return recounted(loss, again)
+
+    def _doubt_pairs(self, found: Sequence[Tensor], output: Any, batch: Any, samples: int) -> None:
+        """Look whether metrics given as (sum, count) add up where the count is low."""
+        run = self._run
+        rows_of_pairs = [
+            (name, row) for name, row in zip(self._metrics, found, strict=True) if run.metric_kinds.get(name) != "whole"
+        ]
+        low = [name for name, row in rows_of_pairs if self._is_low(name, row)]
+        part = Part(plain(output), batch, samples) if low else None
+        if part is None or not run.tells:
+            return
+        with self._tried():
+            self._doubted |= {name for name in low if not adds_up(self._metrics[name], part)}
 
     def _decided(self, *among: str) -> bool:
         """Whether every metric is known, as one of these."""
@@ -153,7 +192,7 @@ class _Sums:
             return self._sums.new_zeros(2)
         try:
             with autocast(self._run.precision, self._run.device):
-                return _row(name, self._metrics[name](output, batch), self._run.device)
+                return pair_of(name, self._metrics[name](output, batch), self._run.device)
         except JobError:
             raise
         except Exception:
@@ -348,87 +387,6 @@ def _alike(one: Ratios | None, other: Ratios | None) -> bool:
     if one is None or other is None or len(one) != len(other):
         return one is None and other is None
     return all(math.isclose(*each, rel_tol=_ROUNDING) for each in zip(one, other, strict=True))
-
-
-def measured(
-    job: Job, model: nn.Module, batch: Any, *, weigh: bool = True, stateful: bool = True
-) -> tuple[Tensor, Any, Ratios | None, float]:
-    """The loss of a batch as (sum, count) or (mean, NaN), the model's output, from which metrics are computed, the counts of the averages that
-    the loss adds up, as multiples of the first (None where it is weighed by samples), and what the sum was divided by where nothing was counted."""
-    output = call_model(job, model, batch)
-    before = versions((output, batch))
-    around = _as_before(job, model) if stateful and weigh else nullcontext()
-    loss = call_loss(job, output, batch, model)
-    ratios: Ratios | None = None
-    floor = 0.0
-    if weigh and job.loss is not None and isinstance(loss, Tensor) and versions((output, batch)) == before:
-        terms = _terms(job, model, output, batch, loss, around)
-        if terms:
-            first, *others = (float(each.count) for each in terms)
-            if first or not any(others):
-                ratios = tuple(each / first for each in others) if first else ()
-                floor = 0.0 if first else float(terms[0].scale)
-                loss = weighed(loss, terms[0])
-    where = (loss[0] if isinstance(loss, tuple) else loss).device
-    return _row("loss", loss, where), output, ratios, floor
-
-
-def _as_before(job: Job, model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, what the loss keeps is as it is now; afterwards as it was on entry."""
-    put_back = snapshot(job, model)
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        with unchanged(job, model):
-            put_back()
-            yield
-
-    return again()
-
-
-def _terms(
-    job: Job, model: nn.Module, output: Any, batch: Any, loss: Tensor, around: AbstractContextManager[None]
-) -> tuple[Term, ...]:
-    """The averages that `loss` adds up, from the graph of a second call: class weights and masks count otherwise than by samples. The
-    first call has no graph, so that a loss that asks whether gradients are enabled sees an evaluation."""
-    if isinstance(loss, FakeTensor):
-        return ()
-    try:
-        with torch.enable_grad(), random_states(), around:
-            again = call_loss(job, differentiable(output), batch, model)
-    except JobError:
-        raise
-    except Exception:  # a loss that cannot be called twice, or edits in place, which autograd refuses
-        return ()
-    if not isinstance(again, Tensor) or not torch.allclose(again.detach(), loss, rtol=_ROUNDING, equal_nan=True):
-        return ()  # it differs with gradients enabled, as label smoothing in training does
-    reading = read_counts(again)
-    if reading.opaque:
-        return ()
-    if not any(term.at_one for term in reading.terms):
-        return reading.terms
-    samples = next((len(each) for each in tensors(batch) if each.dim()), 0)
-
-    def repeated(times: int) -> Tensor | None:
-        try:
-            with torch.enable_grad(), one_process(), random_states(), unchanged(job, model):
-                given = given_again((differentiable(output), batch), samples, times)
-                value = None if given is None else call_loss(job, given[0], given[1], model)
-        except JobError:
-            raise
-        except Exception:  # it takes other shapes only: the counts are taken as they were read
-            return None
-        return value if isinstance(value, Tensor) else None
-
-    recounted, _ = recount(reading.terms, repeated)
-    return reading.terms if recounted is None else (recounted,)
-
-
-def _row(name: str, value: Any, device: torch.device) -> Tensor:
-    pair = value if isinstance(value, tuple) else (value, math.nan)
-    # Half precision has too few digits for a sum over a batch.
-    parts = [torch.as_tensor(scalar(part, name), dtype=torch.float64, device=device) for part in pair]
-    return torch.stack([part.detach() for part in parts])
 
 
 def _micros(run: Run, data: Any) -> Iterator[Micro]:

@@ -24,6 +24,7 @@ from echelon.data.warmup import Batches, Warmed
 from echelon.engine.ranks import Group, Ranks
 from echelon.errors import DataError, JobError
 from echelon.job import Job
+from echelon.profiler.data_state import unread
 from echelon.tree import tensors, to_device
 
 
@@ -95,7 +96,8 @@ def _open(
     with ranks.together():
         source = open_source(job.data, collate=job.collate, seed=job.seed)
         order = source.order(batch=job.batch, seed=job.seed, drop_last=job.drop_last)
-    _require_equal_data(source, ranks, data, workers, by_code=type(job.data) not in (list, tuple))
+    with unread(job.data):
+        _require_equal_data(source, ranks, data, workers, by_code=type(job.data) not in (list, tuple))
     total = job.steps if job.steps is not None else (job.epochs or 0) * order.steps_per_epoch
     return Intake(
         Loader(source, order, rank=data.rank, ranks=data.size, micro=micro, pin=pin, workers=workers, shares=shares),

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.engine.logits import Logits
 from echelon.errors import JobError
-from echelon.loss_counts import ModelOutput
+from echelon.loss_counts import ModelOutput, given_again
 from echelon.profiler.random_state import random_states
 
 #: How a metric is added up: pairs and means batch by batch, others over the whole set.
@@ -107,6 +107,18 @@ def is_mean(metric: Metric, before: Part | None, part: Part) -> bool:
             pieces = [widened(before), widened(part)]
             return _compared(metric, joined(pieces), pieces) != "whole"
     return all(_compared(metric, widened(part), pieces) != "whole" for pieces in _pieces(widened(part))[:1])
+
+
+def adds_up(metric: Metric, part: Part) -> bool:
+    """Whether the (sum, count) of a part is twice as much where every sample is given twice; also where that cannot be tried."""
+    once = _numbers(_value(metric, part))
+    given = given_again((part.output, part.batch), part.samples, 2)
+    twice = None if given is None else _numbers(_value(metric, Part(given[0], given[1], 2 * part.samples)))
+    if once is None or twice is None or len(once) != len(twice):
+        return True
+    return all(
+        math.isclose(2 * one, two, rel_tol=_ROUNDING, abs_tol=1e-9) for one, two in zip(once, twice, strict=True)
+    )
 
 
 def _varies(metric: Metric, part: Part) -> bool:

@@ -19,7 +19,7 @@ from echelon.errors import JobError, PlanError
 from echelon.job import Job, call_optimizer
 from echelon.plan.plan import Plan
 from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
-from echelon.profiler.snapshot import without_trace
+from echelon.profiler.trial_context import without_trace
 
 #: Torch's word for an optimizer without parameters.
 _EMPTY = "empty parameter list"

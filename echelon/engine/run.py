@@ -26,7 +26,8 @@ from echelon.engine.assemble import Assembly, takes_sparse
 from echelon.engine.attributes import Attributes
 from echelon.engine.averages import Averages, divisor, doubts, nothing, weighed
 from echelon.engine.build import broadcast
-from echelon.engine.evaluate import evaluate, measured
+from echelon.engine.evaluate import evaluate
+from echelon.engine.evaluated_loss import measured
 from echelon.engine.function_state import loss_parameters, unchanged
 from echelon.engine.intake import Mover, open_intake, own_generators, seed_step
 from echelon.engine.keeper import Elsewhere

@@ -25,7 +25,7 @@ from echelon.engine.values import Unstorable, decode, encode
 from echelon.errors import JobError
 from echelon.job import Job
 from echelon.profiler.optimizer_class import made_for
-from echelon.profiler.snapshot import without_trace
+from echelon.profiler.trial_context import without_trace
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run

@@ -19,7 +19,7 @@ from typing import Any
 
 from echelon.plan.inputs import ABSENT, digest_file, digest_folder, digest_variable, hashed
 from echelon.plan.store import user_files
-from echelon.world import cache_folder
+from echelon.world import WORLD_SIZES, cache_folder
 
 #: So many files and folders are digested by content; a job that opens more (one file per image) is digested by the sizes of the rest.
 _FILES, _FOLDERS = 256, 64
@@ -109,6 +109,8 @@ class Reads:
     folders: dict[str, None] = field(default_factory=dict)
     variables: dict[str, None] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
+    #: Variables that hold the number of processes: no input, since a run may go on with another number.
+    world_sizes: dict[str, None] = field(default_factory=dict)
 
     def parts(self, own: Sequence[Path] | None = None) -> dict[str, str]:
         """Every input and its digest. What was written and is gone again was scratch; `own`: so is what was written at all, and what is
@@ -263,8 +265,8 @@ def _watched_environment(reads: Reads) -> Iterator[None]:
 
     def read(environment: Any, key: Any) -> Any:
         name = os.fsdecode(key) if isinstance(key, str | bytes) else ""
-        if name and not _of_session(name) and _users(sys._getframe(1)):
-            reads.variables.setdefault(name)
+        if name and (name in WORLD_SIZES or not _of_session(name)) and _users(sys._getframe(1)):
+            (reads.world_sizes if name in WORLD_SIZES else reads.variables).setdefault(name)
         return usual(environment, key)
 
     kind.__getitem__ = read

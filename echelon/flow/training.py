@@ -179,7 +179,7 @@ class Training:
                 self._write_documents(certificate)
                 self._folder.write_record(self._resumption.record())
                 said = [*self._folder.clear_leftovers(), self._folder.drop_best(self._judge(), run.step_number)]
-                self._early.extend(filter(None, said))
+                self._early.extend(filter(None, [*said, self._scaled_by_hand()]))
         self._listeners += self._observers()
         self._emit("start", **self._start_facts())
         self._started = True
@@ -196,6 +196,16 @@ class Training:
 
     def _ask(self) -> None:
         self._run.stop_asked = True
+
+    def _scaled_by_hand(self) -> str:
+        """A warning where the job asks for the number of processes: then it is another job than on one device, and no proof compares the two."""
+        names = self._subject.reads.world_sizes
+        if not names or self._world.size == 1:
+            return ""
+        return (
+            f"the job reads {', '.join(names)}: if its rate, batch or data depend on the number of processes, it is another job than on one device. "
+            "echelon splits the job's batch between ranks, so that nothing has to be scaled"
+        )
 
     # The parts of it
 

@@ -27,11 +27,10 @@ from echelon.profiler.isolation import Isolated
 from echelon.profiler.optimizer import rules
 from echelon.profiler.random_state import outside_torch, random_states, seed_all
 from echelon.profiler.repeat import Run, alike_in_forward, find, shortened, stretched
-from echelon.profiler.snapshot import without_trace
 from echelon.profiler.tables import find_tables
 from echelon.profiler.trace import Trace, counting, graph_hash, recording
 from echelon.profiler.tree import is_compiled, module_tree
-from echelon.profiler.trial_context import trial_context
+from echelon.profiler.trial_context import trial_context, without_trace
 from echelon.profiler.visits import DIFFERENTIATE
 from echelon.tree import tree_leaves, tree_map
 

@@ -28,7 +28,7 @@ from echelon.job import Job, call_optimizer
 from echelon.plan.profile import Reads
 from echelon.profiler.coupling import first_line
 from echelon.profiler.random_state import outside_torch, random_states
-from echelon.profiler.snapshot import without_trace
+from echelon.profiler.trial_context import without_trace
 
 #: Longest sides of stand-ins by dim, and of a second trial with larger ones: Google's Adafactor factors matrices whose sides are 128 or
 #: longer, 8-bit Adam quantises parameters of 4096 elements or more.

@@ -12,6 +12,7 @@ Only the user's own code is followed, not torch's, NumPy's or another library's,
 from __future__ import annotations
 
 import dataclasses
+import io
 import queue
 import random
 import sys
@@ -204,7 +205,8 @@ def _names_held(value: Any) -> list[str]:
         hidden |= _OF_RECURRENT
     fixed = [name for each in type(value).__mro__ for name in _fixed(each) if hasattr(value, name)]
     if isinstance(value, Dataset):  # the rest is data
-        return [name for name, each in vars(value).items() if isinstance(each, (*PLAIN, Iterator, Dataset))]
+        held = [(name, each) for name, each in vars(value).items() if not isinstance(each, io.IOBase)]
+        return [name for name, each in held if isinstance(each, (*PLAIN, Iterator, Dataset))]
     return [*(name for name in getattr(value, "__dict__", ()) if name not in hidden), *fixed]
 
 

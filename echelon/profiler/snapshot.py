@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import random
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.job import Job
-from echelon.profiler.patches import Patches
 from echelon.profiler.reach import (
     BUFFERS,
     GENERATORS,
@@ -36,10 +33,6 @@ from echelon.profiler.replay import Replay, is_plain_iterator
 
 #: Longer containers are not copied, nor are tensors with more bytes.
 ITEMS, LARGE = 100_000, 2**26
-#: Nor larger ones around a trial: they are not what steps count by.
-_TRIED = 2**22
-#: Fields of a job that may hold the samples themselves.
-_DATA = ("data", "evaluation", "warmup_data")
 
 
 class Snapshot:
@@ -53,9 +46,7 @@ class Snapshot:
             for name, value in nodes
             if isinstance(value, Tensor) and not _is_small(value, largest)
         ]
-        self._small = [
-            (value, _copied(value)) for _, value in nodes if has_content(value) and _is_small(value, largest)
-        ]
+        self._small = [(value, copied(value)) for _, value in nodes if has_content(value) and _is_small(value, largest)]
 
     def put_back(self) -> None:
         """Have everything hold again what it held, but large tensors; may be called again."""
@@ -65,10 +56,12 @@ class Snapshot:
                 now[label].clear()
             for label, each in held.items():
                 slot = slot_at(value, label)
+                if label not in now and isinstance(value, Dataset) and label[1:] in vars(value):
+                    continue  # a file that was opened meanwhile stays open
                 if slot is not None and (label not in now or now[label].value is not each):
                     slot.put(each)
         for value, content in self._small:
-            if not _is_same(content_of(value), content):
+            if not is_same_content(content_of(value), content):
                 refill(value, content)
 
     def unrestored(self) -> list[str]:
@@ -82,7 +75,7 @@ class Snapshot:
             if now.keys() != held.keys() or not all(_is_equal(now[label].value, each) for label, each in held.items()):
                 return True
         pairs = [(content_of(value), content) for value, content in self._small]
-        return bool(self.unrestored()) or not all(_is_equal(*each) or _is_same(*each) for each in pairs)
+        return bool(self.unrestored()) or not all(_is_equal(*each) or is_same_content(*each) for each in pairs)
 
 
 def reached(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dict[str, Any]:
@@ -105,22 +98,6 @@ def reached(roots: Mapping[str, Any], *, without: Collection[int] = ()) -> dict[
                 if replaced(held) is not held:
                     base_of(value).__setitem__(value, key, replaced(held))
     return reachable(roots, without=without) if replays else found
-
-
-@contextlib.contextmanager
-def without_trace(job: Job) -> Iterator[None]:
-    """Calls, steps and builds that are only tried, inside, change nothing that the job's functions keep (closures, globals, attributes of
-    classes), no setting of a data set, no place in a stream, and nothing in torch. Modules are left alone."""
-    model = [job.model] if isinstance(job.model, nn.Module) else []
-    own = {id(each) for one in model for each in (*one.modules(), *one.parameters(), *one.buffers())}
-    given = {each.name: getattr(job, each.name) for each in dataclasses.fields(job)}
-    roots = {name: each for name, each in given.items() if name not in _DATA or isinstance(each, Dataset)}
-    held, patches = Snapshot(roots, without=own | set(map(id, model)), largest=_TRIED), Patches()
-    try:
-        yield
-    finally:
-        held.put_back()
-        patches.put_back()
 
 
 def has_content(value: Any) -> bool:
@@ -160,7 +137,8 @@ def content_of(value: Any) -> Any:
     return list(base_of(value).__iter__(value)) if isinstance(value, list | deque) else value
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Its content, which later changes leave as it is."""
     if isinstance(value, Tensor | torch.Generator):
         return value.detach().clone() if isinstance(value, Tensor) else value.clone_state()
     if isinstance(value, Replay):
@@ -205,7 +183,7 @@ def refill(value: Any, content: Any) -> bool:
     return True
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same_content(one: Any, other: Any) -> bool:
     """Whether two contents are: the same objects in containers, the same bits in tensors and generators."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)  # one with NaN counts as changed, which costs a copy

@@ -1,4 +1,4 @@
-"""How a trial runs the user's code: as one process, and without torch.compile.
+"""How a trial runs the user's code: as one process, without torch.compile, and without a trace.
 
 A trial is a call that only one rank makes (a profile, the reference of a proof or of a spot check). If that code uses torch.distributed,
 its collectives would meet those that other ranks make for another purpose, so torch.distributed describes a world of one meanwhile:
@@ -10,12 +10,25 @@ Trials run copies of the model in other sizes, types and modes, each of which wo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from echelon.job import Job
+from echelon.profiler.data_state import unread
+from echelon.profiler.patches import Patches
+from echelon.profiler.snapshot import Snapshot
+
+#: Larger tensors are not copied: they are not what steps count by.
+_LARGE = 2**22
+#: Fields of a job that may hold the samples themselves.
+_DATA = ("data", "evaluation", "warmup_data")
 
 #: Groups made in a world of one are numbered from here: other ranks do not make them, and count on.
 _NUMBERS = itertools.count(1_000_000, 1_000)
@@ -26,6 +39,23 @@ def trial_context() -> Iterator[None]:
     """The code inside is called by this rank alone."""
     with one_process(), uncompiled():
         yield
+
+
+@contextlib.contextmanager
+def without_trace(job: Job) -> Iterator[None]:
+    """Calls, steps and builds that are only tried, inside, change nothing that the job's functions keep (closures, globals, attributes of
+    classes), nothing that its data sets keep, and nothing in torch. Modules are left alone."""
+    model = [job.model] if isinstance(job.model, nn.Module) else []
+    own = {id(each) for one in model for each in (*one.modules(), *one.parameters(), *one.buffers())}
+    given = {each.name: getattr(job, each.name) for each in dataclasses.fields(job)}
+    roots = {name: each for name, each in given.items() if name not in _DATA or isinstance(each, Dataset)}
+    held, patches = Snapshot(roots, without=own | set(map(id, model)), largest=_LARGE), Patches()
+    try:
+        with unread(job.data), unread(job.evaluation), unread(job.warmup_data):
+            yield
+    finally:
+        held.put_back()
+        patches.put_back()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from echelon.data.source import is_stream, open_source
 from echelon.engine.ranks import Ranks
 from echelon.job import Job
+from echelon.profiler.data_state import unread
 from echelon.verifier.feed import open_feed
 
 
@@ -40,7 +41,8 @@ def freeze(job: Job, ranks: Ranks, steps: int) -> Job | None:
     kept: dict[int, Any] = {}
     with ranks.together():
         if ranks.world.main:
-            kept = {int(index): job.data[int(index)] for index in _numbers(job, steps)}
+            with unread(job.data):
+                kept = {int(index): job.data[int(index)] for index in _numbers(job, steps)}
     box = [kept]
     if ranks.size > 1:
         dist.broadcast_object_list(box, 0)

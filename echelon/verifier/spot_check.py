@@ -43,6 +43,7 @@ from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
+from echelon.profiler.data_state import unread
 from echelon.profiler.isolation import Isolated
 from echelon.profiler.patches import Patches
 from echelon.profiler.snapshot import Snapshot
@@ -97,18 +98,26 @@ class SpotChecks:
         self.left_out = ""
         #: Of a step's samples what one device can compute in time; None: not known yet.
         self._share: float | None = None
-        #: Doubtful steps so far.
-        self._doubts = 0
+        #: Doubtful steps so far, and whether one that was not compared was reported.
+        self._doubts, self._warned_of_doubts = 0, False
         self._device = torch.device("cpu")
 
     def due(self, step: int) -> bool:
         """Whether step `step` (from 0) is checked; if it is by its number, rank 0's clock decides."""
         return step in self._steps and self._can_check()
 
-    def _is_worth_it(self) -> bool:
-        """Whether a doubtful step is checked: fewer and fewer of them, as other checks need time too."""
+    def _is_worth_it(self, step: int) -> bool:
+        """Whether a doubtful step is checked: the 1st, 2nd, 4th, 8th ..., as other checks need time too."""
         self._doubts += 1
-        return self._doubts.bit_count() == 1 and self._can_check()
+        if self._doubts.bit_count() == 1 and self._can_check():
+            return True
+        if not self._warned_of_doubts and self._run.world.main:
+            self._run.warn(
+                f"step {step + 1}: how many items the loss of a part of the batch counts does not show; of such steps only the 1st, 2nd, 4th, 8th ... are "
+                "compared with one device; return (sum, count) from the loss, with the count as it is (0 for none)"
+            )
+        self._warned_of_doubts = True
+        return False
 
     def _can_check(self) -> bool:
         if self._run.hub is not None or self._run.loss_scale is not None:
@@ -126,7 +135,7 @@ class SpotChecks:
         if (
             run.doubtful
             and batch.step + 1 >= FIRST
-            and self._is_worth_it()
+            and self._is_worth_it(batch.step)
             and all(run.ranks.gather(run.is_unedited(batch)))
         ):
             begin = time.perf_counter()
@@ -175,11 +184,12 @@ class SpotChecks:
             mine, found, held = self._silent(_copied(as_read), start)
         else:
             mine, found, held = loss, self._gradients(), True
-        feed = self._read(as_read)
-        compare = partial(self._compare, batch.step, before, mine, found, held=held, still=drawn)
-        error = compare((feed, run.plan))
-        if self._reads_again and run.ranks.gather(error is not None)[0]:
-            error = self._with_own_samples(as_read, compare, error)
+        with unread(self._job.data):
+            feed = self._read(as_read)
+            compare = partial(self._compare, batch.step, before, mine, found, held=held, still=drawn)
+            error = compare((feed, run.plan))
+            if self._reads_again and run.ranks.gather(error is not None)[0]:
+                error = self._with_own_samples(as_read, compare, error)
         with run.ranks.together():
             if error is not None:
                 raise error

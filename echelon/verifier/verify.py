@@ -25,8 +25,8 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.profiler.coupling import first_line
 from echelon.profiler.isolation import Isolated
-from echelon.profiler.snapshot import without_trace
 from echelon.profiler.still import Stillness
+from echelon.profiler.trial_context import without_trace
 from echelon.verifier import noise
 from echelon.verifier.basis import Basis, Referee
 from echelon.verifier.case import Case
@@ -41,6 +41,7 @@ from echelon.verifier.loss_state import ReadState, find_read_state
 from echelon.verifier.mark import copies
 from echelon.verifier.outputs import listed
 from echelon.verifier.peer import Peer, Versus
+from echelon.verifier.read_order import require_independent_samples
 from echelon.verifier.sampling import Sample, affordable_flops, smaller
 from echelon.verifier.self_check import Unsteady, self_check
 from echelon.verifier.served import in_step, most_ahead, with_bound
@@ -116,6 +117,8 @@ def _verify(
             )  # fmt: skip
             return dataclasses.replace(proved, plan=plan, batch=job.batch, notes=(sample.note, *proved.notes))
         with ranks.together():
+            if world.main and plan.mesh.dp > 1:
+                require_independent_samples(job)
             feed = open_feed(job)
             chosen = feed.steps(steps)
             decided = _footing(job, plan, ranks, profile, reference, memory) if world.main else None

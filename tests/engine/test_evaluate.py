@@ -88,8 +88,22 @@ def accuracy(output: Tensor, batch: Any) -> float:
     return (output.argmax(1) == batch[-1]).float().mean().item()
 
 
-UNEVEN = {"auc": auc, "f1": f1, "perplexity": perplexity, "accuracy": accuracy}
-KINDS = {"auc": "whole", "f1": "whole", "perplexity": "whole", "accuracy": "mean"}
+def recall(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """A batch without samples of the class counts one."""
+    wanted = batch[-1] == 1
+    return (wanted & (output.argmax(1) == 1)).sum(), wanted.sum().clamp(min=1)
+
+
+def hits(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (output.argmax(1) == batch[-1]).sum(), len(output)
+
+
+UNEVEN = {"auc": auc, "f1": f1, "perplexity": perplexity, "accuracy": accuracy, "recall": recall, "hits": hits}
+KINDS = {"auc": "whole", "f1": "whole", "perplexity": "whole", "accuracy": "mean", "recall": "whole", "hits": "pair"}
+
+
+def number(value: Any) -> float:
+    return float(value[0] / value[1] if isinstance(value, tuple) else value)
 
 
 def judged() -> Any:
@@ -105,7 +119,7 @@ def exact() -> dict[str, float]:
         run.model.eval()
         values, labels = job.evaluation.tensors
         output = run.model(values)
-        return {name: float(metric(output, (values, labels))) for name, metric in UNEVEN.items()}
+        return {name: number(metric(output, (values, labels))) for name, metric in UNEVEN.items()}
 
 
 def evaluate_under(world: World, plan: str) -> tuple[dict[str, float], dict[str, str]]:
@@ -149,6 +163,12 @@ LOSSES = {
     "masked": masked,
     "by one class": lambda output, batch: by_class(output, batch, 1),
     "by a class that is not there": lambda output, batch: by_class(output, batch, 9),
+    "sum and count": lambda output, batch: (
+        (output[:, 0] ** 2 * (batch[-1] == 1)).sum(),
+        (batch[-1] == 1).sum().clamp(min=1),
+    ),
+    "sum over all and count": lambda output, batch: ((output**2).sum(), (batch[-1] == 1).sum().clamp(min=2)),
+    "mean and 1": lambda output, batch: ((output**2).mean(), 1),
 }
 
 
@@ -170,7 +190,7 @@ def test_the_loss_counts_by_its_own_weights(ranks: Pool, plan: str, loss: str) -
     job, count = weighed(loss), from_text(plan).ranks
     with Run(job, Plan(), World()) as run, torch.no_grad():
         run.model.eval()
-        wanted = float(job.loss(run.model(job.data.tensors[0]), job.data.tensors))
+        wanted = number(job.loss(run.model(job.data.tensors[0]), job.data.tensors))
     name = "tests.engine.test_evaluate:weighed_under"
     for found in ranks.run(count, name, plan, loss) if count > 1 else [weighed_under(World(), plan, loss)]:
         assert found == pytest.approx(wanted, rel=1e-6)
@@ -194,7 +214,7 @@ def test_a_metric_over_more_than_memory_holds_is_refused_and_the_rest_is_given(m
     assert math.isnan(found["auc"])
     assert found["accuracy"] == pytest.approx(exact()["accuracy"])
     (warning,) = warnings
-    assert "auc, f1, perplexity: not a mean over samples" in warning
+    assert "auc, f1, perplexity, recall: not a mean over samples" in warning
     assert "(sum, count)" in warning
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +231,36 @@ def split_by_rank(world: World, folder: str) -> str:
     return ""
 
 
+def scaled_by_hand() -> echelon.Job:
+    """The rate depends on the number of processes."""
+    rate = 0.01 * int(os.environ.get("WORLD_SIZE", "1"))
+    return make(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate))
+
+
+class Normalised(Dataset[tuple[Tensor, Tensor]]):
+    """Subtracts a running mean of what it has read."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+        self.mean = torch.zeros(8)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.mean = 0.9 * self.mean + 0.1 * self.rows[index]
+        return self.rows[index] - self.mean, self.rows[index, :1]
+
+
+JOBS: dict[str, Callable[[], echelon.Job]] = {
+    "sparse": sparse,
+    "scaled": lambda: scaled(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))),
+    "scaled by hand": scaled_by_hand,
+    "normalised": lambda: make(data=Normalised()),
+}
+
+
 def trained_on_ranks(world: World, kind: str, folder: str, plan: str, cache: str) -> None:
     """Train one of these on this rank of several."""
     os.environ["ECHELON_CACHE"], os.environ["ECHELON_VERIFY"] = cache, "1"
-    job = sparse() if kind == "sparse" else scaled(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
-    echelon.train(job, plan, folder=Path(folder), quiet=True)
+    echelon.train(JOBS[kind], plan, folder=Path(folder), quiet=True)

@@ -313,6 +313,7 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
         ("sparse", "auto", "optimizer= is SparseAdam, which takes sparse gradients alone"),
         ("sparse", "dp=2", "optimizer= is SparseAdam, which takes sparse gradients alone"),
         ("scaled", "pp=2 micro=4", "cannot train loss.scale, a parameter that loss= holds"),
+        ("normalised", "dp=2", "is another when it is read again; data ranks read fewer samples than one process"),
     ],
 )
 def test_one_process_trains_what_ranks_cannot_exchange(
@@ -324,6 +325,13 @@ def test_one_process_trains_what_ranks_cannot_exchange(
     assert [event.data["plan"] for event in events if event.kind == "start"] == ["dp=1"]
     assert any(words in message for message in messages(events, "warning"))
     assert sum(event.kind == "step" for event in events) == (4 if kind == "sparse" else 12)
+
+
+def test_a_job_that_asks_for_the_number_of_processes_is_warned_of(
+    ranks: Pool, tmp_path: Path, known_machine: Path
+) -> None:
+    ranks.run(2, trained_on_ranks, "scaled by hand", str(tmp_path), "dp=2", str(known_machine), group=False)
+    assert any("the job reads WORLD_SIZE" in message for message in messages(read_events(tmp_path), "warning"))
 
 
 def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as hooks
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from echelon.engine.run import Run
 from echelon.errors import DataError
@@ -119,6 +119,33 @@ class Pointer(IterableDataset[Any]):
 def test_a_stream_that_can_be_read_once_is_not_used_up(stream: Any) -> None:
     def job() -> Job:
         return mlp(data=stream(), steps=4, epochs=None, evaluation=None, metrics={})
+
+    assert trained(job(), proved=True) == trained(job(), proved=False)
+
+
+class Normalised(Dataset[Any]):
+    """Subtracts a running mean of what it has read, or edits its own samples."""
+
+    def __init__(self, *, edits: bool) -> None:
+        self.rows, self.labels, self.edits = numbers(32, 8), classes(32), edits
+        self.mean = numbers(8) * 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index]
+        if self.edits:
+            row *= 0.5
+            return row, self.labels[index]
+        self.mean = 0.9 * self.mean + 0.1 * row
+        return row - self.mean, self.labels[index]
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_readings_for_a_proof_leave_no_trace_in_a_data_set(edits: bool) -> None:
+    def job() -> Job:
+        return mlp(data=Normalised(edits=edits), evaluation=None, metrics={})
 
     assert trained(job(), proved=True) == trained(job(), proved=False)
 

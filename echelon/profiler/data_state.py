@@ -1,0 +1,126 @@
+"""What a data set keeps from one reading to the next: counters, running statistics, caches, samples that it edits in place.
+
+Readings that are only tried leave no trace in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from echelon.profiler.reach import GENERATORS, PLAIN, is_container, is_object
+from echelon.profiler.snapshot import ITEMS, Snapshot, content_of, copied, has_content, is_same_content, refill
+
+#: Bytes of tensors and arrays that are copied; torch counts the changes of further tensors.
+_COPIED = 2**26
+#: Items of longer containers are not followed: they are samples.
+_LONG = 10_000
+
+
+class DataState:
+    """What a data set keeps, as it is now."""
+
+    def __init__(self, data: Any) -> None:
+        self._settings = Snapshot({"data": data})  # and the globals that its methods use
+        found = _held(data)
+        self._attributes = [(each, dict(vars(each))) for each in found if hasattr(each, "__dict__")]
+        self._contents: list[tuple[Any, Any]] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        left = _COPIED
+        for each in found:
+            if not has_content(each) or (is_container(each) and len(each) > ITEMS):
+                continue
+            size = each.nbytes if isinstance(each, Tensor | np.ndarray) else 0
+            if size <= left:
+                left -= size
+                self._contents.append((each, copied(each)))
+            elif isinstance(each, Tensor):
+                self._versions.append((each, each._version))
+
+    def put_back(self, *, generators: bool = True) -> None:
+        """Have it keep again what it kept; its random generators too. A file that was opened meanwhile stays open."""
+        for value, held in self._attributes:
+            now = vars(value)
+            for name in [name for name, each in now.items() if _is_state(each) and name not in held]:
+                del now[name]
+            now.update({name: each for name, each in held.items() if _is_state(now.get(name))})
+        for value, content in self._contents:
+            if (generators or not isinstance(value, GENERATORS)) and not is_same_content(content_of(value), content):
+                refill(value, content)
+        self._settings.put_back()
+
+    def changed(self) -> bool:
+        """Whether readings changed it, random generators aside."""
+        if self.unrestorable():
+            return True
+        for value, held in self._attributes:
+            now = vars(value)
+            if any(_is_state(each) and not _is_equal(each, held.get(name)) for name, each in now.items()):
+                return True
+        contents = [each for each in self._contents if not isinstance(each[0], GENERATORS)]
+        return self._settings.changed() or not all(is_same_content(content_of(value), held) for value, held in contents)
+
+    def unrestorable(self) -> bool:
+        """Whether readings changed what is too large to be put back."""
+        return any(value._version != version for value, version in self._versions)
+
+
+@contextlib.contextmanager
+def unread(data: Any) -> Iterator[None]:
+    """Readings inside leave no trace in the data set."""
+    held = DataState(data) if runs_code(data) else None
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.put_back()
+
+
+def runs_code(data: Any) -> bool:
+    """Whether reading a sample runs code that may change what the data set keeps."""
+    if type(data) is Subset:
+        return runs_code(data.dataset)
+    if type(data) is ConcatDataset:
+        return any(map(runs_code, data.datasets))
+    return type(data) is not TensorDataset and _is_followed(data)
+
+
+def _is_followed(value: Any) -> bool:
+    return isinstance(value, Dataset) or is_object(value)
+
+
+def _held(data: Any) -> list[Any]:
+    """Data sets, objects, containers, tensors, arrays and generators that are reached from a data set by attributes and items, each once."""
+    found: dict[int, Any] = {}
+    pending = [data]
+    while pending:
+        value = pending.pop()
+        if id(value) in found or not (_is_followed(value) or has_content(value) or isinstance(value, tuple)):
+            continue
+        found[id(value)] = value
+        if is_container(value):
+            if len(value) <= _LONG:
+                pending += value.values() if isinstance(value, dict) else value
+        elif hasattr(value, "__dict__") and not has_content(value):
+            pending += vars(value).values()
+    return list(found.values())
+
+
+def _is_state(value: Any) -> bool:
+    """Whether an attribute with this value is one that readings change: not a file, a connection or a library's object."""
+    return isinstance(value, (*PLAIN, Tensor, np.ndarray)) or is_container(value)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or is_container(one):
+        return False
+    if isinstance(one, Tensor | np.ndarray):
+        return one.shape == other.shape and one.dtype == other.dtype and is_same_content(one, other)
+    return bool(one == other or one != one)
