@@ -70,10 +70,11 @@ def main(fd: int) -> None:
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, inbox), daemon=True).start()
     pipe.send_bytes(pickle.dumps("ready"))
+    apart = (0, 0)
     while True:
         pipe.send_bytes(_serve(inbox.get()))
         # Between answer and tidying: a rank that failed reports first, and only then its neighbours lose the connection to it.
-        _tidy()
+        apart = _tidy(apart)
         pipe.send_bytes(pickle.dumps("tidy"))
 
 
@@ -138,10 +139,22 @@ def _settle(task: Task) -> None:
         dist.barrier()
 
 
-def _tidy() -> None:
+def _tidy(before: tuple[int, int]) -> tuple[int, int]:
+    """Drop what the task left, and set apart what was imported: a search for garbage among all of torch takes longer than many tasks.
+
+    `before`: how many modules and objects were set apart by the last; as it is now is returned.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    modules, frozen = before
+    # A task's data workers freeze what there is at their start: the task itself, too.
+    if len(sys.modules) > modules or gc.get_freeze_count() > frozen:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        return len(sys.modules), gc.get_freeze_count()
     gc.collect()
+    return before
 
 
 def _find(target: str) -> Callable[..., Any]:
