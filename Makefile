@@ -22,7 +22,9 @@ demo: $(VENV)/.examples
 	@$(BIN)/echelon train $(JOB) --out runs/demo
 	@echo "its report: runs/demo/report.html"
 
+# Compiled once: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each of the processes that tests start would do it again.
 test: $(VENV)/.dev
+	@$(BIN)/python -m compileall -q echelon tests bench examples
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
