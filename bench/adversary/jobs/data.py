@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import tempfile
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -347,6 +348,32 @@ def numpy_samples() -> Spec:
     )  # fmt: skip
 
 
+@job("samples in a plain list of pairs", owner="inputs")
+def plain_list() -> Spec:
+    return Spec(**plain(data=list(zip(*classes(40).tensors, strict=True)), steps=14))
+
+
+class Mapped(Dataset[Any]):
+    """Features in a memory map."""
+
+    def __init__(self) -> None:
+        x, self.y = classes(64).tensors
+        with tempfile.TemporaryDirectory() as folder:  # the mapping outlives its name
+            numpy.save(f"{folder}/features.npy", x.numpy())
+            self.x = numpy.load(f"{folder}/features.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.from_numpy(self.x[index].copy()), self.y[index]
+
+
+@job("samples from a memory map", owner="inputs")
+def memory_map() -> Spec:
+    return Spec(**plain(data=Mapped(), steps=16))
+
+
 @job("mixup inside collate: samples of a micro-batch are mixed", refusable="dp micro zero shares")
 def mixup() -> Spec:
     def collate(rows: list[Any]) -> Any:
@@ -389,3 +416,32 @@ def recall_metric() -> Spec:
 def one_evaluation_sample() -> Spec:
     x, y = held_out().tensors
     return Spec(**plain(evaluation=TensorDataset(x[:1], y[:1])))
+
+
+def counted(average: Any, **changes: Any) -> Spec:
+    """Each sample with whether its label counts: all do in training, eight of 27 in evaluation."""
+
+    def loss(output: Tensor, batch: Any) -> Any:
+        total = (F.cross_entropy(output, batch[1], reduction="none") * batch[2]).sum()
+        return average(total, batch[2].sum().clamp(min=1))
+
+    def samples(size: int, counting: int, seed: int) -> TensorDataset:
+        return TensorDataset(*classes(size, seed=seed).tensors, (torch.arange(size) < counting).double())
+
+    return Spec(
+        model=net(), loss=loss, optimizer=sgd(), data=samples(40, 40, 1), inputs=lambda batch: ((batch[0],), {}),
+        evaluation=samples(27, 8, 7), **changes,
+    )  # fmt: skip
+
+
+@job("evaluation by a loss and a metric with clamped counts: some batches count nothing", owner="inputs")
+def evaluation_clamped() -> Spec:
+    def recall(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        return ((output.argmax(-1) == batch[1]) * batch[2]).sum(), batch[2].sum().clamp(min=1)
+
+    return counted(torch.div, metrics={"recall": recall})
+
+
+@job("evaluation by a loss that returns (sum, clamped count): some batches count nothing", owner="inputs")
+def evaluation_sum_and_count() -> Spec:
+    return counted(lambda total, count: (total, count))

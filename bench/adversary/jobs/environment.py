@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from bench.adversary.kit import Net, classes, cross_entropy, plain, sgd
+from bench.adversary.kit import Net, Samples, classes, cross_entropy, plain, sgd
 from bench.adversary.spec import Spec, job
 
 
@@ -52,6 +54,51 @@ class ReadByRank(Dataset[tuple[Tensor, Tensor]]):
 @job("one sample, read by code, depends on the rank", owner="watch", refusable="dp tp pp zero shares")
 def read_by_rank() -> Spec:
     return Spec(**plain(data=ReadByRank(), evaluation=None, metrics={}))
+
+
+@job("one sample of a Subset depends on the rank", owner="watch", refusable="dp tp pp zero shares")
+def subset_by_rank() -> Spec:
+    data = classes(120)
+    data.tensors[0][61] += rank()
+    return Spec(**plain(data=Subset(data, range(10, 110)), steps=12, evaluation=None, metrics={}))
+
+
+@job("one pair of a plain list depends on the rank", owner="watch", refusable="dp tp pp zero shares")
+def list_by_rank() -> Spec:
+    x, y = classes(100).tensors
+    x[50] += rank()
+    return Spec(**plain(data=list(zip(x, y, strict=True)), steps=12, evaluation=None, metrics={}))
+
+
+@job("one sample of a ConcatDataset depends on the rank", owner="watch", refusable="dp tp pp zero shares")
+def concat_by_rank() -> Spec:
+    data = classes(60)
+    data.tensors[0][30] += rank()
+    x, y = classes(40, seed=9).tensors
+    joined: Dataset[Any] = ConcatDataset([data, Samples(list(zip(x, y, strict=True)))])
+    return Spec(**plain(data=joined, steps=12, evaluation=None, metrics={}))
+
+
+@job(
+    "the loss is multiplied by the number of ranks, to undo DDP's mean", owner="watch", refusable="dp tp pp zero shares"
+)
+def loss_by_world() -> Spec:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return cross_entropy(output, batch) * world
+
+    return Spec(**plain(loss=loss, evaluation=None, metrics={}))
+
+
+@job("the loss draws from the operating system's entropy for its log", owner="gate")
+def system_random() -> Spec:
+    generator, log = random.SystemRandom(), list[float]()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        log.append(generator.random())
+        return cross_entropy(output, batch)
+
+    return Spec(**plain(loss=loss, evaluation=None, metrics={}))
 
 
 @job("the model's depth depends on the rank", owner="watch", refusable="dp tp pp zero shares")

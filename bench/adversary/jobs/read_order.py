@@ -1,0 +1,134 @@
+"""Data sets whose samples depend on chance, or on what was read before: who reads which sample, and how often, decides."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
+
+from bench.adversary.jobs.data import Odd, squared
+from bench.adversary.kit import WIDTH, classes, numbers, plain, sgd
+from bench.adversary.spec import Spec, job
+
+#: Each rank reads its own samples only, for DDP as well. A single process reads them in order, whatever micro-batches it makes of them.
+PARTED = "dp zero shares tp pp"
+
+
+class Classes(Dataset[Any]):
+    """(features, class) pairs that code reads."""
+
+    def __init__(self, samples: int = 64) -> None:
+        self.x, self.y = classes(samples).tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.read(self.x[index]), self.y[index]
+
+    def read(self, x: Tensor) -> Tensor:
+        return x
+
+
+# Augmentation: any draw is right, so that no difference between readings is an error
+
+
+class Flips(Classes):
+    """Features in reverse order, by chance."""
+
+    def __init__(self, share: float, generator: random.Random, samples: int = 64) -> None:
+        super().__init__(samples)
+        self.share, self.generator = share, generator
+
+    def read(self, x: Tensor) -> Tensor:
+        return x.flip(0) if self.generator.random() < self.share else x
+
+
+@job("flips of half of the samples by a seeded generator of the data set's own")
+def seeded_flips() -> Spec:
+    return Spec(**plain(data=Flips(0.5, random.Random(5)), steps=24), check="consistent")
+
+
+@job("flips of half of the samples by the operating system's entropy")
+def flips() -> Spec:
+    return Spec(**plain(data=Flips(0.5, random.SystemRandom()), steps=24), check="consistent")
+
+
+@job("flips of a tenth of the samples: most readings are equal")
+def rare_flips() -> Spec:
+    return Spec(**plain(data=Flips(0.1, random.SystemRandom()), steps=24), check="consistent")
+
+
+@job("flips of one sample in twenty, in batches of four: most batches are equal whenever they are read")
+def rare_flips_of_four() -> Spec:
+    return Spec(**plain(data=Flips(0.05, random.SystemRandom()), steps=24, batch=4), check="consistent")
+
+
+@job("ConcatDataset of tensors and of a data set that flips")
+def flips_in_part() -> Spec:
+    data: Dataset[Any] = ConcatDataset([classes(40), Flips(0.5, random.SystemRandom(), 24)])
+    return Spec(**plain(data=data, steps=16), check="consistent")
+
+
+@job("a collate function that gives a batch a random sign, and takes even numbers of samples only", refusable="micro")
+def even_collate() -> Spec:
+    generator = random.SystemRandom()
+
+    def collate(samples: list[Any]) -> Any:
+        if len(samples) % 2:
+            raise ValueError("an even number of samples")
+        sign = generator.choice([-1, 1])
+        return [sign * column for column in default_collate(samples)]
+
+    data = TensorDataset(numbers(32, WIDTH), numbers(32, 3, seed=4))
+    return Spec(model=lambda: Odd().double(), loss=squared, optimizer=sgd(0.05), data=data, collate=collate, steps=12)
+
+
+# State: the judge reads every sample once, in order
+
+
+class RunningMean(Classes):
+    """Features minus a moving average of all that was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def read(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x
+        return x - self.mean
+
+
+@job("samples are normalised by a running mean of what was read", refusable=PARTED)
+def running_mean() -> Spec:
+    return Spec(**plain(data=RunningMean(), steps=16, evaluation=None, metrics={}))
+
+
+class Curriculum(Classes):
+    """Larger features after 150 reads."""
+
+    reads = 0
+
+    def read(self, x: Tensor) -> Tensor:
+        self.reads += 1
+        return x if self.reads < 150 else 1.5 * x
+
+
+@job("samples become harder after 150 reads", refusable=PARTED)
+def curriculum() -> Spec:
+    return Spec(**plain(data=Curriculum(), steps=24, evaluation=None, metrics={}))
+
+
+class InPlace(Classes):
+    """Normalises the stored features, a mistake that one epoch does not show."""
+
+    def read(self, x: Tensor) -> Tensor:
+        return x.sub_(0.5).mul_(0.5)
+
+
+@job("__getitem__ normalises in place: every further read changes the sample")
+def in_place() -> Spec:
+    return Spec(**plain(data=InPlace(128), steps=14, evaluation=None, metrics={}))
