@@ -32,7 +32,18 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "selected": (lambda x: rows(x)[MASK].mean(), [5]),
     "sum over mask": (lambda x: (rows(x) * MASK).sum() / MASK.sum(), [5]),
     "sum over number": (lambda x: rows(x).sum() / MASK.sum().item(), [5]),
+    "summed labels": (lambda x: F.cross_entropy(x, Y, reduction="sum") / MASK.sum(), [5]),
+    "rows, summed": (lambda x: F.l1_loss(x[MASK], torch.zeros(5, 4), reduction="sum") / max(1, int(MASK.sum())), [5]),
+    "summed logits": (
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.ones(6, 4), reduction="sum") * (1 / MASK.sum()),
+        [5],
+    ),
+    "summed squares": (lambda x: F.mse_loss(x, torch.zeros(6, 4), reduction="sum") / 5 / 2, [10]),
+    "a plain sum by reduction": (lambda x: F.cross_entropy(x, Y, reduction="sum"), []),
     "reciprocal": (lambda x: (rows(x) * MASK).sum() * (1 / MASK.sum()), [5]),
+    "reciprocal of nothing": (lambda x: (rows(x) * 0.0).sum() * torch.zeros(()), [0]),
+    "mean times zero": (lambda x: 0.0 * x.square().mean(), [0]),
+    "term times zero": (lambda x: F.cross_entropy(x, Y) + 0.0 * x.square().mean(), [5]),
     "product": (lambda x: torch.einsum("i,i->", rows(x), MASK.float()) / MASK.sum(), [5]),
     "squares": (lambda x: F.mse_loss(x, torch.zeros(6, 4)), [24]),
     "absolute": (lambda x: F.l1_loss(x, torch.zeros(6, 4)), [24]),
@@ -61,6 +72,12 @@ def test_the_graph_gives_what_each_mean_divides_by(name: str) -> None:
     reading = read_counts(loss(X @ nn.Parameter(torch.eye(4))))
     assert [float(term.count) for term in reading.terms] == pytest.approx(counts)
     assert not reading.opaque
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("summed")])
+def test_sums_by_reduction_are_left_to_models_that_know_their_number_of_labels(name: str) -> None:
+    loss = LOSSES[name][0](X @ nn.Parameter(torch.eye(4)))
+    assert not read_counts(loss, summed=False).terms
 
 
 def test_a_connectionist_loss_averages_over_samples_and_not_over_labels() -> None:

@@ -40,6 +40,7 @@ def test_ranks_train_as_the_whole_batch(ranks: Pool, plan: str) -> None:
 
 #: What no single weight makes right, with what is said of it.
 REFUSED = {
+    "many tasks": "no single weight per rank or micro-batch gives the loss of the whole batch",
     "two counts": "the loss adds up averages over unequal counts, nllloss over",
     "a factor of its own": "the loss is not a mean over samples: its weight per sample changes from part to part, mean divided by",
     "a term on some parts": "the loss adds up different averages on different parts of the batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,7 +144,32 @@ def _at_least_ten(scores: Tensor, labels: Tensor) -> Tensor:
     return _rows(scores, labels).sum() / (labels != -100).sum().clamp(min=10)
 
 
+def _reciprocal(scores: Tensor, labels: Tensor) -> Tensor:
+    """Divided by the count through a factor, which is zero where nothing counts."""
+    count = (labels != -100).sum().to(scores)
+    return _rows(scores, labels).sum() * torch.where(count > 0, 1 / count.clamp(min=1), torch.zeros_like(count))
+
+
+def _tasks(scores: Tensor, labels: Tensor, *, last: Callable[[Tensor], Tensor]) -> Tensor:
+    """Twelve averages over the labels that count, or over those that `last` counts in the last of them."""
+    total, counted = scores.new_zeros(()), (labels != -100).any(1)
+    for task in range(12):
+        mask = counted if task < 11 else last(counted)
+        total = total + (scores[:, task % 3, task % 4].square() * mask).sum() / mask.sum()
+    return total
+
+
+def _ten_void() -> Tensor:
+    """Labels of one sample in four do not count; no part is without any."""
+    labels = _labels(40, void=0.0)
+    labels[::4] = -100
+    return labels
+
+
 JOBS: dict[str, Callable[[], Job]] = {
+    "summed over number": lambda: _job(lambda s, y: _mean(s, y, reduction="sum") / (y != -100).sum()),
+    "reciprocal": lambda: _job(_reciprocal, labels=_one_sided()),
+    "many tasks": lambda: _job(partial(_tasks, last=lambda counted: counted), labels=_ten_void()),
     "by positives": lambda: _job(_by_positives, labels=_few_positives()),
     "a minimum of ten": lambda: _job(_at_least_ten, labels=_few_missing()),
     "a negative factor": lambda: _job(
@@ -171,6 +197,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 
 REFUSED: dict[str, Callable[[], Job]] = {
+    "many tasks": lambda: _job(partial(_tasks, last=torch.ones_like), labels=_ten_void()),
     "two counts": lambda: _job(lambda s, y: _mean(s, y) + s.square().mean()),
     "a factor of its own": lambda: _job(
         lambda s, y: _mean(s, y.clamp(min=0)) + float(s.detach().std()) * s.square().mean()
