@@ -34,6 +34,19 @@ class Drawing(Dataset[Any]):
         return torch.full((8,), number), index % 4
 
 
+class Seldom(Drawing):
+    """Augments few samples: on rank 1 the first two readings of sample 0, and one in ten later ones."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("own", rank)
+        self.rank, self.reads = rank, 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += index == 0
+        flipped = self.rank == 1 and index == 0 and (self.reads <= 2 or self.reads % 10 == 0)
+        return torch.ones(8) * (-1 if flipped else 1), index % 4
+
+
 class Broken(Drawing):
     def __getitem__(self, index: int) -> Any:
         raise OSError(f"sample {index} is lost")
@@ -50,10 +63,13 @@ def started(world: World, kind: str, plan: str = "dp=2") -> str:
         "last": TensorDataset(last, classes(53)),
         "middle": TensorDataset(middle, classes(53)),
         "list": [(row, 0) for row in numbers(53, 8, seed=rank)],
+        "middle of a list": list(zip(middle, classes(53), strict=True)),
         "equal": DATA,
+        "equal list": list(zip(*DATA.tensors, strict=True)),
         "global": Drawing("global", rank),
         "own": Drawing("own", rank),
         "own, one seed": Drawing("own", 0),
+        "seldom": Seldom(rank),
         "broken": Broken("own", rank),
     }
     try:
@@ -71,9 +87,12 @@ def started(world: World, kind: str, plan: str = "dp=2") -> str:
         ("list", "the ranks have different data: sample 0 differs on rank 1"),
         ("last", "the ranks have different data: sample 52 differs on rank 1"),
         ("middle", "the ranks have different data: sample 13 differs on rank 1"),
+        ("middle of a list", "the ranks have different data: sample 13 differs on rank 1"),
         ("equal", "started"),
+        ("equal list", "started"),
         ("global", "started"),
         ("own", "started"),
+        ("seldom", "started"),
         ("broken", "started"),
     ],
 )

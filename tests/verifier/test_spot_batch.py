@@ -1,0 +1,96 @@
+"""Samples that a rank reads otherwise than rank 0 are told from samples that merely change between two readings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from echelon.engine.run import Run
+from echelon.plan.text import from_text
+from echelon.verifier.feed import Feed, open_feed
+from echelon.verifier.spot_batch import Part, collect_parts, misreading_rank
+from echelon.world import World
+from tests.verifier import unusual
+
+BATCH = torch.arange(16.0).reshape(8, 2)
+
+
+class Flips(Feed):
+    """One batch, of which the readings with these numbers (from 1) have the sign of a sample changed."""
+
+    def __init__(self, *flipped: int, sample: int = 6) -> None:
+        self.batch, self.total, self.reads = len(BATCH), 1, 0
+        self._flipped, self._sample = flipped, sample
+
+    def size(self, step: int) -> int:
+        return self.batch
+
+    def take(self, step: int, positions: numpy.ndarray) -> Any:
+        self.reads += 1
+        return _flipped(BATCH, self._sample if self.reads in self._flipped else None)[positions]
+
+
+def _flipped(batch: Tensor, *samples: int | None) -> Tensor:
+    batch = batch.clone()
+    batch[[each for each in samples if each is not None]] *= -1
+    return batch
+
+
+def parts(*samples: int, steady: bool | None = None) -> list[Part]:
+    """Two ranks' parts, of which these samples are flipped."""
+    read = _flipped(BATCH, *samples)
+    return [Part(0, read[:4], 4, steady), Part(1, read[4:], 4, steady)]
+
+
+@pytest.mark.parametrize(
+    ("read", "feed", "rank"),
+    [
+        (parts(steady=True), Flips(), None),
+        (parts(6, steady=True), Flips(), 1),
+        (parts(6, steady=False), Flips(), None),
+        (parts(6, steady=True), Flips(9), None),
+        (parts(6), Flips(), None),
+        (parts(4, 5, 6), Flips(), 1),
+        (parts(4, 5, 6), Flips(9), None),
+        (parts(0, 1, 2, 4, 5, 6), Flips(), None),
+    ],
+    ids=[
+        "equal", "another sample", "changes on its rank", "changes on rank 0", "one sample, read once", "most samples, read once",
+        "most samples change", "every rank's differ",
+    ],
+)  # fmt: skip
+def test_a_rank_misreads_where_its_samples_differ_again_and_again(
+    read: list[Part], feed: Flips, rank: int | None
+) -> None:
+    assert misreading_rank(0, read, feed) == rank
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Once it is `armed`, it flips one sample in one of its readings."""
+
+    def __init__(self) -> None:
+        self.armed, self.reads = False, 0
+
+    def __len__(self) -> int:
+        return len(unusual.X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += self.armed
+        flips = self.armed and self.reads == 30
+        return unusual.X[index] * (-1 if flips else 1), unusual.Y[index]
+
+
+def test_a_part_is_steady_where_it_is_read_the_same_many_times() -> None:
+    data = Augmented()
+    job = unusual.job(data=data)
+    with Run(job, from_text("dp=1 micro=4"), World()) as run:
+        batch = next(run.batches())
+        assert [part.steady for part in collect_parts(run, batch, open_feed(job))] == [True, True]
+        assert [part.steady for part in collect_parts(run, batch)] == [None, None]
+        data.armed = True  # the thirtieth reading is of the first part, of four samples
+        assert [part.steady for part in collect_parts(run, batch, open_feed(job))] == [False, True]
