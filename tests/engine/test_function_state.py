@@ -112,6 +112,17 @@ class Generators(Kept):
         return drawn + float(self.numpy.random()) + float(self.old.rand())
 
 
+class SystemEntropy(Kept):
+    """A generator without state, whose numbers go to a log."""
+
+    def __init__(self) -> None:
+        self.random, self.log = random.SystemRandom(), [0.0]
+
+    def advance(self, mean: Tensor) -> float:
+        self.log.append(self.random.random())
+        return float(len(self.log))
+
+
 class Phase:
     def __init__(self) -> None:
         self.calls = 0
@@ -245,7 +256,7 @@ LOSSES: dict[str, Callable[[], Loss]] = {
     each.__name__: each
     for each in (
         *(MadeLate, OtherDtype, SharedStart, SharedInPlace, Expanded, NumPy, Generators, Curriculum, Queue, Slotted),
-        *(Teacher, counted, own_attribute, closure, bound, parted, global_counter),
+        *(Teacher, SystemEntropy, counted, own_attribute, closure, bound, parted, global_counter),
     )
 }
 MODEL = nn.Linear(2, 2)
@@ -288,6 +299,27 @@ def test_trial_calls_leave_no_trace(name: str, begun: int) -> None:
     with unchanged(mlp(loss=loss), MODEL):
         values(loss, begun, begun + 3)
     assert values(loss, begun, 5) == unbroken[begun:]
+
+
+def test_the_systems_entropy_takes_no_state() -> None:
+    """A checkpoint holds that of a generator which the job has replaced since."""
+
+    class Drawing(Kept):
+        def __init__(self, generator: random.Random) -> None:
+            self.random = generator
+
+        def advance(self, mean: Tensor) -> float:
+            return self.random.random()
+
+    loss = Drawing(random.Random(1))
+    state = FunctionState(mlp(loss=loss), MODEL)
+    values(loss, 0, 1)
+    changes, lost = state.changes(lambda path, value: path)
+    assert changes
+    assert not lost
+    loss = Drawing(random.SystemRandom())
+    FunctionState(mlp(loss=loss), MODEL).restore(json.loads(json.dumps(changes)), lambda path: torch.zeros(()))
+    assert values(loss, 0, 1)[0] != values(loss, 1, 2)[0]
 
 
 def test_a_large_tensor_cannot_be_put_back() -> None:

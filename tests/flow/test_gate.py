@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -586,3 +587,16 @@ def test_a_shortened_model_is_proved_for_the_whole() -> None:
     assert few is not None
     assert few.note.endswith("and the first 4 of 12 equal blocks in blocks")
     assert len(few.job.model().blocks) == 4
+
+
+def test_a_plan_is_proved_where_the_loss_draws_from_the_systems_entropy(tmp_path: Path) -> None:
+    generator, log = random.SystemRandom(), list[float]()
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        log.append(generator.random())
+        return F.mse_loss(output, batch[-1])
+
+    events = train(tmp_path / "run", make(loss=loss, epochs=2), "dp=1 micro=4")
+    (line,) = messages(events, "verified")
+    assert line.startswith("verified in ")
+    assert len(set(log)) == len(log) > 0
