@@ -42,6 +42,8 @@ class Term:
     at_one: bool | Tensor = False
     #: Whether the number is more than what was counted.
     hidden: bool = False
+    #: What divides it besides its own count: the length, where it is an entry of a list whose mean is the loss.
+    outer: Scalar = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ _GROWN, _CLOSE = 1 + 1e-6, 1e-3
 #: Elements of outputs and batches that are given again more than twice.
 _REPEATED = 2**24
 #: A loss that adds up more terms than this is not one that a person wrote term by term.
-_MOST = 64
+_MOST = 1024
 
 
 class ModelOutput(torch.autograd.Function):
@@ -101,14 +103,15 @@ class ModelOutput(torch.autograd.Function):
         return gradient
 
 
-def read_counts(loss: Tensor, *, summed: bool = True) -> Reading:
+def read_counts(loss: Tensor, *, summed: bool = True, most: int | None = None) -> Reading:
     """The averages in `loss`, a single number; empty where it has no graph. `summed`: a loss with reduction="sum" that is divided by a count is an
-    average too (not in a model that gets the number of labels as an argument, `num_items_in_batch`: that number is the whole batch's)."""
+    average too (not in a model that gets the number of labels as an argument, `num_items_in_batch`: that number is the whole batch's). `most`: averages after which
+    reading ends."""
     terms: list[Term] = []
     opaque: list[str] = []
     if loss.grad_fn is None:
         return Reading()
-    _walk(loss.grad_fn, terms, opaque, summed=summed)
+    _walk(loss.grad_fn, terms, opaque, summed=summed, most=most)
     return Reading(terms=tuple(terms), opaque=tuple(opaque))
 
 
@@ -147,18 +150,20 @@ def given_again(value: Any, samples: int, times: int) -> Any:
     return map_tensors(lambda part: torch.cat([part] * times) if part.dim() and len(part) == samples else part, value)
 
 
-def _walk(node: Any, terms: list[Term], opaque: list[str], *, summed: bool) -> None:
+def _walk(node: Any, terms: list[Term], opaque: list[str], *, summed: bool, most: int | None) -> None:
     """Add the averages below `node`, the loss itself."""
-    #: Operators, each with the factor by which its output enters the loss, and what that was divided by on the way, if anything.
-    pending: list[tuple[Any, Scalar, Scalar | None]] = [(node, 1.0, None)]
+    #: Operators, each with the factor by which its output enters the loss, what that was divided by last on the way, if anything, and the factor
+    #: before that.
+    pending: list[tuple[Any, Scalar, Scalar | None, Scalar]] = [(node, 1.0, None, 1.0)]
     #: Terms that are multiplied by zero.
     void: list[Term] = []
     visits = 0
-    while pending:
-        node, factor, divisor = pending.pop()
+    while pending and len(terms) != most:
+        node, factor, divisor, outer = pending.pop()
         visits += 1
         if visits > _MOST:
             opaque.append("a loss of very many terms")
+            terms.clear()
             return
         kind = _kind(node)
         found = _average(node, kind)
@@ -183,16 +188,23 @@ def _walk(node: Any, terms: list[Term], opaque: list[str], *, summed: bool) -> N
                         by_shape=found is not None and "NllLoss" not in kind,
                         divided=found is None,
                         at_one=found is None and divisor == 1,
+                        outer=_positive(_over(1.0, outer if found is None else factor)),
                     )
                 )
         elif kind == "Div" and _is_single(node) and not _differentiable(node, 1):
-            pending.append((node.next_functions[0][0], _over(factor, node._saved_other), _plain(node._saved_other)))
+            other = node._saved_other
+            pending.append((node.next_functions[0][0], _over(factor, other), _plain(other), factor))
         elif kind == "Mul" and _is_single(node) and _multiplies_averages(node):
             opaque.append("a product of averages")  # which no weight of its parts makes that of the whole batch
         elif kind == "Mul" and _is_single(node):
-            pending.extend(_factors(node, factor, divisor))
+            pending.extend((*each, outer) for each in _factors(node, factor, divisor))
         elif kind in ("Mean", "Sum", "Stack", "Cat") or (kind in _TRANSPARENT and _is_single(node)):
-            pending.extend((each, factor, divisor) for each, _ in reversed(node.next_functions) if each is not None)
+            if kind == "Mean":  # of a list
+                length = float(_elements(node.next_functions[0][0]) or 1)
+                factor, outer = _over(factor, length), _over(outer, length)
+            pending.extend(
+                (each, factor, divisor, outer) for each, _ in reversed(node.next_functions) if each is not None
+            )
         elif not _is_leaf(node):
             opaque.append(node.name())
     if void and not terms:

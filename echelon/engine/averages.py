@@ -23,6 +23,8 @@ from echelon.loss_counts import Term, read_counts, recount
 #: Averages of one loss that are watched one by one.
 _TERMS = 6
 _GOLDEN = 0.6180339887498949
+#: Samples of a part up to which counts may always be as low as a minimum: then every count is looked at.
+_FEW = 4
 #: Parts, which averages each has (as a word and its square), parts whose sum was divided by more than was counted, and by what, and parts of which
 #: it does not show what they count.
 _HEAD = 6
@@ -48,6 +50,8 @@ class Averages:
         self._word = 0.0
         #: Of each average the least count so far, its first count per sample, and whether there was another.
         self._counts: dict[int, tuple[float, float, bool]] = {}
+        #: Whether the averages are entries of a list that grows with the samples; None: not tried yet.
+        self._lists_samples: bool | None = None
 
     def begin(self) -> None:
         """Before a step's first forward."""
@@ -56,7 +60,8 @@ class Averages:
     def add(self, loss: Tensor, samples: int, again: Callable[[int], Tensor | None]) -> tuple[Term, ...]:
         """Take the loss of one part of `samples` samples into account; returns its averages. `again(times)` computes it with every sample given that
         many times; None where that cannot be done."""
-        terms = _folded(read_counts(loss).terms)
+        terms = read_counts(loss, most=1 if self._lists_samples else None).terms
+        terms = _folded(self._of_list(terms, samples, again))
         low = [self._is_low(place, term, samples) for place, term in enumerate(terms) if term.divided]
         if any(low):
             recounted, sure = recount(terms, again)
@@ -66,6 +71,11 @@ class Averages:
                 terms = (recounted,)
                 if recounted.hidden:
                     self._add(_HIDDEN, [1.0, recounted.scale])
+        elif low and samples <= _FEW and len(terms) == 1 and not isinstance(terms[0].scale, Tensor):
+            recounted, _ = recount(terms, again)
+            if recounted is not None and recounted.hidden:
+                terms = (recounted,)
+                self._add(_HIDDEN, [1.0, recounted.scale])
         names = tuple([term.name for term in terms])
         if names != self._names:
             self._names, self._word = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
@@ -75,6 +85,19 @@ class Averages:
             self._add(_HEAD + _EACH * place, [rate, rate * rate, term.count])
             self._add(_PRODUCTS + _TERMS * place, [term.count * other.count for other in terms])
         return terms
+
+    def _of_list(
+        self, terms: tuple[Term, ...], samples: int, again: Callable[[int], Tensor | None]
+    ) -> tuple[Term, ...]:
+        """The averages; one that counts the list's length where they are entries of a list with one or more for each sample."""
+        length = terms[0].outer if terms else 0.0
+        if self._lists_samples is None and (len(terms) > 1 or (terms and samples == 1)):
+            alike = not isinstance(length, Tensor) and all(
+                not isinstance(term.outer, Tensor) and term.outer == length for term in terms
+            )
+            twice = again(2) if alike else None
+            self._lists_samples = twice is not None and len(read_counts(twice).terms) == 2 * len(terms)
+        return (Term(name="mean of a list", count=length, scale=length),) if terms and self._lists_samples else terms
 
     def doubt(self) -> None:
         """Note that it does not show what a part counts: the step is to be compared with one device."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -233,6 +234,8 @@ class Run:
         self._output: Any = None
         self.ratios: tuple[float, ...] | None = None
         self.loss_floor = 0.0
+        #: Entered around each seeding, by who wants to know what was drawn since the last one.
+        self.around_seed: Callable[[], AbstractContextManager[None]] | None = None
         #: Batches that a pipeline has evaluated.
         self._measured = 0
         self._previous: Step | None = None
@@ -438,7 +441,8 @@ class Run:
 
     def _seed(self, *place: int | str) -> None:
         """Make random numbers of every kind follow from the job's seed and this place."""
-        seed_step(self.device, self.job.seed, *place, generators=self._generators)
+        with nullcontext() if self.around_seed is None else self.around_seed():
+            seed_step(self.device, self.job.seed, *place, generators=self._generators)
 
     def _fraction(self, batch: StepBatch) -> float:
         """Of the batch what the numbers of a step were added up over: all of it, but where ranks do not wait for each other."""

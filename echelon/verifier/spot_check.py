@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from echelon.data.loader import StepBatch
 from echelon.engine.attributes import ModelState, model_snapshot, set_trainable, trainable
 from echelon.engine.held_state import Changes
-from echelon.engine.intake import own_generators, seed_step
+from echelon.engine.intake import own_generators
 from echelon.engine.layout import local
 from echelon.engine.model_state import has_extra_state
 from echelon.engine.outcome import Step
@@ -100,6 +100,8 @@ class SpotChecks:
         self._share: float | None = None
         #: Doubtful steps so far, and whether one that was not compared was reported.
         self._doubts, self._warned_of_doubts = 0, False
+        #: Whether a step was reported that draws although random numbers are held still.
+        self._warned_of_draws = False
         self._device = torch.device("cpu")
 
     def due(self, step: int) -> bool:
@@ -260,11 +262,13 @@ class SpotChecks:
     def _backward(self, batch: StepBatch) -> tuple[bool, Tensor]:
         """Forward and backward as always; whether a rank drew random numbers in it."""
         run = self._run
-        own = own_generators(run.model)
-        seed_step(run.device, run.job.seed, batch.step, run.data.rank, generators=own if run.seeds_generators else ())
-        fresh = _generators(run.device, own)
-        loss = run.backward(batch)
-        return any(run.ranks.gather(fresh != _generators(run.device, own))), loss
+        draws = _Draws(run.device, own_generators(run.model))
+        run.around_seed = draws.seeding  # a pipeline seeds before every micro-batch
+        try:
+            loss = run.backward(batch)
+        finally:
+            run.around_seed = None
+        return any(run.ranks.gather(draws.any())), loss
 
     def _start(self) -> _Start:
         """What a pass changes on this rank, to begin another one from."""
@@ -344,7 +348,14 @@ class SpotChecks:
     ) -> DivergenceError | None:
         """How one device's loss and gradients differ; None: they do not, or they cannot be compared, or this is another rank. `held`: whether
         what was computed on the ranks had no random numbers."""
-        if not self._run.world.main or not held or read[0] is None:
+        if not self._run.world.main or read[0] is None:
+            return None
+        if not held:
+            if not self._warned_of_draws:
+                self._run.warn(
+                    f"step {step + 1} was not compared with one device: random numbers are drawn in a way that cannot be held still"
+                )
+            self._warned_of_draws = True
             return None
         # Both computations of one device get the same samples: data that draws by itself is no rounding.
         read = ReadOnce(read[0]), read[1]
@@ -499,6 +510,26 @@ def _copied(batch: StepBatch) -> StepBatch:
     """The batch with tensors of its own: forward may change those that it is given."""
     micros = tuple(dataclasses.replace(each, batch=copy_tensors(each.batch)) for each in batch.micros)
     return dataclasses.replace(batch, micros=micros)
+
+
+class _Draws:
+    """Whether random numbers are drawn from any generator between seedings. `own`: the model's."""
+
+    def __init__(self, device: torch.device, own: Sequence[torch.Generator]) -> None:
+        self._device, self._own = device, own
+        self._drawn, self._seeded = False, list[bytes]()
+
+    def any(self) -> bool:
+        """Whether there were any since the first seeding."""
+        self._drawn = self._drawn or (bool(self._seeded) and self._seeded != _generators(self._device, self._own))
+        return self._drawn
+
+    @contextlib.contextmanager
+    def seeding(self) -> Iterator[None]:
+        """Around a seeding."""
+        self.any()
+        yield
+        self._seeded = _generators(self._device, self._own)
 
 
 def _generators(device: torch.device, own: Sequence[torch.Generator] = ()) -> list[bytes]:

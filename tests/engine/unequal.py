@@ -150,6 +150,18 @@ def _reciprocal(scores: Tensor, labels: Tensor) -> Tensor:
     return _rows(scores, labels).sum() * torch.where(count > 0, 1 / count.clamp(min=1), torch.zeros_like(count))
 
 
+def _of_samples(scores: Tensor, labels: Tensor) -> list[Tensor]:
+    """The mean over the labels of each sample that count; nothing for a sample without any."""
+    counted = labels != -100
+    each = _rows(scores, labels).view_as(labels)
+    return [(row * mask).sum() / mask.sum() for row, mask in zip(each, counted, strict=True) if mask.any()]
+
+
+def _mean_of_list(scores: Tensor, labels: Tensor) -> Any:
+    found = _of_samples(scores, labels)
+    return sum(found) / len(found)
+
+
 def _tasks(scores: Tensor, labels: Tensor, *, last: Callable[[Tensor], Tensor]) -> Tensor:
     """Twelve averages over the labels that count, or over those that `last` counts in the last of them."""
     total, counted = scores.new_zeros(()), (labels != -100).any(1)
@@ -170,6 +182,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "summed over number": lambda: _job(lambda s, y: _mean(s, y, reduction="sum") / (y != -100).sum()),
     "reciprocal": lambda: _job(_reciprocal, labels=_one_sided()),
     "many tasks": lambda: _job(partial(_tasks, last=lambda counted: counted), labels=_ten_void()),
+    "a list of samples": lambda: _job(lambda s, y: torch.stack(_of_samples(s, y)).mean(), labels=_ten_void()),
+    "a list of one sample": lambda: _job(_mean_of_list, labels=_ten_void(), batch=4),
     "by positives": lambda: _job(_by_positives, labels=_few_positives()),
     "a minimum of ten": lambda: _job(_at_least_ten, labels=_few_missing()),
     "a negative factor": lambda: _job(

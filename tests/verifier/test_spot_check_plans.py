@@ -1,0 +1,38 @@
+"""A spot check compares under every kind of plan: a loss that is off by a little is found."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from echelon.data.loader import StepBatch
+from echelon.engine.run import Run
+from echelon.plan.text import from_text
+from echelon.profiler.complete import complete
+from echelon.testing.models import MLP
+from echelon.testing.ranks import Pool, RankError
+from echelon.verifier.spot_check import SpotChecks
+from echelon.world import World
+from tests.engine.jobs import mlp
+
+
+def checked(world: World, plan: str, off: float) -> int:
+    """On one rank: check the first step, whose loss is off; the step that agreed last, on rank 0."""
+    job = mlp(model=lambda: MLP(width=12, layers=3, inputs=8, classes=4))
+    with Run(job, complete(from_text(plan), job), world) as run:
+        checks, usual = SpotChecks(job, run, None, None, entropy=2), run.backward
+
+        def wrong(batch: StepBatch) -> Tensor:
+            return usual(batch) + off
+
+        run.backward = wrong  # type: ignore[method-assign]
+        checks.agreed = -1
+        checks.checked(next(iter(run.batches())))
+        return checks.agreed
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"])
+def test_a_loss_that_is_off_is_found(ranks: Pool, plan: str) -> None:
+    assert ranks.run(2, checked, plan, 0.0)[0] == 1
+    with pytest.raises(RankError, match="the first steps agreed: something that begins later"):
+        ranks.run(2, checked, plan, 0.001)
