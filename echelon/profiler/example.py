@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from echelon.errors import DataError
 from echelon.job import Job
+from echelon.profiler.data_state import unread
 from echelon.tree import tree_leaves
 
 #: Samples that are read, spread over the data set: enough to see that lengths differ, few enough to be read at once.
@@ -23,7 +24,8 @@ class Example:
     def __init__(self, job: Job) -> None:
         self._data = job.data
         self.collate = job.collate or getattr(_whole(job.data), "packed_collate", None) or default_collate
-        self.samples, self.length = _take(job.data)
+        with unread(job.data):
+            self.samples, self.length = _take(job.data)
         self.bytes = _bytes(self.batch(1))
 
     def batch(self, size: int, *, first: int = 0) -> Any:
@@ -35,10 +37,11 @@ class Example:
         if not self.length:
             return self.samples[: len(self.samples) // 2 * 2]
         found, end = [], time.monotonic() + seconds
-        for i in range(min(count, self.length)):
-            found.append(self._data[i * self.length // min(count, self.length)])
-            if time.monotonic() > end:
-                break
+        with unread(self._data):
+            for i in range(min(count, self.length)):
+                found.append(self._data[i * self.length // min(count, self.length)])
+                if time.monotonic() > end:
+                    break
         return found[: len(found) // 2 * 2]
 
 

@@ -42,6 +42,7 @@ from echelon.verifier.mark import copies
 from echelon.verifier.outputs import listed
 from echelon.verifier.peer import Peer, Versus
 from echelon.verifier.read_order import require_independent_samples
+from echelon.verifier.regrouped import require_separable_loss
 from echelon.verifier.sampling import Sample, affordable_flops, smaller
 from echelon.verifier.self_check import Unsteady, self_check
 from echelon.verifier.served import in_step, most_ahead, with_bound
@@ -291,6 +292,9 @@ def _beside(
             )
         kept = None
         if _from_main(ranks, proof.worst is None if proof else None):
+            with ranks.together():
+                if truth is not None:
+                    require_separable_loss(truth.reference, steps[-1])
             kept = find_read_state(exact, steps[-1], truth.reference if truth else None)
         return proof, drift, own.skipped, kept
 

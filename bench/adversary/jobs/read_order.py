@@ -52,22 +52,22 @@ def seeded_flips() -> Spec:
     return Spec(**plain(data=Flips(0.5, random.Random(5)), steps=24), check="consistent")
 
 
-@job("flips of half of the samples by the operating system's entropy")
+@job("flips of half of the samples by the operating system's entropy", refusable="tp pp")
 def flips() -> Spec:
     return Spec(**plain(data=Flips(0.5, random.SystemRandom()), steps=24), check="consistent")
 
 
-@job("flips of a tenth of the samples: most readings are equal")
+@job("flips of a tenth of the samples: most readings are equal", refusable="tp pp")
 def rare_flips() -> Spec:
     return Spec(**plain(data=Flips(0.1, random.SystemRandom()), steps=24), check="consistent")
 
 
-@job("flips of one sample in twenty, in batches of four: most batches are equal whenever they are read")
+@job("flips of one sample in twenty, in batches of four: most batches are equal whenever they are read", refusable="tp pp")
 def rare_flips_of_four() -> Spec:
     return Spec(**plain(data=Flips(0.05, random.SystemRandom()), steps=24, batch=4), check="consistent")
 
 
-@job("ConcatDataset of tensors and of a data set that flips")
+@job("ConcatDataset of tensors and of a data set that flips", refusable="tp pp")
 def flips_in_part() -> Spec:
     data: Dataset[Any] = ConcatDataset([classes(40), Flips(0.5, random.SystemRandom(), 24)])
     return Spec(**plain(data=data, steps=16), check="consistent")

@@ -1,0 +1,105 @@
+"""A loss that normalises by the samples of a part is found also where the first batches hide it; others are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+
+from echelon.errors import VerificationError
+from echelon.plan.text import from_text
+from echelon.verifier.feed import open_feed
+from echelon.verifier.reference import Reference
+from echelon.verifier.regrouped import require_separable_loss
+from tests.engine.jobs import classes, mlp, numbers
+
+
+class InOrder(IterableDataset[Any]):
+    """Every half of a batch of eight has two samples of each kind."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(numbers(32, 8), classes(32), torch.tensor([0, 1] * 16), strict=True)
+
+
+def each(output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch[1], reduction="none")
+
+
+def balanced(output: Tensor, batch: Any) -> Tensor:
+    """Each kind weighs one half, however many samples it has."""
+    one = (batch[2] == 1).to(output)
+    weights = one / one.sum().clamp(min=1) + (1 - one) / (1 - one).sum().clamp(min=1)
+    return (each(output, batch) * weights).sum() / 2
+
+
+def ratio(output: Tensor, batch: Any) -> Tensor:
+    """A root of a mean: no part's root makes the whole's."""
+    return (each(output, batch) * batch[2]).mean() / batch[2].to(output).mean().sqrt()
+
+
+def by_count(output: Tensor, batch: Any) -> Tensor:
+    return (each(output, batch) * batch[2]).sum() / batch[2].sum().clamp(min=1)
+
+
+def pair(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return (each(output, batch) * batch[2]).sum(), batch[2].sum()
+
+
+def two_terms(output: Tensor, batch: Any) -> Tensor:
+    """A training stops once the counts differ."""
+    return by_count(output, batch) + each(output, batch).mean()
+
+
+class Counting:
+    """Keeps state, so that two calls differ."""
+
+    calls = 0
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        return each(output, batch).mean() * self.calls
+
+
+def drawing(output: Tensor, batch: Any) -> Tensor:
+    return (each(output, batch) * torch.rand(len(output))).mean()
+
+
+def pairs(output: Tensor, batch: Any) -> Tensor:
+    """Samples side by side belong together."""
+    return (output[0::2] - output[1::2]).square().mean()
+
+
+def tried(loss: Any, plan: str = "dp=2") -> None:
+    job = mlp(
+        data=InOrder(),
+        loss=loss,
+        batch=8,
+        steps=4,
+        epochs=None,
+        evaluation=None,
+        metrics={},
+        inputs=lambda batch: ((batch[0],), {}),
+    )
+    require_separable_loss(Reference(job, from_text(plan), open_feed(job)), 0)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=1 micro=4"])
+@pytest.mark.parametrize("loss", [balanced, ratio])
+def test_a_loss_that_looks_at_the_other_samples_is_found(loss: Any, plan: str) -> None:
+    with pytest.raises(VerificationError, match="does not follow from the losses of its parts"):
+        tried(loss, plan)
+
+
+@pytest.mark.parametrize("loss", [by_count, pair, two_terms, Counting(), drawing, pairs])
+def test_other_losses_are_left_alone(loss: Any) -> None:
+    tried(loss)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2"])
+def test_whole_batches_need_no_trial(plan: str) -> None:
+    tried(balanced, plan)
