@@ -42,6 +42,8 @@ class Term:
     at_one: bool | Tensor = False
     #: Whether the number is more than what was counted.
     hidden: bool = False
+    #: Whether it is multiplied by zero.
+    void: bool = False
     #: What divides it besides its own count: the length, where it is an entry of a list whose mean is the loss.
     outer: Scalar = 1.0
 
@@ -168,12 +170,11 @@ def _walk(node: Any, terms: list[Term], opaque: list[str], *, summed: bool, most
         kind = _kind(node)
         found = _average(node, kind)
         if found is not None or (_is_sum(node, kind, summed=summed) and not _single_inputs(node)):
+            name = f"{kind} / count" if found is None else kind
+            if not isinstance(factor, Tensor) and factor == 0:
+                void.append(Term(name=name.lower(), count=0.0, scale=0.0, void=True))
             # A sum that nothing divides is no mean; what parameters alone decide does not depend on how samples are split.
-            if (found is not None or divisor is not None) and not _of_parameters(node):
-                name = f"{kind} / count" if found is None else kind
-                if not isinstance(factor, Tensor) and factor == 0:
-                    void.append(Term(name=name.lower(), count=0.0, scale=0.0))
-                    continue
+            elif (found is not None or divisor is not None) and not _of_parameters(node):
                 count = scale = _positive(_over(1.0 if found is None else found, factor))
                 nothing = found is None and _counts_nothing(node, divisor)
                 if isinstance(nothing, Tensor):

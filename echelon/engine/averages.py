@@ -18,17 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import DivergenceError
-from echelon.loss_counts import Term, read_counts, recount
+from echelon.loss_counts import Scalar, Term, read_counts, recount
 
 #: Averages of one loss that are watched one by one.
 _TERMS = 6
 _GOLDEN = 0.6180339887498949
 #: Samples of a part up to which counts may always be as low as a minimum: then every count is looked at.
 _FEW = 4
-#: Parts, which averages each has (as a word and its square), parts whose sum was divided by more than was counted, and by what, and parts of which
-#: it does not show what they count.
-_HEAD = 6
-_HIDDEN, _DOUBTS = 3, 5
+#: Parts, which averages each has (as a word and its square), parts whose sum was divided by more than was counted, and by what, parts of which it does
+#: not show what they count, and parts that have any averages.
+_HEAD = 7
+_HIDDEN, _DOUBTS, _NAMED = 3, 5, 6
 #: For each average: its count per sample, the square of that, and its count.
 _EACH = 3
 #: Products of counts, each with each.
@@ -50,6 +50,8 @@ class Averages:
         self._word = 0.0
         #: Of each average the least count so far, its first count per sample, and whether there was another.
         self._counts: dict[int, tuple[float, float, bool]] = {}
+        #: Of losses given as (sum, count) the least count so far, and the highest that was more than what was counted.
+        self._least, self._hidden = math.inf, 0.0
         #: Whether the averages are entries of a list that grows with the samples; None: not tried yet.
         self._lists_samples: bool | None = None
 
@@ -70,16 +72,19 @@ class Averages:
             if recounted is not None:
                 terms = (recounted,)
                 if recounted.hidden:
-                    self._add(_HIDDEN, [1.0, recounted.scale])
+                    self.hide(recounted.scale)
         elif low and samples <= _FEW and len(terms) == 1 and not isinstance(terms[0].scale, Tensor):
             recounted, _ = recount(terms, again)
             if recounted is not None and recounted.hidden:
                 terms = (recounted,)
-                self._add(_HIDDEN, [1.0, recounted.scale])
+                self.hide(recounted.scale)
         names = tuple([term.name for term in terms])
-        if names != self._names:
-            self._names, self._word = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
-        self._add(0, [1.0, self._word, self._word * self._word])
+        self._add(0, [1.0])
+        if not (len(terms) == 1 and terms[0].void):  # `output.sum() * 0` stands for any average over nothing
+            if names != self._names:
+                self._names, self._word = names, float(zlib.crc32(" ".join(names).encode()) & 0xFFFFF)
+            self._add(1, [self._word, self._word * self._word])
+            self._add(_NAMED, [1.0])
         for place, term in enumerate(terms):
             rate = term.count / samples
             self._add(_HEAD + _EACH * place, [rate, rate * rate, term.count])
@@ -98,6 +103,18 @@ class Averages:
             twice = again(2) if alike else None
             self._lists_samples = twice is not None and len(read_counts(twice).terms) == 2 * len(terms)
         return (Term(name="mean of a list", count=length, scale=length),) if terms and self._lists_samples else terms
+
+    def hide(self, scale: Scalar) -> None:
+        """Note that a part's sum was divided by `scale`, which is more than it counts."""
+        self._add(_HIDDEN, [1.0, scale])
+        if not isinstance(scale, Tensor):
+            self._hidden = max(self._hidden, scale)
+
+    def is_low_pair(self, count: float) -> bool:
+        """Whether the count of a loss given as (sum, count) may be more than what was counted."""
+        low = count == 1 or count < self._least or count <= self._hidden
+        self._least = min(self._least, count)
+        return low
 
     def doubt(self) -> None:
         """Note that it does not show what a part counts: the step is to be compared with one device."""
@@ -131,7 +148,7 @@ class Averages:
         parts = sums[0]
         if parts < 2:
             return False
-        if round(parts) * round(sums[2]) != round(sums[1]) ** 2:
+        if round(sums[_NAMED]) * round(sums[2]) != round(sums[1]) ** 2:
             raise DivergenceError(
                 f"step {step + 1}: the loss adds up different averages on different parts of the batch (here {' + '.join(self._names or ()) or 'none'}), "
                 "so that their sum is not the loss of the whole batch; add every term on every part (as zero where it does not apply), or "

@@ -167,7 +167,8 @@ class _Sums:
             with one_process(), random_states(), unchanged(run.job, run.model), autocast(run.precision, run.device):
                 return None if given is None else call_loss(run.job, given[0], given[1], run.model)
 
-        return recounted(loss, again)
+        found, floor = recounted(loss, again)
+        return loss if found is None else found, floor
 
     def _doubt_pairs(self, found: Sequence[Tensor], output: Any, batch: Any, samples: int) -> None:
         """Look whether metrics given as (sum, count) add up where the count is low."""

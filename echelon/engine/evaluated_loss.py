@@ -100,8 +100,9 @@ def _terms(
     return reading.terms if recounted is None else (recounted,)
 
 
-def recounted(loss: Tensor, again: Callable[[int], Any]) -> tuple[Tensor, float]:
-    """A loss given as (sum, count) with what it really counts, which `max(count, least)` may hide, and that least where it counts nothing.
+def recounted(loss: Tensor, again: Callable[[int], Any]) -> tuple[Tensor | None, float]:
+    """A loss given as (sum, count) with what it really counts, which `max(count, least)` may hide (None where that does not show), and that least
+    where it counts nothing.
 
     `again(times)` is the loss with every sample given that many times; None where it cannot be computed. One whose sum does not grow is a mean.
     """
@@ -111,15 +112,15 @@ def recounted(loss: Tensor, again: Callable[[int], Any]) -> tuple[Tensor, float]
             value = again(times)
         except JobError:
             raise
-        except Exception:  # it takes other shapes only: the count is taken as it was given
-            return loss, 0.0
+        except Exception:  # it takes other shapes only
+            return None, 0.0
         if not isinstance(value, tuple):
-            return loss, 0.0
+            return None, 0.0
         more, grown = pair_of("loss", value, loss.device).tolist()
         if total and math.isclose(more, total, rel_tol=_ROUNDING) and math.isclose(grown, count, rel_tol=_ROUNDING):
             return loss.new_tensor([total / count, math.nan]), 0.0
         if not math.isclose(more, times * total, rel_tol=_ROUNDING, abs_tol=1e-9):
-            return loss, 0.0
+            return None, 0.0
         if grown > count * (1 + _ROUNDING):
             return loss.new_tensor([total, grown / times]), 0.0
     return loss.new_tensor([total, 0.0]), count

@@ -28,7 +28,7 @@ from echelon.engine.attributes import Attributes
 from echelon.engine.averages import Averages, divisor, doubts, nothing, weighed
 from echelon.engine.build import broadcast
 from echelon.engine.evaluate import evaluate
-from echelon.engine.evaluated_loss import measured
+from echelon.engine.evaluated_loss import measured, recounted
 from echelon.engine.function_state import loss_parameters, unchanged
 from echelon.engine.intake import Mover, open_intake, own_generators, seed_step
 from echelon.engine.keeper import Elsewhere
@@ -499,7 +499,10 @@ class Run:
 
     def _weighed(self, value: Any, micro: Micro, batch: StepBatch, sums: _Sums) -> Tensor:
         """What backward starts from: the micro-batch's share of the step's loss, scaled for the precision."""
-        if self._watched and not isinstance(value, tuple):
+        if self._watched and isinstance(value, tuple):
+            total, count = value
+            value = self._recounted(total, count, micro.samples)
+        elif self._watched:
             terms = self._averages.add(value, micro.samples, partial(self._loss_again, micro.samples))
             self._called = None, None  # logits are large
             # What an accelerator counts is not known to the host before backward: then every step is weighed by it.
@@ -508,8 +511,6 @@ class Run:
                 value = weighed(value, terms[0])
         if isinstance(value, tuple):
             part, count = value
-            if self._watched and self.device.type == "cpu" and count == 1:  # or a count of 0 with a minimum
-                self._averages.doubt()
             if self._zero is not None and self.device.type == "cpu" and not count:
                 part = self._zero
             sums.items = count if sums.items is None else sums.items + count
@@ -524,7 +525,20 @@ class Run:
         sums.total = part.detach() if sums.total is None else sums.total + part.detach()
         return part if factor == 1 else part.float() * factor if part.dtype.itemsize < 4 else part * factor
 
-    def _loss_again(self, samples: int, times: int) -> Tensor | None:
+    def _recounted(self, total: Tensor, count: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+        """A loss given as (sum, count) with what it really counts, where a minimum may hide that."""
+        if self.device.type != "cpu" or not self._averages.is_low_pair(float(count)):
+            return total, count
+        row = torch.stack([total.detach().double(), count.double()])
+        found, _ = recounted(row, partial(self._loss_again, samples))
+        if found is None or found[1].isnan():
+            self._averages.doubt()
+        elif found[1] != row[1]:
+            self._averages.hide(float(count))
+            count = found[1]
+        return total, count
+
+    def _loss_again(self, samples: int, times: int) -> Any:
         """The loss of the last part with every sample given several times; None where it cannot be called so."""
         repeated = given_again(self._called, samples, times)
         try:
@@ -532,7 +546,7 @@ class Run:
                 value = None if repeated is None else call_loss(self.job, repeated[0], repeated[1], self.model)
         except Exception:  # it takes other shapes only: the count is taken as it was read
             return None
-        return value if isinstance(value, Tensor) else None
+        return value if isinstance(value, Tensor | tuple) else None
 
     def _send(self, sums: _Sums) -> None:
         total = self._one * 0 if sums.total is None else sums.total  # of a stage without a loss

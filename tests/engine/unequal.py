@@ -178,12 +178,28 @@ def _ten_void() -> Tensor:
     return labels
 
 
+def _short() -> Tensor:
+    """One label in nine does not count; every sample has some."""
+    labels = _labels(40, void=0.0)
+    labels[::3, 0] = -100
+    return labels
+
+
 JOBS: dict[str, Callable[[], Job]] = {
     "summed over number": lambda: _job(lambda s, y: _mean(s, y, reduction="sum") / (y != -100).sum()),
     "reciprocal": lambda: _job(_reciprocal, labels=_one_sided()),
     "many tasks": lambda: _job(partial(_tasks, last=lambda counted: counted), labels=_ten_void()),
     "a list of samples": lambda: _job(lambda s, y: torch.stack(_of_samples(s, y)).mean(), labels=_ten_void()),
-    "a list of one sample": lambda: _job(_mean_of_list, labels=_ten_void(), batch=4),
+    "a list of one sample": lambda: _job(_mean_of_list, labels=_short(), batch=4),
+    "sum and at least one": lambda: _job(
+        lambda s, y: (_rows(s, y).sum(), (y != -100).sum().clamp(min=1)), labels=_one_sided()
+    ),
+    "sum over all and at least two": lambda: _job(
+        lambda s, y: (s.square().sum(), (y == 1).sum().clamp(min=2)), labels=_few_positives()
+    ),
+    "zero where nothing counts": lambda: _job(
+        lambda s, y: _mean(s, y) if (y != -100).any() else s.sum() * 0, labels=_one_sided()
+    ),
     "by positives": lambda: _job(_by_positives, labels=_few_positives()),
     "a minimum of ten": lambda: _job(_at_least_ten, labels=_few_missing()),
     "a negative factor": lambda: _job(

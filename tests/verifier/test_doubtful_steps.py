@@ -55,8 +55,17 @@ def focal(output: Tensor, batch: Any) -> Tensor:
     return output.sigmoid().square().sum() / batch[1].sum().clamp(min=1) + F.cross_entropy(output, batch[2])
 
 
-def sum_and_count(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+def of_parts_only(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """Cannot be called with more samples than a batch has, so that the count does not show."""
+    if len(output) > BATCH:
+        raise ValueError("too many samples")
     return weighted(output, batch), batch[1].sum().clamp(min=1)
+
+
+def of_one_or_all(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    if len(output) not in (1, BATCH):
+        raise ValueError("one sample or all")
+    return weighted(output, batch), len(output)
 
 
 def weighted_mean(output: Tensor, batch: Any) -> Tensor:
@@ -66,7 +75,7 @@ def weighted_mean(output: Tensor, batch: Any) -> Tensor:
 #: name -> (loss, weights of the late step). Two parts of four samples.
 WRONG: dict[str, tuple[Loss, list[float]]] = {
     "a count that does not show": (focal, [0.0] * 8),
-    "(sum, 1)": (sum_and_count, [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]),
+    "(sum, 1)": (of_parts_only, [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]),
 }
 
 
@@ -101,10 +110,10 @@ def test_the_first_step_that_is_weighed_is_compared() -> None:
 
 
 def test_doubtful_steps_are_compared_less_and_less_often() -> None:
-    """Every part has one sample and returns (sum, 1), which is right."""
-    steps = 24
-    right = job(lambda output, batch: (weighted(output, batch), len(output)), [1.0] * 8, steps)
-    with Run(right, from_text("dp=1 micro=1"), World()) as run:
+    """Every part has one sample and returns (sum, 1), which is right, but does not show."""
+    steps, warnings = 24, list[str]()
+    right = job(of_one_or_all, [1.0] * 8, steps)
+    with Run(right, from_text("dp=1 micro=1"), World(), warn=warnings.append) as run:
         checks = SpotChecks(right, run, None, None, entropy=ENTROPY)
         compared = []
         for batch in run.batches():
@@ -114,3 +123,7 @@ def test_doubtful_steps_are_compared_less_and_less_often() -> None:
                 compared.append(batch.step)
         doubted = [step for step in range(FIRST - 1, steps) if not checks.due(step)]
         assert compared == [doubted[number - 1] for number in (1, 2, 4, 8, 16)]
+        (warning,) = warnings
+        assert warning.startswith(
+            f"step {doubted[2] + 1}: how many items the loss of a part of the batch counts does not show"
+        )
