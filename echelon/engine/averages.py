@@ -50,8 +50,8 @@ class Averages:
         self._word = 0.0
         #: Of each average the least count so far, its first count per sample, and whether there was another.
         self._counts: dict[int, tuple[float, float, bool]] = {}
-        #: Of losses given as (sum, count) the least count so far, and the highest that was more than what was counted.
-        self._least, self._hidden = math.inf, 0.0
+        #: The counts of losses given as (sum, count).
+        self.pairs = LowCounts()
         #: Whether the averages are entries of a list that grows with the samples; None: not tried yet.
         self._lists_samples: bool | None = None
 
@@ -107,14 +107,6 @@ class Averages:
     def hide(self, scale: Scalar) -> None:
         """Note that a part's sum was divided by `scale`, which is more than it counts."""
         self._add(_HIDDEN, [1.0, scale])
-        if not isinstance(scale, Tensor):
-            self._hidden = max(self._hidden, scale)
-
-    def is_low_pair(self, count: float) -> bool:
-        """Whether the count of a loss given as (sum, count) may be more than what was counted."""
-        low = count == 1 or count < self._least or count <= self._hidden
-        self._least = min(self._least, count)
-        return low
 
     def doubt(self) -> None:
         """Note that it does not show what a part counts: the step is to be compared with one device."""
@@ -188,6 +180,30 @@ class Averages:
         spread = max(square - rate * rate, 0.0) ** 0.5
         over = f"over {rate:.4g} items" if _is_whole(rates[place][2]) else f"divided by {rate:.4g}"
         return f"{name} {over} per sample (varying by {spread:.2g} between parts)"
+
+
+class LowCounts:
+    """Which counts of sums given as (sum, count) may be more than what was counted, as `max(count, least)` makes them."""
+
+    def __init__(self) -> None:
+        self._least, self._rate, self._differ = math.inf, 0.0, False
+        #: The highest count that was more.
+        self.hidden = 0.0
+
+    def is_low(self, count: float, samples: int) -> bool:
+        """Whether it is the first, or 1, or as low as any before where counts per sample differ, or no higher than one that was more."""
+        rate = count / max(samples, 1)
+        first = self._least == math.inf
+        self._differ = self._differ or not (first or math.isclose(rate, self._rate))
+        low = (
+            first
+            or count == 1
+            or count <= self.hidden
+            or count < self._least
+            or (self._differ and count == self._least)
+        )
+        self._least, self._rate = min(self._least, count), rate
+        return low
 
 
 def _folded(terms: tuple[Term, ...]) -> tuple[Term, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
+from echelon.engine.averages import LowCounts
 from echelon.engine.evaluated_loss import Ratios, pair_of, recounted
 from echelon.engine.function_state import metrics_snapshot, snapshot, unchanged
 from echelon.engine.metrics import (
@@ -113,10 +114,8 @@ class _Sums:
         self._weighed = False
         #: What batches divided their sums by in which the loss counted nothing.
         self._floor = 0.0
-        #: The least count so far, by name: `max(count, least)` gives such numbers, and they do not add up.
-        self._least: dict[str, float] = {}
-        #: The highest count of the loss that was more than what was counted.
-        self._hidden = 0.0
+        #: The counts of what is given as (sum, count), by name.
+        self._counts: dict[str, LowCounts] = {}
         self._bound = min(_BOUND, usable_memory() // _PART)
 
     def add(self, batch: Any, values: tuple[Tensor, Any] | None, samples: int) -> None:
@@ -124,10 +123,8 @@ class _Sums:
         if values is not None:
             loss, output = values
             floor = self._run.loss_floor
-            if samples and self._run.ratios is None and self._is_low("loss", loss):
-                given = float(loss[1])
+            if samples and self._run.ratios is None and self._is_low("loss", loss, samples):
                 loss, floor = self._recounted(loss, output, batch, samples)
-                self._hidden = max(self._hidden, given) if float(loss[1]) != given else self._hidden
             self._floor = floor or self._floor
             if samples and float(loss[1]):  # else nothing counts
                 if self._weighed and not _alike(self._ratios, self._run.ratios):
@@ -150,14 +147,10 @@ class _Sums:
         if self._turns == _TRIED:
             self._settle()
 
-    def _is_low(self, name: str, row: Tensor) -> bool:
-        """Whether a count is 1, lower than any before, or no higher than one that hid what was counted."""
+    def _is_low(self, name: str, row: Tensor, samples: int) -> bool:
+        """Whether a count may be more than what was counted."""
         count = float(row[1])
-        before = self._least.get(name, math.inf)
-        if math.isnan(count):
-            return False
-        self._least[name] = min(before, count)
-        return count == 1 or count < before or (name == "loss" and count <= self._hidden)
+        return not math.isnan(count) and self._counts.setdefault(name, LowCounts()).is_low(count, samples)
 
     def _recounted(self, loss: Tensor, output: Any, batch: Any, samples: int) -> tuple[Tensor, float]:
         run, whole = self._run, plain(output)
@@ -168,6 +161,8 @@ class _Sums:
                 return None if given is None else call_loss(run.job, given[0], given[1], run.model)
 
         found, floor = recounted(loss, again)
+        if found is not None and found[1] != loss[1]:
+            self._counts["loss"].hidden = max(self._counts["loss"].hidden, float(loss[1]))
         return loss if found is None else found, floor
 
     def _doubt_pairs(self, found: Sequence[Tensor], output: Any, batch: Any, samples: int) -> None:
@@ -176,7 +171,7 @@ class _Sums:
         rows_of_pairs = [
             (name, row) for name, row in zip(self._metrics, found, strict=True) if run.metric_kinds.get(name) != "whole"
         ]
-        low = [name for name, row in rows_of_pairs if self._is_low(name, row)]
+        low = [name for name, row in rows_of_pairs if self._is_low(name, row, samples)]
         part = Part(plain(output), batch, samples) if low else None
         if part is None or not run.tells:
             return

@@ -527,7 +527,7 @@ class Run:
 
     def _recounted(self, total: Tensor, count: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         """A loss given as (sum, count) with what it really counts, where a minimum may hide that."""
-        if self.device.type != "cpu" or not self._averages.is_low_pair(float(count)):
+        if self.device.type != "cpu" or not self._averages.pairs.is_low(float(count), samples):
             return total, count
         row = torch.stack([total.detach().double(), count.double()])
         found, _ = recounted(row, partial(self._loss_again, samples))
@@ -535,6 +535,7 @@ class Run:
             self._averages.doubt()
         elif found[1] != row[1]:
             self._averages.hide(float(count))
+            self._averages.pairs.hidden = max(self._averages.pairs.hidden, float(count))
             count = found[1]
         return total, count
 

@@ -62,7 +62,10 @@ def rare_flips() -> Spec:
     return Spec(**plain(data=Flips(0.1, random.SystemRandom()), steps=24), check="consistent")
 
 
-@job("flips of one sample in twenty, in batches of four: most batches are equal whenever they are read", refusable="tp pp")
+@job(
+    "flips of one sample in twenty, in batches of four: most batches are equal whenever they are read",
+    refusable="tp pp",
+)
 def rare_flips_of_four() -> Spec:
     return Spec(**plain(data=Flips(0.05, random.SystemRandom()), steps=24, batch=4), check="consistent")
 
