@@ -319,6 +319,7 @@ class SpotChecks:
     def _state(self) -> _State:
         """What the step starts from, whole on rank 0."""
         run = self._run
+        self._fetch_function_state()
         attributes, lost = run.attributes.of_model()
         flags = {name: flag for theirs in run.ranks.gather(run.attributes.switched()) for name, flag in theirs.items()}
         return _State(
@@ -332,6 +333,20 @@ class SpotChecks:
             # A checkpoint brings it back before the first look at attributes.
             extra={path: copy.deepcopy(module.get_extra_state()) for path, module in _with_extra_state(run.model)},
         )
+
+    def _fetch_function_state(self) -> None:
+        """In a pipeline the last stage calls the loss: give rank 0, whose own loss is never called, what it keeps there."""
+        run = self._run
+        if run.assembly.pipeline is None:
+            return
+        functions = run.attributes.functions
+        mine = functions.values(list(functions.fingerprints())) if run.tells and run.data.rank == 0 else {}
+        for values in run.ranks.gather(mine):
+            if values and run.world.main and not functions.adopt(values, run.device) and not self.left_out:
+                self.left_out = "the loss keeps objects that were made while it trained"
+                run.warn(
+                    f"steps from here on are not compared with one device: {self.left_out}, on a pipeline's last stage"
+                )
 
     # One device's side, on rank 0
 
@@ -348,7 +363,7 @@ class SpotChecks:
     ) -> DivergenceError | None:
         """How one device's loss and gradients differ; None: they do not, or they cannot be compared, or this is another rank. `held`: whether
         what was computed on the ranks had no random numbers."""
-        if not self._run.world.main or read[0] is None:
+        if not self._run.world.main or read[0] is None or self.left_out:
             return None
         if not held:
             if not self._warned_of_draws:
