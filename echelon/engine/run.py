@@ -527,15 +527,19 @@ class Run:
 
     def _recounted(self, total: Tensor, count: Tensor, samples: int) -> tuple[Tensor, Tensor]:
         """A loss given as (sum, count) with what it really counts, where a minimum may hide that."""
-        if self.device.type != "cpu" or not self._averages.pairs.is_low(float(count), samples):
+        if self.device.type != "cpu":  # the host does not wait for an accelerator's count
             return total, count
-        row = torch.stack([total.detach().double(), count.double()])
-        found, _ = recounted(row, partial(self._loss_again, samples))
+        pairs, given = self._averages.pairs, float(count.detach())
+        if not pairs.is_low(given, samples):
+            return total, count
+        found, _ = recounted(
+            torch.stack([total.detach().double(), count.detach().double()]), partial(self._loss_again, samples)
+        )
         if found is None or found[1].isnan():
             self._averages.doubt()
-        elif found[1] != row[1]:
-            self._averages.hide(float(count))
-            self._averages.pairs.hidden = max(self._averages.pairs.hidden, float(count))
+        elif not math.isclose(float(found[1]), given):
+            self._averages.hide(given)
+            pairs.hidden = max(pairs.hidden, given)
             count = found[1]
         return total, count
 
