@@ -503,7 +503,7 @@ class Run:
             total, count = value
             value = self._recounted(total, count, micro.samples)
         elif self._watched:
-            terms = self._averages.add(value, micro.samples, partial(self._loss_again, micro.samples))
+            terms = self._averages.add(value, micro.samples, partial(self._loss_again, Tensor, micro.samples))
             self._called = None, None  # logits are large
             # What an accelerator counts is not known to the host before backward: then every step is weighed by it.
             by_count = self._weighing or self.nominal is not None or self.hub is not None
@@ -533,7 +533,7 @@ class Run:
         if not pairs.is_low(given, samples):
             return total, count
         found, _ = recounted(
-            torch.stack([total.detach().double(), count.detach().double()]), partial(self._loss_again, samples)
+            torch.stack([total.detach().double(), count.detach().double()]), partial(self._loss_again, tuple, samples)
         )
         if found is None or found[1].isnan():
             self._averages.doubt()
@@ -543,15 +543,15 @@ class Run:
             count = found[1]
         return total, count
 
-    def _loss_again(self, samples: int, times: int) -> Any:
-        """The loss of the last part with every sample given several times; None where it cannot be called so."""
+    def _loss_again(self, kind: type, samples: int, times: int) -> Any:
+        """The loss of the last part, a tensor or a pair, with every sample given several times; None where it cannot be called so."""
         repeated = given_again(self._called, samples, times)
         try:
             with one_process(), unchanged(self.job, self.model), random_states(), autocast(self.precision, self.device):
                 value = None if repeated is None else call_loss(self.job, repeated[0], repeated[1], self.model)
         except Exception:  # it takes other shapes only: the count is taken as it was read
             return None
-        return value if isinstance(value, Tensor | tuple) else None
+        return value if isinstance(value, kind) else None
 
     def _send(self, sums: _Sums) -> None:
         total = self._one * 0 if sums.total is None else sums.total  # of a stage without a loss
