@@ -93,7 +93,11 @@ def _times_micro_batches() -> Sequence[AbstractContextManager[object]]:
     needs="a loss that is (sum, count), and dp > 1 or several micro-batches",
 )
 def _mean_of_means() -> Sequence[AbstractContextManager[object]]:
-    return [changed_loss(lambda run, value: value[0] / value[1] if isinstance(value, tuple) else value)]
+    def averaged(run: Run, value: Any) -> Any:
+        run._watched = False  # the watch would read the count from the graph, weigh by it, and so be right
+        return value[0] / value[1] if isinstance(value, tuple) else value
+
+    return [changed_loss(averaged)]
 
 
 @_fault(
