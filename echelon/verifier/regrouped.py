@@ -17,6 +17,7 @@ from torch import Tensor
 
 from echelon.engine.attributes import model_snapshot
 from echelon.engine.averages import Averages, divisor, doubts, weighed
+from echelon.engine.evaluated_loss import recounted
 from echelon.engine.function_state import unchanged
 from echelon.engine.metrics import differentiable
 from echelon.errors import DivergenceError, VerificationError
@@ -39,9 +40,7 @@ def require_separable_loss(reference: Reference, step: int) -> None:
         return
     try:
         worst = _Loss(reference, step, size).worst_difference(parts)
-    except (
-        Exception
-    ):  # it takes other shapes only, or asks for what is not in the batch: the proof of the batch as it is stands
+    except Exception:  # a loss that takes other shapes only: the proof of the batch as it is stands
         return
     if worst > _ROUNDING:
         raise VerificationError(
@@ -93,7 +92,8 @@ class _Loss:
         averages.begin()
         values, found = [self._value(rows) for rows in parts], list[tuple[Tensor, Tensor]]()
         if isinstance(values[0], tuple):
-            return sum(_plain(total) for total, _ in values) / sum(_plain(count) for _, count in values)
+            counts = [self._count(rows, value) for rows, value in zip(parts, values, strict=True)]
+            return sum(_plain(total) for total, _ in values) / sum(counts) if sum(counts) else None
         for rows, value in zip(parts, values, strict=True):
             terms = averages.add(value, len(rows), partial(self._value, rows))
             if terms:
@@ -109,6 +109,13 @@ class _Loss:
             count = torch.stack([count for _, count in found]).sum()
             return float(sum(total for total, _ in found) / divisor(sums, count))
         return sum(_plain(value) * len(rows) for rows, value in zip(parts, values, strict=True)) / self._size
+
+    def _count(self, rows: Tensor, pair: tuple[Any, Any]) -> float:
+        """What a loss given as (sum, count) really counts, as in a training."""
+        found, _ = recounted(
+            torch.tensor([_plain(each) for each in pair], dtype=torch.float64), partial(self._value, rows)
+        )
+        return _plain(pair[1]) if found is None or found[1].isnan() else float(found[1])
 
     def _value(self, rows: Tensor, times: int = 1) -> Any:
         output, batch = map_tensors(lambda value: value[rows.to(value.device)], self._rows)

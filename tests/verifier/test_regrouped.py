@@ -15,7 +15,7 @@ from echelon.errors import VerificationError
 from echelon.plan.text import from_text
 from echelon.verifier.feed import open_feed
 from echelon.verifier.reference import Reference
-from echelon.verifier.regrouped import require_separable_loss
+from echelon.verifier.regrouped import _Loss, require_separable_loss
 from tests.engine.jobs import classes, mlp, numbers
 
 
@@ -74,7 +74,13 @@ def pairs(output: Tensor, batch: Any) -> Tensor:
     return (output[0::2] - output[1::2]).square().mean()
 
 
-def tried(loss: Any, plan: str = "dp=2") -> None:
+def clamped_pair(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    """A part without samples of the kind counts one, which a training sees through."""
+    one = (batch[2] == 1) & (batch[1] == 1)
+    return (each(output, batch) * one).sum(), one.sum().clamp(min=1)
+
+
+def reference(loss: Any, plan: str = "dp=2") -> Reference:
     job = mlp(
         data=InOrder(),
         loss=loss,
@@ -85,21 +91,34 @@ def tried(loss: Any, plan: str = "dp=2") -> None:
         metrics={},
         inputs=lambda batch: ((batch[0],), {}),
     )
-    require_separable_loss(Reference(job, from_text(plan), open_feed(job)), 0)
+    return Reference(job, from_text(plan), open_feed(job))
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=1 micro=4"])
 @pytest.mark.parametrize("loss", [balanced, ratio])
 def test_a_loss_that_looks_at_the_other_samples_is_found(loss: Any, plan: str) -> None:
     with pytest.raises(VerificationError, match="does not follow from the losses of its parts"):
-        tried(loss, plan)
+        require_separable_loss(reference(loss, plan), 0)
 
 
-@pytest.mark.parametrize("loss", [by_count, pair, two_terms, Counting(), drawing, pairs])
-def test_other_losses_are_left_alone(loss: Any) -> None:
-    tried(loss)
+@pytest.mark.parametrize("loss", [by_count, pair, clamped_pair, pairs])
+def test_parts_that_make_the_whole_in_every_order_agree(loss: Any) -> None:
+    """Asked of the trial itself: an error in it would pass for a loss that cannot be tried."""
+    tried = _Loss(reference(loss), 0, 8)
+    for order in (torch.arange(8), torch.tensor([1, 3, 5, 0, 7, 2, 4, 6]), torch.tensor([7, 1, 2, 0, 3, 5, 6, 4])):
+        difference = tried._difference(order, [4, 4])
+        assert difference is not None
+        assert difference < 1e-12
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "tp=2"])
-def test_whole_batches_need_no_trial(plan: str) -> None:
-    tried(balanced, plan)
+@pytest.mark.parametrize("loss", [two_terms, Counting(), drawing])
+def test_losses_of_which_the_trial_can_say_nothing_pass(loss: Any) -> None:
+    assert _Loss(reference(loss), 0, 8).worst_difference([4, 4]) < 1e-7
+
+
+@pytest.mark.parametrize(("plan", "trials"), [("dp=1", 0), ("tp=2", 0), ("dp=2", 1)])
+def test_whole_batches_need_no_trial(monkeypatch: pytest.MonkeyPatch, plan: str, trials: int) -> None:
+    tried = []
+    monkeypatch.setattr("echelon.verifier.regrouped._Loss", lambda *given: tried.append(given))
+    require_separable_loss(reference(balanced, plan), 0)
+    assert len(tried) == trials

@@ -1,4 +1,4 @@
-"""Samples that a rank reads otherwise than rank 0 are told from samples that merely change between two readings."""
+"""A rank that reads wrong samples is named; samples that change with every reading raise no alarm."""
 
 from __future__ import annotations
 
