@@ -46,6 +46,7 @@ from echelon.engine.outcome import Later, Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
 from echelon.engine.ranks import Group, Ranks
+from echelon.engine.read_history import restore_read_history
 from echelon.engine.renorm import agree
 from echelon.engine.replacements import Replacements
 from echelon.engine.rollback import Rollback
@@ -805,7 +806,10 @@ class Run:
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever plan wrote it."""
+        fresh = self.step_number == 0
         checkpoint.load(self, Path(folder))
+        if fresh:
+            restore_read_history(self)
 
     def __enter__(self) -> Self:
         return self

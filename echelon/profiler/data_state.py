@@ -54,15 +54,15 @@ class DataState:
                 refill(value, content)
         self._settings.put_back()
 
-    def changed(self) -> bool:
-        """Whether readings changed it, random generators aside."""
+    def changed(self, *, generators: bool = False) -> bool:
+        """Whether readings changed it; its random generators count where asked for."""
         if self.unrestorable():
             return True
         for value, held in self._attributes:
             now = vars(value)
             if any(_is_state(each) and not _is_equal(each, held.get(name)) for name, each in now.items()):
                 return True
-        contents = [each for each in self._contents if not isinstance(each[0], GENERATORS)]
+        contents = [each for each in self._contents if generators or not isinstance(each[0], GENERATORS)]
         return self._settings.changed() or not all(is_same_content(content_of(value), held) for value, held in contents)
 
     def unrestorable(self) -> bool:

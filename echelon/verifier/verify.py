@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.engine.ranks import Ranks
+from echelon.engine.read_order import require_independent_samples
 from echelon.errors import EchelonError, PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
@@ -41,7 +42,6 @@ from echelon.verifier.loss_state import ReadState, find_read_state
 from echelon.verifier.mark import copies
 from echelon.verifier.outputs import listed
 from echelon.verifier.peer import Peer, Versus
-from echelon.verifier.read_order import require_independent_samples
 from echelon.verifier.regrouped import require_separable_loss
 from echelon.verifier.sampling import Sample, affordable_flops, smaller
 from echelon.verifier.self_check import Unsteady, self_check

@@ -23,7 +23,7 @@ def require_independent_samples(job: Job) -> None:
 
     Where readings change nothing, the first step's samples are read once.
     """
-    found = _history_dependence(job)
+    found = history_dependence(job)
     if found is not None:
         raise VerificationError(
             f"{kind_of(job.data)}: {found}; data ranks read fewer samples than one process, and so others; make a sample depend on its number "
@@ -31,7 +31,8 @@ def require_independent_samples(job: Job) -> None:
         )
 
 
-def _history_dependence(job: Job) -> str | None:
+def history_dependence(job: Job) -> str | None:
+    """How a sample depends on what was read before; None where no trial shows that. Leaves no trace in the data set."""
     if is_stream(job.data) or not runs_code(job.data):
         return None
     source = open_source(job.data, collate=job.collate, seed=job.seed)

@@ -1,0 +1,109 @@
+"""Data sets that keep something from one reading to the next."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from tests.engine.jobs import classes, numbers
+
+
+class Read(Dataset[Any]):
+    """Counts its reads."""
+
+    def __init__(self) -> None:
+        self.rows, self.labels, self.reads = numbers(32, 8), classes(32), 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.row(index), self.labels[index]
+
+    def row(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Harder(Read):
+    """Other samples after 20 reads."""
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * (1 if self.reads <= 20 else 2)
+
+
+class Normalised(Read):
+    """Subtracts a running mean."""
+
+    mean: Any = 0.0
+
+    def row(self, index: int) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * self.rows[index]
+        return self.rows[index] - self.mean
+
+
+class InPlace(Read):
+    """Edits its samples."""
+
+    def row(self, index: int) -> Any:
+        self.rows[index] *= 0.5
+        return self.rows[index]
+
+
+class Previous(Read):
+    """Mixes in the sample that was read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = [0]
+
+    def row(self, index: int) -> Any:
+        before, self.last[0] = self.last[0], index
+        return self.rows[index] + 0.1 * self.rows[before]
+
+
+class Cached(Read):
+    """Keeps what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[int, Any] = {}
+
+    def row(self, index: int) -> Any:
+        return self.cache.setdefault(index, self.rows[index] * 2)
+
+
+class Drawing(Read):
+    """Flips samples by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+
+    def row(self, index: int) -> Any:
+        return self.rows[index].flip(0) if self.random.random() < 0.5 else self.rows[index]
+
+
+class Opening(Read):
+    """Opens a file at the first read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file: Any = None
+
+    def row(self, index: int) -> Any:
+        if self.file is None:
+            self.file = open(os.devnull, "rb")  # noqa: SIM115 (it stays open, as users' files do)
+        return self.rows[index]
+
+
+class Failing(Read):
+    """Cannot read one sample, which the first step does not need."""
+
+    def row(self, index: int) -> Any:
+        if self.reads > 20:
+            raise ValueError("a broken file")
+        return self.rows[index]

@@ -1,0 +1,129 @@
+"""A resumed run finds a data set that keeps what it reads as an unbroken run would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.data.loader import Loader
+from echelon.engine import read_history
+from echelon.engine.run import Run
+from echelon.job import Job
+from echelon.plan.text import from_text
+from echelon.world import World
+from tests.engine.jobs import mlp
+from tests.engine.keeping import Cached, Drawing, Harder, InPlace, Normalised, Previous, Read
+
+STEPS, STOP = 10, 6
+
+
+def job(kind: type[Read], **changes: Any) -> Job:
+    return mlp(data=kind(), batch=8, epochs=None, steps=STEPS, **changes)
+
+
+def started(made: Job, said: list[str] | None = None, **options: Any) -> Run:
+    return Run(made, from_text("dp=1"), World(), warn=(said if said is not None else []).append, **options)
+
+
+def trained(run: Run, stop: int | None = None) -> list[float]:
+    return [float(run.step(batch).loss) for batch in run.batches(stop)]
+
+
+def resumed(kind: type[Read], folder: Path, said: list[str] | None = None, **options: Any) -> tuple[Run, Read]:
+    """A run in another process: with a data set of its own."""
+    with started(job(kind)) as run:
+        trained(run, STOP)
+        run.save(folder)
+    made = job(kind)
+    run = started(made, said, **options)
+    run.load(folder)
+    return run, made.data
+
+
+@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous, Drawing])
+def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Read], tmp_path: Path) -> None:
+    with started(job(kind)) as run:
+        whole = trained(run)
+    said: list[str] = []
+    run, _ = resumed(kind, tmp_path / "step", said)
+    with run:
+        assert trained(run) == whole[STOP:]
+    assert said == []
+
+
+@pytest.mark.parametrize("kind", [Harder, Normalised])
+def test_it_is_read_again_however_long_that_takes(
+    kind: type[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
+    with started(job(kind)) as run:
+        whole = trained(run)
+    said: list[str] = []
+    run, _ = resumed(kind, tmp_path / "step", said)
+    with run:
+        assert trained(run) == whole[STOP:]
+    assert len(said) == 1
+    assert "6 steps are read again, about" in said[0]
+
+
+def test_a_cache_is_not_filled_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
+    said: list[str] = []
+    run, data = resumed(Cached, tmp_path / "step", said)
+    run.close()
+    assert data.reads == 0
+    assert len(said) == 1
+    assert "starts with it as it was made" in said[0]
+
+
+def test_what_worker_processes_kept_is_not_restored_and_that_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    run, data = resumed(Normalised, tmp_path / "step", said, workers=1)
+    run.close()
+    assert data.reads == 0
+    assert any("use workers=0" in each for each in said)
+
+
+class Plain(Read):
+    """Keeps nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index], self.labels[index]
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(Plain, 2), (Read, STOP)])  # requests are made one ahead
+def test_data_that_keep_nothing_are_read_for_one_step(
+    kind: type[Read], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[int] = []
+    made = Loader._request
+    folder = tmp_path / "step"
+    with started(job(kind)) as run:
+        trained(run, STOP)
+        run.save(folder)
+    with started(job(kind)) as run:
+        monkeypatch.setattr(Loader, "_request", lambda self, step: (requested.append(step), made(self, step))[1])
+        run.load(folder)
+    assert requested == list(range(steps))
+
+
+def test_a_run_that_goes_back_in_its_own_process_reads_nothing_twice(tmp_path: Path) -> None:
+    made = job(Read)
+    with started(made) as run:
+        trained(run, 2)
+        run.save(tmp_path / "step")
+        trained(run, 4)
+        run.load(tmp_path / "step")
+    assert made.data.reads == 4 * 8
+
+
+def test_a_finished_run_reads_nothing_again(tmp_path: Path) -> None:
+    with started(job(Read)) as run:
+        trained(run)
+        run.save(tmp_path / "step")
+    made = job(Read)
+    with started(made) as run:
+        run.load(tmp_path / "step")
+    assert made.data.reads == 0

@@ -1,0 +1,72 @@
+"""Data sets whose samples depend on what was read before are found; those that only count, cache or draw are not taken for such."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from echelon.engine import read_order
+from echelon.engine.read_order import require_independent_samples
+from echelon.errors import VerificationError
+from echelon.profiler.data_state import DataState
+from tests.engine.jobs import mlp
+from tests.engine.keeping import Cached, Drawing, Failing, Harder, InPlace, Normalised, Opening, Previous, Read
+
+
+@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous])
+def test_samples_that_depend_on_earlier_readings_are_found(kind: type[Read]) -> None:
+    for data in (kind(), Subset(kind(), range(30))):
+        with pytest.raises(VerificationError, match=r"sample \d+ is another when .* train in one process"):
+            require_independent_samples(mlp(data=data, batch=8, epochs=2))
+
+
+@pytest.mark.parametrize("kind", [Read, Cached, Drawing, Failing])
+def test_others_are_not_taken_for_such(kind: type[Read]) -> None:
+    assert read_order.history_dependence(mlp(data=kind(), batch=8, epochs=2)) is None
+
+
+def test_a_file_that_was_opened_stays_open() -> None:
+    data = Opening()
+    require_independent_samples(mlp(data=data, batch=8, epochs=2))
+    with data.file:
+        assert not data.file.closed
+
+
+@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous, Cached, Drawing])
+def test_trials_leave_no_trace(kind: type[Read]) -> None:
+    data, untouched = kind(), kind()
+    with contextlib.suppress(VerificationError):
+        require_independent_samples(mlp(data=data, batch=8, epochs=2))
+    for index in (3, 1, 2, 3):
+        assert torch.equal(data[index][0], untouched[index][0])
+
+
+def test_what_is_too_large_to_be_put_back_is_seen_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.profiler.data_state._COPIED", 64)
+    data = InPlace()
+    held = DataState(data)
+    assert not held.unrestorable()
+    data[0]
+    assert held.unrestorable()
+    with pytest.raises(VerificationError, match="read again"):
+        require_independent_samples(mlp(data=InPlace(), batch=8, epochs=2))
+
+
+def test_further_readings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_order, "_MORE", 8)
+    most = 0
+
+    class Watched(Read):
+        def row(self, index: int) -> Any:
+            nonlocal most
+            most = max(most, self.reads)
+            return self.rows[index]
+
+    data = Watched()
+    require_independent_samples(mlp(data=data, batch=8, epochs=1000))
+    assert most < 64
+    assert data.reads == 0
