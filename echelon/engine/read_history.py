@@ -24,9 +24,7 @@ _AFFORDABLE = 30.0
 def restore_read_history(run: Run) -> None:
     """Read what the steps before this one read, where that changes the data set. Every rank calls it, before it has read anything."""
     job, done, ranks = run.job, run.step_number, run.ranks
-    sets = [
-        each for each in (job.data, job.warmup_data) if each is not None and not is_stream(each) and runs_code(each)
-    ]
+    sets = [each for each in (job.data, job.warmup_data) if runs_code(each)]
     if is_stream(job.data) or not 0 < done < run.total_steps or not any(ranks.gather(bool(sets))):
         return
     name = kind_of(job.data)

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from echelon.data import Packed
 from echelon.data.loader import Loader
+from echelon.data.packed.from_arrays import Arrays
+from echelon.data.packed.pack import pack
 from echelon.engine import read_history
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.plan.text import from_text
 from echelon.world import World
-from tests.engine.jobs import mlp
+from tests.engine.jobs import DATA, mlp
 from tests.engine.keeping import Cached, Drawing, Harder, InPlace, Normalised, Previous, Read
 
 STEPS, STOP = 10, 6
@@ -107,6 +110,19 @@ def test_data_that_keep_nothing_are_read_for_one_step(
         monkeypatch.setattr(Loader, "_request", lambda self, step: (requested.append(step), made(self, step))[1])
         run.load(folder)
     assert requested == list(range(steps))
+
+
+def test_packed_data_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, labels = (each.numpy() for each in DATA.tensors)
+    pack(Arrays({"row": rows, "label": labels}, {"tuple": ["row", "label"]}, {"source": "test"}), tmp_path / "set")
+    made = mlp(data=Packed(tmp_path / "set"), batch=8, epochs=None, steps=STEPS)
+    with started(made) as run:
+        trained(run, STOP)
+        run.save(tmp_path / "step")
+    with started(made) as run:
+        monkeypatch.setattr(Loader, "_request", lambda self, step: pytest.fail("it reads"))
+        run.load(tmp_path / "step")
+    assert run.step_number == STOP
 
 
 def test_a_run_that_goes_back_in_its_own_process_reads_nothing_twice(tmp_path: Path) -> None:
