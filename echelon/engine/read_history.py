@@ -1,6 +1,6 @@
-"""Bring a data set that keeps what it reads (a running mean, a counter, edits in place, a generator) to where a resumed run left it.
+"""Bring a data set that keeps what it reads (a running mean, a counter, edits in place, a generator) to where the interrupted run left it.
 
-Nothing of it is in a checkpoint: batches are read ahead of the steps, so that what it keeps belongs to no step. It is read again instead.
+A checkpoint holds none of it: batches are read ahead of the steps, so what the data set keeps belongs to no step. The steps before are read again instead.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ def restore_read_history(run: Run) -> None:
     if not any(ranks.gather(any(each.changed(generators=True) for each in held))):
         return
     if expected > _AFFORDABLE:
-        for each in held:
-            each.put_back()
         if not any(ranks.gather(history_dependence(job) is not None)):
+            for each in held:
+                each.put_back()
             run.warn(
                 f"{name} keeps what it reads; to read {done:,} steps again takes about {seconds(expected)}, and no trial shows that samples depend on "
                 "earlier ones: the resumed run starts with it as it was made"
             )
             return
         run.warn(f"{name}: samples depend on those before: {done:,} steps are read again, about {seconds(expected)}")
-        batches = run.loader.steps(0, done)
     with ranks.together():
         for _ in batches:
             pass

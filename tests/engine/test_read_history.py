@@ -17,7 +17,7 @@ from echelon.job import Job
 from echelon.plan.text import from_text
 from echelon.world import World
 from tests.engine.jobs import DATA, mlp
-from tests.engine.keeping import Cached, Drawing, Harder, InPlace, Normalised, Previous, Read
+from tests.engine.stateful_datasets import Cached, Drawing, Harder, InPlace, Normalised, Previous, Read
 
 STEPS, STOP = 10, 6
 
@@ -45,28 +45,28 @@ def resumed(kind: type[Read], folder: Path, said: list[str] | None = None, **opt
     return run, made.data
 
 
-@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous, Drawing])
-def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Read], tmp_path: Path) -> None:
+def warnings_of_an_equal_resume(kind: type[Read], folder: Path) -> list[str]:
+    """What a resumed run warns of, once it has trained as an unbroken one."""
     with started(job(kind)) as run:
         whole = trained(run)
     said: list[str] = []
-    run, _ = resumed(kind, tmp_path / "step", said)
+    run, _ = resumed(kind, folder, said)
     with run:
         assert trained(run) == whole[STOP:]
-    assert said == []
+    return said
 
 
-@pytest.mark.parametrize("kind", [Harder, Normalised])
+@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous, Drawing])
+def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Read], tmp_path: Path) -> None:
+    assert warnings_of_an_equal_resume(kind, tmp_path / "step") == []
+
+
+@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace])
 def test_it_is_read_again_however_long_that_takes(
     kind: type[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
-    with started(job(kind)) as run:
-        whole = trained(run)
-    said: list[str] = []
-    run, _ = resumed(kind, tmp_path / "step", said)
-    with run:
-        assert trained(run) == whole[STOP:]
+    said = warnings_of_an_equal_resume(kind, tmp_path / "step")
     assert len(said) == 1
     assert "6 steps are read again, about" in said[0]
 

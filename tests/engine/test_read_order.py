@@ -14,7 +14,17 @@ from echelon.engine.read_order import require_independent_samples
 from echelon.errors import VerificationError
 from echelon.profiler.data_state import DataState
 from tests.engine.jobs import mlp
-from tests.engine.keeping import Cached, Drawing, Failing, Harder, InPlace, Normalised, Opening, Previous, Read
+from tests.engine.stateful_datasets import (
+    Cached,
+    Drawing,
+    Failing,
+    Harder,
+    InPlace,
+    Normalised,
+    Opening,
+    Previous,
+    Read,
+)
 
 
 @pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous])
