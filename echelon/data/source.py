@@ -42,6 +42,8 @@ class Source(ABC):
     ahead: int = 0
     #: Bytes of a sample, where they are so few that shares of several steps are best gathered together.
     sample_bytes: float = inf
+    #: Whether reading runs code of the user's, which may keep something.
+    runs_code: bool = False
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -247,13 +249,13 @@ class Samples(Source):
         self._generators = draws.Apart()
         self._draws: set[str] = set()
         # A list put together by torch runs nobody's code that could draw: nothing to watch.
-        self._silent = type(data) in (list, tuple) and collate is None
+        self.runs_code = type(data) not in (list, tuple) or collate is not None
 
     def __len__(self) -> int:
         return self._length
 
     def parts(self, ids: np.ndarray, sizes: Sequence[int], epoch: int, *, pin: bool = False) -> list[Any]:
-        batches = self._plain(ids, sizes) if self._silent else self._watched(ids, sizes, epoch)
+        batches = self._watched(ids, sizes, epoch) if self.runs_code else self._plain(ids, sizes)
         return [pinned(batch) for batch in batches] if pin else batches
 
     def sample(self, number: int) -> Any:

@@ -34,6 +34,10 @@ class Warmed:
             parts.append(replace(batch, step=batch.step + self._count) for batch in rest)
         return chain.from_iterable(parts)
 
+    def part_of(self, step: int) -> tuple[Batches, int]:
+        """What gives a step, and its number there."""
+        return (self._first, step) if step < self._count else (self._then, step - self._count)
+
 
 def replace_epochs(batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
     """Epochs are counted over all of the data: before its first there is none but that."""

@@ -128,14 +128,15 @@ def _manifest(run: Run, files: dict[str, Any], state: Mapping[str, Any]) -> dict
         "loss_scale": None if run.loss_scale is None else [run.loss_scale.scale, run.loss_scale.good],
         "nominal": run.nominal,
         "changing": run.changing,
+        "read": run.read_history.collect(),
         "served": None if run.hub is None else {"trained": sorted(run.hub.trained), "updates": run.hub.updates},
         "torch": torch.__version__,
         "files": files,
     }
 
 
-def load(run: Run, folder: Path) -> None:
-    """Bring the run to where `folder` was saved, whatever plan saved it. Every rank must call it."""
+def load(run: Run, folder: Path) -> Any:
+    """Bring the run to where `folder` was saved, whatever plan saved it; returns what it holds of what was read. Every rank must call it."""
     groups = optimizer_groups(run)
     with run.ranks.together():
         stored = open_stored(folder, run.world)
@@ -174,6 +175,7 @@ def load(run: Run, folder: Path) -> None:
     run.expect_changes(manifest["changing"])
     run.step_number = manifest["step"]
     run.loaded_record = manifest.get("record")
+    return manifest.get("read")
 
 
 @contextlib.contextmanager

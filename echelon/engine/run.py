@@ -46,7 +46,7 @@ from echelon.engine.outcome import Later, Step
 from echelon.engine.pipeline import Pipeline, add_up
 from echelon.engine.precision import LossScale, autocast, switch
 from echelon.engine.ranks import Group, Ranks
-from echelon.engine.read_history import restore_read_history
+from echelon.engine.read_history import ReadHistory
 from echelon.engine.renorm import agree
 from echelon.engine.replacements import Replacements
 from echelon.engine.rollback import Rollback
@@ -222,6 +222,7 @@ class Run:
         #: Whether parts of a batch are weighed by what their losses average over, instead of by their samples.
         self._weighing = False
         self.step_number = 0
+        self.read_history = ReadHistory(self)
         #: What a checkpoint is to hold about the job (flow/run_settings.py), and what the one that was loaded holds; None: nothing.
         self.job_record: dict[str, Any] | None = None
         self.loaded_record: dict[str, Any] | None = None
@@ -300,6 +301,7 @@ class Run:
         self._watched = self.data.size > 1 or len(batch.micros) > 1
         again = self._watched and self.nominal is None and self.hub is None and self.device.type == "cpu"
         self._replacements.begin()
+        self.read_history.note(batch)
         self.prepare(batch)
         self._shared_state.begin(parts=self._watched)
         versions = self._read_versions = _versions(batch)
@@ -807,9 +809,9 @@ class Run:
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever plan wrote it."""
         fresh = self.step_number == 0
-        checkpoint.load(self, Path(folder))
+        stored = checkpoint.load(self, Path(folder))
         if fresh:
-            restore_read_history(self)
+            self.read_history.restore(stored)
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+import weakref
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -63,6 +66,77 @@ class Previous(Read):
     def row(self, index: int) -> Any:
         before, self.last[0] = self.last[0], index
         return self.rows[index] + 0.1 * self.rows[before]
+
+
+class Closure(Read):
+    """A transform counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = 0
+
+        def transform(row: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return row * calls
+
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.rows[index]), self.labels[index]
+
+
+class Lines(Read):
+    """Reads on in a file: scales samples by the lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with tempfile.NamedTemporaryFile("w") as made:
+            made.writelines(f"{number}\n" for number in range(1, 1000))
+            made.flush()
+            self.file = Path(made.name).open()  # noqa: SIM115 (it stays open)
+        weakref.finalize(self, self.file.close)
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * float(self.file.readline())
+
+
+class Slotted(Read):
+    """Counts in an object without `__dict__`."""
+
+    class Count:
+        __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Slotted.Count()
+        self.count.value = 0
+
+    def row(self, index: int) -> Any:
+        self.count.value += 1
+        return self.rows[index] * self.count.value
+
+
+class Rare(Read):
+    """Sample 5 changes all that are read after it."""
+
+    scale = 1
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            self.scale = 2
+        return self.rows[index] * self.scale, self.labels[index]
+
+
+class Entropy(Read):
+    """Flips samples by a generator that nobody seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random()
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * self.random.random()
 
 
 class Cached(Read):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from echelon.data import Packed
 from echelon.data.loader import Loader
@@ -17,7 +18,20 @@ from echelon.job import Job
 from echelon.plan.text import from_text
 from echelon.world import World
 from tests.engine.jobs import DATA, mlp
-from tests.engine.stateful_datasets import Cached, Drawing, Harder, InPlace, Normalised, Previous, Read
+from tests.engine.stateful_datasets import (
+    Cached,
+    Closure,
+    Drawing,
+    Entropy,
+    Harder,
+    InPlace,
+    Lines,
+    Normalised,
+    Previous,
+    Rare,
+    Read,
+    Slotted,
+)
 
 STEPS, STOP = 10, 6
 
@@ -56,7 +70,11 @@ def warnings_of_an_equal_resume(kind: type[Read], folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous, Drawing])
+@pytest.mark.parametrize(
+    "kind",
+    [Harder, Normalised, InPlace, Previous, Drawing, Closure, Lines, Slotted, Rare],
+    ids=lambda each: each.__name__,
+)
 def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Read], tmp_path: Path) -> None:
     assert warnings_of_an_equal_resume(kind, tmp_path / "step") == []
 
@@ -81,12 +99,66 @@ def test_a_cache_is_not_filled_for_hours(tmp_path: Path, monkeypatch: pytest.Mon
     assert "starts with it as it was made" in said[0]
 
 
-def test_what_worker_processes_kept_is_not_restored_and_that_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Normalised, Drawing, Closure])
+def test_what_worker_processes_kept_is_not_restored_and_that_is_said(kind: type[Read], tmp_path: Path) -> None:
     said: list[str] = []
-    run, data = resumed(Normalised, tmp_path / "step", said, workers=1)
+    run, data = resumed(kind, tmp_path / "step", said, workers=1)
     run.close()
     assert data.reads == 0
     assert any("use workers=0" in each for each in said)
+
+
+def test_samples_that_no_seed_fixes_are_not_read_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    run, data = resumed(Entropy, tmp_path / "step", said)
+    run.close()
+    assert data.reads == 0
+    assert len(said) == 1
+    assert "the first step's samples are not those that the interrupted run read" in said[0]
+
+
+class Counting:
+    """A sample that counts how often it is asked for its values."""
+
+    def __init__(self, values: Any) -> None:
+        self.values, self.calls = values, 0
+
+    def get(self) -> Any:
+        self.calls += 1
+        return self.values * self.calls
+
+
+def together(items: list[tuple[Counting, Any]]) -> Any:
+    return torch.stack([each.get() for each, _ in items]), torch.stack([label for _, label in items])
+
+
+def test_samples_that_collate_changes_are_put_together_again(tmp_path: Path) -> None:
+    def made() -> Job:
+        data = [(Counting(row), label) for row, label in DATA]
+        return mlp(data=data, collate=together, batch=8, epochs=None, steps=STEPS)
+
+    with started(made()) as run:
+        whole = trained(run)
+    with started(made()) as run:
+        trained(run, STOP)
+        run.save(tmp_path / "step")
+    with started(made()) as run:
+        run.load(tmp_path / "step")
+        assert trained(run) == whole[STOP:]
+
+
+def test_it_is_read_again_after_a_warm_up_that_keeps_nothing(tmp_path: Path) -> None:
+    def made() -> Job:
+        return mlp(data=Closure(), warmup_data=DATA, batch=8, epochs=None, steps=STEPS)
+
+    with started(made()) as run:
+        whole, warm = trained(run), run.total_steps - STEPS
+    with started(made()) as run:
+        trained(run, warm + 2)
+        run.save(tmp_path / "step")
+    with started(made()) as run:
+        run.load(tmp_path / "step")
+        assert trained(run) == whole[warm + 2 :]
 
 
 class Plain(Read):
@@ -96,8 +168,8 @@ class Plain(Read):
         return self.rows[index], self.labels[index]
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(Plain, 2), (Read, STOP)])  # requests are made one ahead
-def test_data_that_keep_nothing_are_read_for_one_step(
+@pytest.mark.parametrize(("kind", "steps"), [(Plain, 0), (Read, STOP)])
+def test_only_data_that_keep_something_are_read_again(
     kind: type[Read], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[int] = []
