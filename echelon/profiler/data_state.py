@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from echelon.profiler.reach import GENERATORS, PLAIN, is_container, is_object
+from echelon.profiler.reach import GENERATORS, PLAIN, is_container, is_object, is_user
 from echelon.profiler.snapshot import ITEMS, Snapshot, content_of, copied, has_content, is_same_content, refill
 
 #: Bytes of tensors and arrays that are copied; torch counts the changes of further tensors.
 _COPIED = 2**26
+#: Bytes of a tensor among globals, closures and attributes of classes that is copied.
+_SETTING = 2**22
 #: Items of longer containers are not followed: they are samples.
 _LONG = 10_000
 
@@ -26,9 +30,10 @@ class DataState:
     """What a data set keeps, as it is now."""
 
     def __init__(self, data: Any) -> None:
-        self._settings = Snapshot({"data": data})  # and the globals that its methods use
         found = _held(data)
-        self._attributes = [(each, dict(vars(each))) for each in found if hasattr(each, "__dict__")]
+        self._attributes = [
+            (each, dict(vars(each))) for each in found if hasattr(each, "__dict__") and not _is_code(each)
+        ]
         self._contents: list[tuple[Any, Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
         left = _COPIED
@@ -41,6 +46,10 @@ class DataState:
                 self._contents.append((each, copied(each)))
             elif isinstance(each, Tensor):
                 self._versions.append((each, each._version))
+        # What its functions and classes hold: closures, globals, attributes of classes.
+        code = {f"code {place}": each for place, each in enumerate(found) if _is_code(each)}
+        known = {id(each) for each, _ in (*self._contents, *self._versions)}
+        self._settings = Snapshot({"data": data, **code}, without=known, largest=_SETTING)
 
     def put_back(self, *, generators: bool = True) -> None:
         """Have it keep again what it kept; its random generators too. A file that was opened meanwhile stays open."""
@@ -52,7 +61,7 @@ class DataState:
         for value, content in self._contents:
             if (generators or not isinstance(value, GENERATORS)) and not is_same_content(content_of(value), content):
                 refill(value, content)
-        self._settings.put_back()
+        self._settings.put_back(generators=generators)
 
     def changed(self, *, generators: bool = False) -> bool:
         """Whether readings changed it; its random generators count where asked for."""
@@ -63,7 +72,9 @@ class DataState:
             if any(_is_state(each) and not _is_equal(each, held.get(name)) for name, each in now.items()):
                 return True
         contents = [each for each in self._contents if generators or not isinstance(each[0], GENERATORS)]
-        return self._settings.changed() or not all(is_same_content(content_of(value), held) for value, held in contents)
+        return self._settings.changed(generators=generators) or not all(
+            is_same_content(content_of(value), held) for value, held in contents
+        )
 
     def unrestorable(self) -> bool:
         """Whether readings changed what is too large to be put back."""
@@ -95,31 +106,40 @@ def _is_followed(value: Any) -> bool:
 
 
 def _held(data: Any) -> list[Any]:
-    """Data sets, objects, containers, tensors, arrays and generators that are reached from a data set by attributes and items, each once."""
+    """Data sets, objects, containers, tensors, arrays, generators and code that are reached from a data set by attributes and items, each once.
+    Code is not followed further."""
     found: dict[int, Any] = {}
     pending = [data]
     while pending:
         value = pending.pop()
-        if id(value) in found or not (_is_followed(value) or has_content(value) or isinstance(value, tuple)):
+        known = _is_followed(value) or has_content(value) or isinstance(value, tuple) or _is_code(value)
+        if id(value) in found or not known:
             continue
         found[id(value)] = value
         if is_container(value):
             if len(value) <= _LONG:
                 pending += value.values() if isinstance(value, dict) else value
-        elif hasattr(value, "__dict__") and not has_content(value):
-            pending += vars(value).values()
+        elif hasattr(value, "__dict__") and not has_content(value) and not _is_code(value):
+            pending += [*vars(value).values(), type(value)]
     return list(found.values())
+
+
+def _is_code(value: Any) -> bool:
+    """Whether it is code of the user's, or an object that holds its attributes otherwise than in a dict: `Snapshot` follows these."""
+    if isinstance(value, FunctionType | type):
+        return is_user(value)
+    return isinstance(value, MethodType | partial) or (is_object(value) and not hasattr(value, "__dict__"))
 
 
 def _is_state(value: Any) -> bool:
     """Whether an attribute with this value is one that readings change: not a file, a connection or a library's object."""
-    return isinstance(value, (*PLAIN, Tensor, np.ndarray)) or is_container(value)
+    return isinstance(value, (*PLAIN, Tensor, np.ndarray)) or is_container(value) or is_object(value)
 
 
 def _is_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if type(one) is not type(other) or is_container(one):
+    if type(one) is not type(other) or is_container(one) or is_object(one):
         return False
     if isinstance(one, Tensor | np.ndarray):
         return one.shape == other.shape and one.dtype == other.dtype and is_same_content(one, other)

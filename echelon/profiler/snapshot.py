@@ -48,8 +48,8 @@ class Snapshot:
         ]
         self._small = [(value, copied(value)) for _, value in nodes if has_content(value) and _is_small(value, largest)]
 
-    def put_back(self) -> None:
-        """Have everything hold again what it held, but large tensors; may be called again."""
+    def put_back(self, *, generators: bool = True) -> None:
+        """Have everything hold again what it held, but large tensors, and generators where not asked for; may be called again."""
         for value, held in self._owners:
             now = slots_of(value)
             for label in now.keys() - held.keys():
@@ -60,21 +60,24 @@ class Snapshot:
                     continue  # a file that was opened meanwhile stays open
                 if slot is not None and (label not in now or now[label].value is not each):
                     slot.put(each)
-        for value, content in self._small:
+        for value, content in self._contents(generators):
             if not is_same_content(content_of(value), content):
                 refill(value, content)
+
+    def _contents(self, generators: bool) -> list[tuple[Any, Any]]:
+        return [each for each in self._small if generators or not isinstance(each[0], GENERATORS)]
 
     def unrestored(self) -> list[str]:
         """Large tensors that were changed in place since."""
         return [name for name, value, version in self._large if value._version != version]
 
-    def changed(self) -> bool:
-        """Whether anything has another value now. An equal number or tensor in its place is no change."""
+    def changed(self, *, generators: bool = True) -> bool:
+        """Whether anything has another value now; generators where asked for. An equal number or tensor in its place is no change."""
         for value, held in self._owners:
             now = slots_of(value)
             if now.keys() != held.keys() or not all(_is_equal(now[label].value, each) for label, each in held.items()):
                 return True
-        pairs = [(content_of(value), content) for value, content in self._small]
+        pairs = [(content_of(value), content) for value, content in self._contents(generators)]
         return bool(self.unrestored()) or not all(_is_equal(*each) or is_same_content(*each) for each in pairs)
 
 

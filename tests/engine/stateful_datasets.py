@@ -6,6 +6,8 @@ import os
 import random
 import tempfile
 import weakref
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,60 @@ class Slotted(Read):
         return self.rows[index] * self.count.value
 
 
+class OfClass(Read):
+    """Counts in its class."""
+
+    count = 0
+
+    def row(self, index: int) -> Any:
+        OfClass.count += 1
+        return self.rows[index] * OfClass.count
+
+
+_calls = 0
+
+
+class OfModule(Read):
+    """Counts in a global."""
+
+    def row(self, index: int) -> Any:
+        global _calls
+        _calls += 1
+        return self.rows[index] * _calls
+
+
+class Replacing(Read):
+    """Replaces an object of its own."""
+
+    @dataclass(frozen=True)
+    class Progress:
+        reads: int = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress = Replacing.Progress()
+
+    def row(self, index: int) -> Any:
+        self.progress = Replacing.Progress(self.progress.reads + 1)
+        return self.rows[index] * self.progress.reads
+
+
+def _scaled(count: list[int], row: Any) -> Any:
+    count[0] += 1
+    return row * count[0]
+
+
+class Arguments(Read):
+    """Counts in an argument of a partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = partial(_scaled, [0])
+
+    def row(self, index: int) -> Any:
+        return self.transform(self.rows[index])
+
+
 class Rare(Read):
     """Sample 5 changes all that are read after it."""
 
@@ -159,6 +215,18 @@ class Drawing(Read):
 
     def row(self, index: int) -> Any:
         return self.rows[index].flip(0) if self.random.random() < 0.5 else self.rows[index]
+
+
+class DrawingElsewhere(Read):
+    """Flips samples by a generator that a function holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = random.Random(3)
+        self.flips = lambda: draws.random() < 0.5
+
+    def row(self, index: int) -> Any:
+        return self.rows[index].flip(0) if self.flips() else self.rows[index]
 
 
 class Opening(Read):

@@ -15,26 +15,35 @@ from echelon.errors import VerificationError
 from echelon.profiler.data_state import DataState
 from tests.engine.jobs import mlp
 from tests.engine.stateful_datasets import (
+    Arguments,
     Cached,
+    Closure,
     Drawing,
+    DrawingElsewhere,
     Failing,
     Harder,
     InPlace,
     Normalised,
+    OfClass,
+    OfModule,
     Opening,
     Previous,
     Read,
+    Replacing,
+    Slotted,
 )
 
 
-@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous])
+@pytest.mark.parametrize(
+    "kind", [Harder, Normalised, InPlace, Previous, Closure, Slotted, OfClass, OfModule, Replacing, Arguments]
+)
 def test_samples_that_depend_on_earlier_readings_are_found(kind: type[Read]) -> None:
     for data in (kind(), Subset(kind(), range(30))):
         with pytest.raises(VerificationError, match=r"sample \d+ is another when .* train in one process"):
             require_independent_samples(mlp(data=data, batch=8, epochs=2))
 
 
-@pytest.mark.parametrize("kind", [Read, Cached, Drawing, Failing])
+@pytest.mark.parametrize("kind", [Read, Cached, Drawing, DrawingElsewhere, Failing])
 def test_others_are_not_taken_for_such(kind: type[Read]) -> None:
     assert read_order.history_dependence(mlp(data=kind(), batch=8, epochs=2)) is None
 
@@ -46,7 +55,10 @@ def test_a_file_that_was_opened_stays_open() -> None:
         assert not data.file.closed
 
 
-@pytest.mark.parametrize("kind", [Harder, Normalised, InPlace, Previous, Cached, Drawing])
+@pytest.mark.parametrize(
+    "kind",
+    [Harder, Normalised, InPlace, Previous, Cached, Drawing, DrawingElsewhere, Closure, Slotted, Replacing, Arguments],
+)
 def test_trials_leave_no_trace(kind: type[Read]) -> None:
     data, untouched = kind(), kind()
     with contextlib.suppress(VerificationError):
