@@ -104,8 +104,6 @@ class Attributes:
             run.optimizers, run.schedules, without=models | self.model.ids() | self.functions.ids()
         )
         self._metrics = MetricState(run.job, run.model)
-        #: What `collate` keeps: it runs ahead of the steps, so that nobody can say what belongs to one.
-        self._collation = HeldState({"collate": run.job.collate}, without=())
         self._lost: set[str] = set()
         #: Whether no proof has shown that the loss reads nothing that data ranks hold differently.
         self.unproved = True
@@ -149,9 +147,8 @@ class Attributes:
             metrics, also_lost = self._metrics.changes(put)
             lost += [*lost_too, *also_lost]
             lost += [f"{in_words(place)}: the ranks' values differ" for place in apart if self.unproved]
-        ahead = [f"{name}: collate= changes it while samples are read" for name in self._collation.changed_places()]
         optimizers, differing, missing = self._of_optimizers(put)
-        self._warn([*lost, *differing, *ahead])
+        self._warn([*lost, *differing])
         everyone = run.ranks.gather((model, self.switched(), functions, metrics))
         names = run.ranks.gather([in_words(place) for place in apart] if run.tells else [])
         return {

@@ -140,9 +140,13 @@ class ReadHistory:
                     equal = again == last if again.samples == last.samples else None
         equal = run.ranks.gather(equal)[0]
         if differs and not equal:
-            why = "this plan reads them in other parts" if equal is None else "it keeps more than reading changes"
+            why = (
+                "another plan read them"
+                if equal is None
+                else "not only the steps' readings change it, but evaluations or other code too"
+            )
             run.warn(
-                f"{kind_of(run.job.data)}: samples depend on those before, and what the interrupted run read cannot be repeated ({why}): the resumed run "
+                f"{kind_of(run.job.data)}: samples depend on earlier readings, which cannot be repeated ({why}): the resumed run "
                 "reads other samples than an unbroken one"
             )
 
@@ -160,7 +164,7 @@ class ReadHistory:
         """In a process of its own: whatever reading changes is gone with it."""
         run, done = self._run, self._run.step_number
         first, last = self._first or Read(0, 1, ""), self._last or Read(done - 1, 1, "")
-        held = [DataState(each) for each in _sets(run)]
+        held = _states(run)
         begun = _read(run.loader, 0, first.samples)
         begin, count = time.perf_counter(), 1
         found = _read(run.loader, last.step, last.samples)
@@ -180,7 +184,7 @@ class ReadHistory:
 
     def _tried_here(self) -> _Trial | None:
         run = self._run
-        held, begin = [DataState(each) for each in _sets(run)], time.perf_counter()
+        held, begin = _states(run), time.perf_counter()
         _read(run.loader, 0, 1)
         took = (time.perf_counter() - begin) * run.job.batch / run.data.size
         changes = any(each.changed(generators=True) for each in held)
@@ -224,5 +228,7 @@ def _read(loader: Batches, step: int, count: int) -> str:
     return digest(part.source.take(part.order.ids(step, 0, count), part.order.epoch_of(step)))
 
 
-def _sets(run: Run) -> list[Any]:
-    return [each for each in (run.job.data, run.job.warmup_data) if runs_code(each)]
+def _states(run: Run) -> list[DataState]:
+    job = run.job
+    keeps = [each for each in (job.data, job.warmup_data) if runs_code(each)]
+    return [DataState(each) for each in (*keeps, job.collate) if each is not None]

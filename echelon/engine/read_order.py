@@ -53,7 +53,7 @@ def history_dependence(job: Job) -> str | None:
 def _differing(source: Source, held: DataState, first: Sequence[int], steps: Iterable[np.ndarray]) -> str | None:
     """Of the samples `first`, one that readings before change. Leaves changes behind."""
     reads = {number: _read(source, number) for number in first}
-    if not held.changed():
+    if not held.changed(positions=True):
         return None
     held.put_back(generators=False)
     if any(_read(source, number) != reads[number] for number in first) and not held.unrestorable():

@@ -6,6 +6,7 @@ Readings that are only tried leave no trace in it.
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from functools import partial
 from types import FunctionType, MethodType
@@ -36,6 +37,7 @@ class DataState:
         ]
         self._contents: list[tuple[Any, Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
+        self._positions = [(each, place) for each in found if (place := _position(each)) is not None]
         left = _COPIED
         for each in found:
             if not has_content(each) or (is_container(each) and len(each) > ITEMS):
@@ -52,7 +54,10 @@ class DataState:
         self._settings = Snapshot({"data": data, **code}, without=known, largest=_SETTING)
 
     def put_back(self, *, generators: bool = True) -> None:
-        """Have it keep again what it kept; its random generators too. A file that was opened meanwhile stays open."""
+        """Have it keep again what it kept; its random generators too, and where it is in files. A file that was opened meanwhile stays open."""
+        for file, place in self._positions:
+            if _position(file) != place:
+                file.seek(place)
         for value, held in self._attributes:
             now = vars(value)
             for name in [name for name, each in now.items() if _is_state(each) and name not in held]:
@@ -63,9 +68,9 @@ class DataState:
                 refill(value, content)
         self._settings.put_back(generators=generators)
 
-    def changed(self, *, generators: bool = False) -> bool:
-        """Whether readings changed it; its random generators count where asked for."""
-        if self.unrestorable():
+    def changed(self, *, generators: bool = False, positions: bool = False) -> bool:
+        """Whether readings changed it; its random generators and where it is in files count where asked for."""
+        if self.unrestorable() or (positions and any(_position(file) != place for file, place in self._positions)):
             return True
         for value, held in self._attributes:
             now = vars(value)
@@ -112,16 +117,27 @@ def _held(data: Any) -> list[Any]:
     pending = [data]
     while pending:
         value = pending.pop()
-        known = _is_followed(value) or has_content(value) or isinstance(value, tuple) or _is_code(value)
+        known = _is_followed(value) or has_content(value) or isinstance(value, tuple | io.IOBase) or _is_code(value)
         if id(value) in found or not known:
             continue
         found[id(value)] = value
         if is_container(value):
             if len(value) <= _LONG:
                 pending += value.values() if isinstance(value, dict) else value
-        elif hasattr(value, "__dict__") and not has_content(value) and not _is_code(value):
+        elif _has_attributes(value):
             pending += [*vars(value).values(), type(value)]
     return list(found.values())
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not (has_content(value) or _is_code(value) or isinstance(value, io.IOBase))
+
+
+def _position(value: Any) -> int | None:
+    """Where it is in a file; None for what is no file, or one without positions."""
+    with contextlib.suppress(OSError, ValueError):  # a pipe; closed
+        return value.tell() if isinstance(value, io.IOBase) else None
+    return None
 
 
 def _is_code(value: Any) -> bool:

@@ -407,25 +407,6 @@ def test_a_warning_names_what_a_checkpoint_lacks(tmp_path: Path) -> None:
     assert "a resumed run has its first value again" in warning
 
 
-class Annealing:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, samples: list[Any]) -> Any:
-        self.calls += 1
-        return torch.utils.data.default_collate(samples)
-
-
-def test_a_warning_names_what_collation_keeps(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    with Run(mlp(collate=Annealing()), Plan(), World(), warn=warnings.append) as run:
-        for batch in run.batches(1):
-            run.step(batch)
-        run.save(tmp_path / "here")
-    (warning,) = [each for each in warnings if "collate.calls" in each]
-    assert "a resumed run has its first value again" in warning
-
-
 class Counting(nn.Module):
     """A loss with a running mean in a tensor: calls without numbers would leave a tensor without numbers there."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,29 @@ def together(items: list[tuple[Counting, Any]]) -> Any:
     return torch.stack([each.get() for each, _ in items]), torch.stack([label for _, label in items])
 
 
-def test_samples_that_collate_changes_are_put_together_again(tmp_path: Path) -> None:
-    def made() -> Job:
-        data = [(Counting(row), label) for row, label in DATA]
-        return mlp(data=data, collate=together, batch=8, epochs=None, steps=STEPS)
+class Annealing:
+    """Counts its calls, and scales samples from the eighth on."""
 
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        rows, labels = torch.utils.data.default_collate(samples)
+        return rows * (2 if self.calls > 7 else 1), labels
+
+
+def collated() -> Job:
+    return mlp(collate=Annealing(), batch=8, epochs=None, steps=STEPS)
+
+
+def listed() -> Job:
+    data = [(Counting(row), label) for row, label in DATA]
+    return mlp(data=data, collate=together, batch=8, epochs=None, steps=STEPS)
+
+
+@pytest.mark.parametrize("made", [collated, listed])
+def test_what_collation_keeps_comes_back(made: Callable[[], Job], tmp_path: Path) -> None:
     with started(made()) as run:
         whole = trained(run)
     with started(made()) as run:

@@ -23,6 +23,7 @@ from tests.engine.stateful_datasets import (
     Failing,
     Harder,
     InPlace,
+    Lines,
     Normalised,
     OfClass,
     OfModule,
@@ -35,7 +36,7 @@ from tests.engine.stateful_datasets import (
 
 
 @pytest.mark.parametrize(
-    "kind", [Harder, Normalised, InPlace, Previous, Closure, Slotted, OfClass, OfModule, Replacing, Arguments]
+    "kind", [Harder, Normalised, InPlace, Previous, Closure, Slotted, OfClass, OfModule, Replacing, Arguments, Lines]
 )
 def test_samples_that_depend_on_earlier_readings_are_found(kind: type[Read]) -> None:
     for data in (kind(), Subset(kind(), range(30))):
@@ -57,7 +58,20 @@ def test_a_file_that_was_opened_stays_open() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Harder, Normalised, InPlace, Previous, Cached, Drawing, DrawingElsewhere, Closure, Slotted, Replacing, Arguments],
+    [
+        Harder,
+        Normalised,
+        InPlace,
+        Previous,
+        Cached,
+        Drawing,
+        DrawingElsewhere,
+        Closure,
+        Slotted,
+        Replacing,
+        Arguments,
+        Lines,
+    ],
 )
 def test_trials_leave_no_trace(kind: type[Read]) -> None:
     data, untouched = kind(), kind()
