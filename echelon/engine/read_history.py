@@ -230,5 +230,4 @@ def _read(loader: Batches, step: int, count: int) -> str:
 
 def _states(run: Run) -> list[DataState]:
     job = run.job
-    keeps = [each for each in (job.data, job.warmup_data) if runs_code(each)]
-    return [DataState(each) for each in (*keeps, job.collate) if each is not None]
+    return [DataState(each) for each in (job.data, job.warmup_data, job.collate) if runs_code(each)]

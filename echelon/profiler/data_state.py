@@ -87,23 +87,25 @@ class DataState:
 
 
 @contextlib.contextmanager
-def unread(data: Any) -> Iterator[None]:
-    """Readings inside leave no trace in the data set."""
-    held = DataState(data) if runs_code(data) else None
+def unread(*values: Any) -> Iterator[None]:
+    """Readings inside leave no trace in the data sets and collate functions `values`."""
+    held = [DataState(each) for each in values if runs_code(each)]
     try:
         yield
     finally:
-        if held is not None:
-            held.put_back()
+        for each in held:
+            each.put_back()
 
 
-def runs_code(data: Any) -> bool:
-    """Whether reading a sample runs code that may change what the data set keeps."""
-    if type(data) is Subset:
-        return runs_code(data.dataset)
-    if type(data) is ConcatDataset:
-        return any(map(runs_code, data.datasets))
-    return type(data) is not TensorDataset and _is_followed(data)
+def runs_code(value: Any) -> bool:
+    """Whether reading a sample of it, or calling it, runs code that may change what it keeps."""
+    if type(value) is Subset:
+        return runs_code(value.dataset)
+    if type(value) is ConcatDataset:
+        return any(map(runs_code, value.datasets))
+    if type(value) in (list, tuple):  # of samples: those of one are like those of all
+        return any(map(_is_followed, _held(value[:1])))
+    return type(value) is not TensorDataset and (_is_followed(value) or _is_code(value))
 
 
 def _is_followed(value: Any) -> bool:

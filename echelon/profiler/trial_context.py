@@ -51,7 +51,7 @@ def without_trace(job: Job) -> Iterator[None]:
     roots = {name: each for name, each in given.items() if name not in _DATA or isinstance(each, Dataset)}
     held, patches = Snapshot(roots, without=own | set(map(id, model)), largest=_LARGE), Patches()
     try:
-        with unread(job.data), unread(job.evaluation), unread(job.warmup_data):
+        with unread(job.data, job.evaluation, job.warmup_data):
             yield
     finally:
         held.put_back()

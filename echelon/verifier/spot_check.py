@@ -186,7 +186,7 @@ class SpotChecks:
             mine, found, held = self._silent(_copied(as_read), start)
         else:
             mine, found, held = loss, self._gradients(), True
-        with unread(self._job.data):
+        with unread(self._job.data, self._job.collate):
             feed = self._read(as_read)
             compare = partial(self._compare, batch.step, before, mine, found, held=held, still=drawn)
             error = compare((feed, run.plan))

@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 from echelon.engine import read_order
 from echelon.engine.read_order import require_independent_samples
 from echelon.errors import VerificationError
-from echelon.profiler.data_state import DataState
+from echelon.profiler.data_state import DataState, unread
 from tests.engine.jobs import mlp
 from tests.engine.stateful_datasets import (
     Arguments,
@@ -79,6 +79,29 @@ def test_trials_leave_no_trace(kind: type[Read]) -> None:
         require_independent_samples(mlp(data=data, batch=8, epochs=2))
     for index in (3, 1, 2, 3):
         assert torch.equal(data[index][0], untouched[index][0])
+
+
+class Item:
+    def __init__(self) -> None:
+        self.reads = 0
+
+
+class Collate:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, items: list[Any]) -> None:
+        self.calls += 1
+        for item, _ in items:
+            item.reads += 1
+
+
+def test_collation_in_a_trial_leaves_no_trace() -> None:
+    collate, data = Collate(), [(Item(), 0), (Item(), 1)]
+    with unread(data, collate):
+        collate(data)
+        assert collate.calls == data[1][0].reads == 1
+    assert collate.calls == data[1][0].reads == 0
 
 
 def test_what_is_too_large_to_be_put_back_is_seen_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
