@@ -175,7 +175,8 @@ def load(run: Run, folder: Path) -> Any:
     run.expect_changes(manifest["changing"])
     run.step_number = manifest["step"]
     run.loaded_record = manifest.get("record")
-    return manifest.get("read")
+    same = manifest["batch"] == run.job.batch and manifest["seed"] == run.job.seed
+    return manifest.get("read") if same else None
 
 
 @contextlib.contextmanager

@@ -73,20 +73,22 @@ class ReadHistory:
             if batch.step == 0:
                 self._first = Read.of(batch)
 
-    def collect(self) -> dict[str, Any] | None:
-        """For a checkpoint, by the first rank."""
+    def collect(self) -> dict[str, Any]:
+        """For a checkpoint, by the first rank; what runs no code of the user's is not in it."""
         if self._batch is not None and self._run.is_unedited(self._batch):
             self._last = Read.of(self._batch)
-        return {"first": asdict(self._first), "last": asdict(self._last)} if self._first and self._last else None
+        return {name: asdict(each) for name, each in (("first", self._first), ("last", self._last)) if each is not None}
 
     def restore(self, stored: Any) -> None:
         """Read again what the steps before this one read, where samples depend on it; warn where that is not enough. Every rank calls it, before
-        it has read anything. `stored`: what `collect` gave, None in older checkpoints."""
+        it has read anything. `stored`: what `collect` gave, None where it does not count."""
         run, ranks = self._run, self._run.ranks
         if stored is not None:
             try:
-                self._first, self._last = Read(**stored["first"]), Read(**stored["last"])
-            except (TypeError, KeyError) as error:
+                self._first, self._last = (
+                    Read(**stored[name]) if name in stored else None for name in ("first", "last")
+                )
+            except TypeError as error:
                 raise CheckpointError(f"the checkpoint's record of what was read is damaged ({error!r})") from error
         job, done = run.job, run.step_number
         if is_stream(job.data) or not 0 < done < run.total_steps:
@@ -140,11 +142,9 @@ class ReadHistory:
                     equal = again == last if again.samples == last.samples else None
         equal = run.ranks.gather(equal)[0]
         if differs and not equal:
-            why = (
-                "another plan read them"
-                if equal is None
-                else "not only the steps' readings change it, but evaluations or other code too"
-            )
+            why = "another plan read them"
+            if equal is not None:
+                why = "evaluations or other code change it too, or files or libraries have changed"
             run.warn(
                 f"{kind_of(run.job.data)}: samples depend on earlier readings, which cannot be repeated ({why}): the resumed run "
                 "reads other samples than an unbroken one"
@@ -184,10 +184,11 @@ class ReadHistory:
 
     def _tried_here(self) -> _Trial | None:
         run = self._run
-        held, begin = _states(run), time.perf_counter()
-        _read(run.loader, 0, 1)
+        held, begin, changes = _states(run), time.perf_counter(), False
+        with contextlib.suppress(Exception):
+            _read(run.loader, 0, 1)
+            changes = any(each.changed(generators=True) for each in held)
         took = (time.perf_counter() - begin) * run.job.batch / run.data.size
-        changes = any(each.changed(generators=True) for each in held)
         for each in held:
             each.put_back()
         return _Trial(True, False, False, changes, took) if changes else None

@@ -379,7 +379,9 @@ def _refusal(folder: Path, step: int, lines: Sequence[str], wanted: Sequence[str
 def _source_warning(folder: Path, before: JobRecord, now: JobRecord) -> tuple[str, ...]:
     if not before.sha256:
         return ()
+    what = f"the job file (then {before.sha256[:12]}, {now.file} now {now.sha256[:12]})"
+    if before.sha256 == now.sha256:
+        what = "modules that the job file imports, or of the program that calls it"
     return (
-        f"{folder} was trained by another text of the job file (then {before.sha256[:12]}, {now.file} now {now.sha256[:12]}); it continues with "
-        "the file as it is now; --fresh starts over in another folder",
+        f"{folder} was trained by another text of {what}; it continues with the text as it is now; --fresh starts over in another folder",
     )
