@@ -37,7 +37,6 @@ class DataState:
         ]
         self._contents: list[tuple[Any, Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._positions = [(each, place) for each in found if (place := _position(each)) is not None]
         left = _COPIED
         for each in found:
             if not has_content(each) or (is_container(each) and len(each) > ITEMS):
@@ -52,6 +51,8 @@ class DataState:
         code = {f"code {place}": each for place, each in enumerate(found) if _is_code(each)}
         known = {id(each) for each, _ in (*self._contents, *self._versions)}
         self._settings = Snapshot({"data": data, **code}, without=known, largest=_SETTING)
+        files = {id(each): each for each in (*found, *self._settings.files)}.values()
+        self._positions = [(each, place) for each in files if (place := _position(each)) is not None]
 
     def put_back(self, *, generators: bool = True) -> None:
         """Have it keep again what it kept; its random generators too, and where it is in files. A file that was opened meanwhile stays open."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import random
 from array import array
 from collections import deque
@@ -25,6 +26,7 @@ from echelon.profiler.reach import (
     base_of,
     is_container,
     is_user,
+    leaves,
     reachable,
     slot_at,
     slots_of,
@@ -40,6 +42,7 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, Any], *, without: Collection[int] = (), largest: int = LARGE) -> None:
         nodes = list(reached(roots, without=without).items())
+        self.files = [each for each in leaves(value for _, value in nodes) if isinstance(each, io.IOBase)]
         self._owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
         self._large = [
             (name, value, value._version)

@@ -96,11 +96,23 @@ class Lines(Read):
         with tempfile.NamedTemporaryFile("w") as made:
             made.writelines(f"{number}\n" for number in range(1, 1000))
             made.flush()
-            self.file = Path(made.name).open()  # noqa: SIM115 (it stays open)
+            self.file: Any = Path(made.name).open()  # noqa: SIM115 (it stays open)
         weakref.finalize(self, self.file.close)
 
     def row(self, index: int) -> Any:
         return self.rows[index] * float(self.file.readline())
+
+
+class LinesElsewhere(Lines):
+    """Reads on in a file that a function holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        file, self.file = self.file, None
+        self.line = lambda: float(file.readline())
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * self.line()
 
 
 class Slotted(Read):

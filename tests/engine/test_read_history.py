@@ -27,6 +27,7 @@ from tests.engine.stateful_datasets import (
     Harder,
     InPlace,
     Lines,
+    LinesElsewhere,
     Normalised,
     Previous,
     Rare,
@@ -73,7 +74,7 @@ def warnings_of_an_equal_resume(kind: type[Read], folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "kind",
-    [Harder, Normalised, InPlace, Previous, Drawing, Closure, Lines, Slotted, Rare],
+    [Harder, Normalised, InPlace, Previous, Drawing, Closure, Lines, LinesElsewhere, Slotted, Rare],
     ids=lambda each: each.__name__,
 )
 def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Read], tmp_path: Path) -> None:

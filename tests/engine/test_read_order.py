@@ -24,6 +24,7 @@ from tests.engine.stateful_datasets import (
     Harder,
     InPlace,
     Lines,
+    LinesElsewhere,
     Normalised,
     OfClass,
     OfModule,
@@ -36,7 +37,21 @@ from tests.engine.stateful_datasets import (
 
 
 @pytest.mark.parametrize(
-    "kind", [Harder, Normalised, InPlace, Previous, Closure, Slotted, OfClass, OfModule, Replacing, Arguments, Lines]
+    "kind",
+    [
+        Harder,
+        Normalised,
+        InPlace,
+        Previous,
+        Closure,
+        Slotted,
+        OfClass,
+        OfModule,
+        Replacing,
+        Arguments,
+        Lines,
+        LinesElsewhere,
+    ],
 )
 def test_samples_that_depend_on_earlier_readings_are_found(kind: type[Read]) -> None:
     for data in (kind(), Subset(kind(), range(30))):
@@ -71,6 +86,7 @@ def test_a_file_that_was_opened_stays_open() -> None:
         Replacing,
         Arguments,
         Lines,
+        LinesElsewhere,
     ],
 )
 def test_trials_leave_no_trace(kind: type[Read]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,3 +137,65 @@ class InPlace(Classes):
 @job("__getitem__ normalises in place: every further read changes the sample")
 def in_place() -> Spec:
     return Spec(**plain(data=InPlace(128), steps=14, evaluation=None, metrics={}))
+
+
+class Transformed(Classes):
+    """Features as a function gives them."""
+
+    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def read(self, x: Tensor) -> Tensor:
+        return self.transform(x)
+
+
+@job("a transform counts its calls in a closure", refusable=PARTED)
+def closure_counter() -> Spec:
+    calls = 0
+
+    def transform(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x / (1 + 0.02 * calls)
+
+    return Spec(**plain(data=Transformed(transform), steps=16, evaluation=None, metrics={}))
+
+
+@job("a data set counts its reads in its class", refusable=PARTED)
+def class_counter() -> Spec:
+    class Counted(Classes):
+        reads = 0
+
+        def read(self, x: Tensor) -> Tensor:
+            Counted.reads += 1
+            return x / (1 + 0.02 * Counted.reads)
+
+    return Spec(**plain(data=Counted(), steps=16, evaluation=None, metrics={}))
+
+
+@job("a transform reads on in a file that is open", refusable=PARTED)
+def open_file() -> Spec:
+    lines = Path(__file__).open()  # noqa: SIM115 (it stays open)
+    data = Transformed(lambda x: x / (1 + 0.02 * len(lines.readline())))
+    return Spec(**plain(data=data, steps=16, evaluation=None, metrics={}))
+
+
+class Sample:
+    """Features that fade with every look."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.looks = x, 0
+
+    def look(self) -> Tensor:
+        self.looks += 1
+        return self.x / self.looks
+
+
+@job("a list of objects, which collate changes", refusable=PARTED)
+def listed_objects() -> Spec:
+    def collate(items: list[tuple[Sample, Tensor]]) -> Any:
+        return torch.stack([each.look() for each, _ in items]), torch.stack([label for _, label in items])
+
+    data = [(Sample(x), y) for x, y in classes(64)]
+    return Spec(**plain(data=data, collate=collate, steps=16, evaluation=None, metrics={}))
