@@ -25,7 +25,7 @@ from echelon.engine.tensor_files import name_of_dtype, raw
 from echelon.engine.values import Put, Take, Unstorable, decode, encode
 from echelon.profiler.reach import BUFFERS, GENERATORS, PLAIN, Slot, is_container, is_object, slot_at, slots_of
 from echelon.profiler.replay import Replay
-from echelon.profiler.snapshot import ITEMS, LARGE, content_of, has_content, pairs_of, reached, refill
+from echelon.profiler.snapshot import ITEMS, LARGE, content_of, has_content, pairs_of, position, reached, refill
 
 #: Larger arrays are not written into the manifest.
 _BYTES = 2**24
@@ -207,7 +207,10 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Shows when a value that cannot be stored is another one: its text if Python defines it (a Fraction, a Path), else its address."""
+    """Shows when a value that cannot be stored is another one: its text if Python defines it (a Fraction, a Path), else its address. Reading on in a
+    file makes it another one; writing to it does not."""
+    if (place := position(value)) is not None:
+        return f"{value!r} at {place}"
     if type(value).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(value, FunctionType):
         return repr(value)[:1000]
     return str(id(value))

@@ -79,6 +79,12 @@ class ReadHistory:
             self._last = Read.of(self._batch)
         return {name: asdict(each) for name, each in (("first", self._first), ("last", self._last)) if each is not None}
 
+    def go_back(self, step: int) -> None:
+        """Steps from `step` on do not count any more: the run that read them loaded an earlier checkpoint."""
+        self._batch = None
+        if self._last is not None and self._last.step >= step:
+            self._last = None
+
     def restore(self, stored: Any) -> None:
         """Read again what the steps before this one read, where samples depend on it; warn where that is not enough. Every rank calls it, before
         it has read anything. `stored`: what `collect` gave, None where it does not count."""
@@ -155,9 +161,7 @@ class ReadHistory:
         try:
             with _positions_kept(), contextlib.closing(ahead(self._trial(), pin=False)) as trial:
                 return next(trial)
-        except (
-            Exception
-        ):  # it holds a device or a connection; what is wrong with a sample is raised when it is its turn
+        except Exception:  # it holds a device or a connection; a broken sample raises when its step comes
             return self._tried_here()
 
     def _trial(self) -> Iterator[_Trial]:

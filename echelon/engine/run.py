@@ -812,6 +812,8 @@ class Run:
         stored = checkpoint.load(self, Path(folder))
         if fresh:
             self.read_history.restore(stored)
+        else:
+            self.read_history.go_back(self.step_number)
 
     def __enter__(self) -> Self:
         return self

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,7 +19,16 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from echelon.profiler.reach import GENERATORS, PLAIN, is_container, is_object, is_user
-from echelon.profiler.snapshot import ITEMS, Snapshot, content_of, copied, has_content, is_same_content, refill
+from echelon.profiler.snapshot import (
+    ITEMS,
+    Snapshot,
+    content_of,
+    copied,
+    has_content,
+    is_same_content,
+    position,
+    refill,
+)
 
 #: Bytes of tensors and arrays that are copied; torch counts the changes of further tensors.
 _COPIED = 2**26
@@ -51,19 +62,26 @@ class DataState:
         code = {f"code {place}": each for place, each in enumerate(found) if _is_code(each)}
         known = {id(each) for each, _ in (*self._contents, *self._versions)}
         self._settings = Snapshot({"data": data, **code}, without=known, largest=_SETTING)
-        files = {id(each): each for each in (*found, *self._settings.files)}.values()
-        self._positions = [(each, place) for each in files if (place := _position(each)) is not None]
+        files = [(each, place) for each in found if (place := position(each)) is not None]
+        self._positions = [*files, *self._settings.positions]
 
     def put_back(self, *, generators: bool = True) -> None:
-        """Have it keep again what it kept; its random generators too, and where it is in files. A file that was opened meanwhile stays open."""
+        """Have it keep again what it kept; its random generators too, and where it is in files. Files that it closed meanwhile are opened again."""
+        reopened = {id(file): _reopened(file, place) for file, place in self._positions if file.closed}
         for file, place in self._positions:
-            if _position(file) != place:
+            if not file.closed and position(file) != place:
                 file.seek(place)
-        for value, held in self._attributes:
-            now = vars(value)
-            for name in [name for name, each in now.items() if _is_state(each) and name not in held]:
-                del now[name]
-            now.update({name: each for name, each in held.items() if _is_state(now.get(name))})
+        with warnings.catch_warnings(
+            action="ignore", category=ResourceWarning
+        ):  # Python closes files that were opened meanwhile
+            for value, held in self._attributes:
+                now = vars(value)
+                for name in [name for name, each in now.items() if _is_restored(each) and name not in held]:
+                    del now[name]
+                for name, each in held.items():
+                    before = reopened.get(id(each), each)
+                    if _is_restored(now.get(name)) and (before is not None or each is None):
+                        now[name] = before
         for value, content in self._contents:
             if (generators or not isinstance(value, GENERATORS)) and not is_same_content(content_of(value), content):
                 refill(value, content)
@@ -71,7 +89,7 @@ class DataState:
 
     def changed(self, *, generators: bool = False, positions: bool = False) -> bool:
         """Whether readings changed it; its random generators and where it is in files count where asked for."""
-        if self.unrestorable() or (positions and any(_position(file) != place for file, place in self._positions)):
+        if self.unrestorable() or (positions and any(position(file) != place for file, place in self._positions)):
             return True
         for value, held in self._attributes:
             now = vars(value)
@@ -136,10 +154,17 @@ def _has_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and not (has_content(value) or _is_code(value) or isinstance(value, io.IOBase))
 
 
-def _position(value: Any) -> int | None:
-    """Where it is in a file; None for what is no file, or one without positions."""
-    with contextlib.suppress(OSError, ValueError):  # a pipe; closed
-        return value.tell() if isinstance(value, io.IOBase) else None
+def _reopened(file: Any, place: int) -> Any:
+    """A closed file, open again at a position; None where nothing says how to open it, or it is gone."""
+    with contextlib.suppress(OSError):
+        again: Any = None
+        if isinstance(file, io.TextIOWrapper) and isinstance(file.buffer, io.BufferedReader):
+            again = Path(file.name).open(encoding=file.encoding, errors=file.errors)  # noqa: SIM115 (it stays open)
+        elif isinstance(file, io.BufferedReader):
+            again = Path(file.name).open("rb")  # noqa: SIM115 (it stays open)
+        if again is not None:
+            again.seek(place)
+        return again
     return None
 
 
@@ -153,6 +178,10 @@ def _is_code(value: Any) -> bool:
 def _is_state(value: Any) -> bool:
     """Whether an attribute with this value is one that readings change: not a file, a connection or a library's object."""
     return isinstance(value, (*PLAIN, Tensor, np.ndarray)) or is_container(value) or is_object(value)
+
+
+def _is_restored(value: Any) -> bool:
+    return _is_state(value) or isinstance(value, io.IOBase)
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -42,7 +42,9 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, Any], *, without: Collection[int] = (), largest: int = LARGE) -> None:
         nodes = list(reached(roots, without=without).items())
-        self.files = [each for each in leaves(value for _, value in nodes) if isinstance(each, io.IOBase)]
+        files = {id(each): each for each in leaves(value for _, value in nodes)}.values()
+        #: Open files that are read, each with where it is in them.
+        self.positions = [(each, place) for each in files if (place := position(each)) is not None]
         self._owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
         self._large = [
             (name, value, value._version)
@@ -52,7 +54,11 @@ class Snapshot:
         self._small = [(value, copied(value)) for _, value in nodes if has_content(value) and _is_small(value, largest)]
 
     def put_back(self, *, generators: bool = True) -> None:
-        """Have everything hold again what it held, but large tensors, and generators where not asked for; may be called again."""
+        """Have everything hold again what it held, but large tensors, and generators where not asked for, and be where it was in files that it reads;
+        may be called again."""
+        for file, place in self.positions:
+            if not file.closed and position(file) != place:
+                file.seek(place)
         for value, held in self._owners:
             now = slots_of(value)
             for label in now.keys() - held.keys():
@@ -122,6 +128,14 @@ def _is_small(value: Any, largest: int) -> bool:
             and value.nbytes <= largest
         )
     return len(value) <= ITEMS if is_container(value) else True
+
+
+def position(value: Any) -> int | None:
+    """Where it is in a file that is only read; None for anything else."""
+    with contextlib.suppress(OSError, ValueError):  # a pipe; closed
+        if isinstance(value, io.IOBase) and value.seekable() and not value.writable():
+            return value.tell()
+    return None
 
 
 def content_of(value: Any) -> Any:

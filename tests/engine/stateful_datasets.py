@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from tests.engine.jobs import classes, numbers
 
 
-class Read(Dataset[Any]):
-    """Counts its reads."""
+class Plain(Dataset[Any]):
+    """Keeps nothing."""
 
     def __init__(self) -> None:
         self.rows, self.labels, self.reads = numbers(32, 8), classes(32), 0
@@ -26,11 +26,18 @@ class Read(Dataset[Any]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        self.reads += 1
         return self.row(index), self.labels[index]
 
     def row(self, index: int) -> Any:
         return self.rows[index]
+
+
+class Read(Plain):
+    """Counts its reads."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
 
 
 class Harder(Read):
@@ -70,7 +77,7 @@ class Previous(Read):
         return self.rows[index] + 0.1 * self.rows[before]
 
 
-class Closure(Read):
+class Closure(Plain):
     """A transform counts its calls."""
 
     def __init__(self) -> None:
@@ -84,11 +91,11 @@ class Closure(Read):
 
         self.transform = transform
 
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(self.rows[index]), self.labels[index]
+    def row(self, index: int) -> Any:
+        return self.transform(self.rows[index])
 
 
-class Lines(Read):
+class Lines(Plain):
     """Reads on in a file: scales samples by the lines."""
 
     def __init__(self) -> None:
@@ -115,7 +122,7 @@ class LinesElsewhere(Lines):
         return self.rows[index] * self.line()
 
 
-class Slotted(Read):
+class Slotted(Plain):
     """Counts in an object without `__dict__`."""
 
     class Count:
@@ -131,7 +138,7 @@ class Slotted(Read):
         return self.rows[index] * self.count.value
 
 
-class OfClass(Read):
+class OfClass(Plain):
     """Counts in its class."""
 
     count = 0
@@ -144,7 +151,7 @@ class OfClass(Read):
 _calls = 0
 
 
-class OfModule(Read):
+class OfModule(Plain):
     """Counts in a global."""
 
     def row(self, index: int) -> Any:
@@ -153,7 +160,7 @@ class OfModule(Read):
         return self.rows[index] * _calls
 
 
-class Replacing(Read):
+class Replacing(Plain):
     """Replaces an object of its own."""
 
     @dataclass(frozen=True)
@@ -174,7 +181,7 @@ def _scaled(count: list[int], row: Any) -> Any:
     return row * count[0]
 
 
-class Arguments(Read):
+class Arguments(Plain):
     """Counts in an argument of a partial."""
 
     def __init__(self) -> None:
@@ -185,15 +192,15 @@ class Arguments(Read):
         return self.transform(self.rows[index])
 
 
-class Rare(Read):
-    """Sample 5 changes all that are read after it."""
+class Rare(Plain):
+    """One sample, which the first step does not read, changes all that are read after it."""
 
     scale = 1
 
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
+    def row(self, index: int) -> Any:
+        if index == 24:  # of step 4
             self.scale = 2
-        return self.rows[index] * self.scale, self.labels[index]
+        return self.rows[index] * self.scale
 
 
 class Entropy(Read):
@@ -229,7 +236,7 @@ class Drawing(Read):
         return self.rows[index].flip(0) if self.random.random() < 0.5 else self.rows[index]
 
 
-class DrawingElsewhere(Read):
+class DrawingElsewhere(Plain):
     """Flips samples by a generator that a function holds."""
 
     def __init__(self) -> None:
@@ -239,6 +246,31 @@ class DrawingElsewhere(Read):
 
     def row(self, index: int) -> Any:
         return self.rows[index].flip(0) if self.flips() else self.rows[index]
+
+
+class Reopened(Plain):
+    """Reads on in shards, and closes one before it opens the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        for shard in range(100):
+            Path(self.folder.name, str(shard)).write_text(f"{shard + 1}\n" * 3)
+        self.shard = 0
+        self.file = Path(self.folder.name, "0").open()  # noqa: SIM115 (it stays open)
+
+    def __del__(self) -> None:
+        self.file.close()
+        self.folder.cleanup()
+
+    def row(self, index: int) -> Any:
+        line = self.file.readline()
+        if not line:
+            self.file.close()
+            self.shard += 1
+            self.file = Path(self.folder.name, str(self.shard)).open()  # noqa: SIM115 (it stays open)
+            line = self.file.readline()
+        return self.rows[index] * float(line)
 
 
 class Opening(Read):

@@ -29,16 +29,18 @@ from tests.engine.stateful_datasets import (
     Lines,
     LinesElsewhere,
     Normalised,
+    Plain,
     Previous,
     Rare,
     Read,
+    Reopened,
     Slotted,
 )
 
 STEPS, STOP = 10, 6
 
 
-def job(kind: type[Read], **changes: Any) -> Job:
+def job(kind: type[Plain], **changes: Any) -> Job:
     return mlp(data=kind(), batch=8, epochs=None, steps=STEPS, **changes)
 
 
@@ -50,7 +52,7 @@ def trained(run: Run, stop: int | None = None) -> list[float]:
     return [float(run.step(batch).loss) for batch in run.batches(stop)]
 
 
-def resumed(kind: type[Read], folder: Path, said: list[str] | None = None, **options: Any) -> tuple[Run, Read]:
+def resumed(kind: type[Plain], folder: Path, said: list[str] | None = None, **options: Any) -> tuple[Run, Plain]:
     """A run in another process: with a data set of its own."""
     with started(job(kind)) as run:
         trained(run, STOP)
@@ -61,7 +63,7 @@ def resumed(kind: type[Read], folder: Path, said: list[str] | None = None, **opt
     return run, made.data
 
 
-def warnings_of_an_equal_resume(kind: type[Read], folder: Path) -> list[str]:
+def warnings_of_an_equal_resume(kind: type[Plain], folder: Path) -> list[str]:
     """What a resumed run warns of, once it has trained as an unbroken one."""
     with started(job(kind)) as run:
         whole = trained(run)
@@ -74,16 +76,16 @@ def warnings_of_an_equal_resume(kind: type[Read], folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "kind",
-    [Harder, Normalised, InPlace, Previous, Drawing, Closure, Lines, LinesElsewhere, Slotted, Rare],
+    [Harder, Normalised, InPlace, Previous, Drawing, Closure, Lines, LinesElsewhere, Reopened, Slotted, Rare],
     ids=lambda each: each.__name__,
 )
-def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Read], tmp_path: Path) -> None:
+def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Plain], tmp_path: Path) -> None:
     assert warnings_of_an_equal_resume(kind, tmp_path / "step") == []
 
 
 @pytest.mark.parametrize("kind", [Harder, Normalised, InPlace])
 def test_it_is_read_again_however_long_that_takes(
-    kind: type[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Plain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
     said = warnings_of_an_equal_resume(kind, tmp_path / "step")
@@ -91,32 +93,29 @@ def test_it_is_read_again_however_long_that_takes(
     assert "6 steps are read again, about" in said[0]
 
 
-def test_a_cache_is_not_filled_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
+def warnings_of_a_resume_that_reads_nothing(kind: type[Plain], folder: Path, **options: Any) -> list[str]:
     said: list[str] = []
-    run, data = resumed(Cached, tmp_path / "step", said)
+    run, data = resumed(kind, folder, said, **options)
     run.close()
     assert data.reads == 0
-    assert len(said) == 1
-    assert "starts with it as it was made" in said[0]
+    return said
+
+
+def test_a_cache_is_not_filled_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_history, "_AFFORDABLE", 0.0)
+    (said,) = warnings_of_a_resume_that_reads_nothing(Cached, tmp_path / "step")
+    assert "starts with it as it was made" in said
 
 
 @pytest.mark.parametrize("kind", [Normalised, Drawing, Closure])
-def test_what_worker_processes_kept_is_not_restored_and_that_is_said(kind: type[Read], tmp_path: Path) -> None:
-    said: list[str] = []
-    run, data = resumed(kind, tmp_path / "step", said, workers=1)
-    run.close()
-    assert data.reads == 0
+def test_what_worker_processes_kept_is_not_restored_and_that_is_said(kind: type[Plain], tmp_path: Path) -> None:
+    said = warnings_of_a_resume_that_reads_nothing(kind, tmp_path / "step", workers=1)
     assert any("use workers=0" in each for each in said)
 
 
 def test_samples_that_no_seed_fixes_are_not_read_again(tmp_path: Path) -> None:
-    said: list[str] = []
-    run, data = resumed(Entropy, tmp_path / "step", said)
-    run.close()
-    assert data.reads == 0
-    assert len(said) == 1
-    assert "the first step's samples are not those that the interrupted run read" in said[0]
+    (said,) = warnings_of_a_resume_that_reads_nothing(Entropy, tmp_path / "step")
+    assert "the first step's samples are not those that the interrupted run read" in said
 
 
 class Counting:
@@ -181,16 +180,9 @@ def test_it_is_read_again_after_a_warm_up_that_keeps_nothing(tmp_path: Path) -> 
         assert trained(run) == whole[warm + 2 :]
 
 
-class Plain(Read):
-    """Keeps nothing."""
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index], self.labels[index]
-
-
 @pytest.mark.parametrize(("kind", "steps"), [(Plain, 0), (Read, STOP)])
 def test_only_data_that_keep_something_are_read_again(
-    kind: type[Read], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Plain], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[int] = []
     made = Loader._request
@@ -225,6 +217,19 @@ def test_a_run_that_goes_back_in_its_own_process_reads_nothing_twice(tmp_path: P
         trained(run, 4)
         run.load(tmp_path / "step")
     assert made.data.reads == 4 * 8
+
+
+def test_a_run_that_went_back_records_no_later_step(tmp_path: Path) -> None:
+    with started(job(Read)) as run:
+        trained(run, 2)
+        run.save(tmp_path / "two")
+        trained(run, 4)
+        run.save(tmp_path / "four")
+        assert run.read_history.collect()["last"]["step"] == 3
+        run.load(tmp_path / "two")
+        assert "last" not in run.read_history.collect()
+        trained(run, 3)
+        assert run.read_history.collect()["last"]["step"] == 2
 
 
 def test_a_finished_run_reads_nothing_again(tmp_path: Path) -> None:

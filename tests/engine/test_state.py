@@ -280,3 +280,30 @@ def test_slow_weights_of_a_rank_are_named_as_lost(ranks: Pool, tmp_path: Path) -
         ranks.run(2, warnings_of, "slow", "dp=2 zero=3", whole, True)
     with pytest.raises(ForeignCheckpoint, match=r"optimizer\.slow.*cannot hold under the plan that wrote it"):
         warnings_of(World(), "slow", "dp=1", sharded, load=True)
+
+
+class Following(torch.nn.Linear):
+    """Scales its output by the next line of a file, and writes to another file."""
+
+    def __init__(self, lines: Any, log: Any) -> None:
+        super().__init__(8, 4)
+        self.lines, self.log = lines, log
+
+    def forward(self, rows: Any) -> Any:
+        self.log.write("called\n")
+        return super().forward(rows) * float(self.lines.readline())
+
+
+def test_a_place_in_a_file_is_named_as_lost(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("2\n" * 100)
+    said: list[str] = []
+    with (
+        (tmp_path / "lines").open() as lines,
+        (tmp_path / "log").open("w") as log,
+        Run(mlp(model=Following(lines, log)), Plan(), World(), warn=said.append) as run,
+    ):
+        for batch in run.batches(2):
+            run.step(batch)
+        run.save(tmp_path / "step")
+    (warning,) = (each for each in said if "checkpoints do not hold it" in each)
+    assert warning.startswith("model.lines: ")

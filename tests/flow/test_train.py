@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -349,6 +350,19 @@ def test_an_edited_job_file_goes_on_and_is_told(tmp_path: Path) -> None:
     _, events = train(run, f"{file}:tiny")
     (warning,) = of(events, "warning")
     assert "was trained by another text of the job file" in warning.data["message"]
+    assert of(events, "end")[0].step == 2 * STEPS
+
+
+def test_an_edited_module_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, module, run = tmp_path / "importing.py", tmp_path / "length_of_importing.py", tmp_path / "run"
+    file.write_text("from length_of_importing import EPOCHS\n" + FILE.replace("epochs=1", "epochs=EPOCHS"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for epochs in ("1", "1 + 1"):
+        monkeypatch.delitem(sys.modules, "length_of_importing", raising=False)
+        module.write_text(f"EPOCHS = {epochs}\n")
+        _, events = train(run, f"{file}:tiny")
+    (warning,) = of(events, "warning")
+    assert "was trained by another text of modules that the job file imports" in warning.data["message"]
     assert of(events, "end")[0].step == 2 * STEPS
 
 
