@@ -20,6 +20,7 @@ from echelon.plan.text import from_text
 from echelon.world import World
 from tests.engine.jobs import DATA, mlp
 from tests.engine.stateful_datasets import (
+    LEAVES_FILES_OPEN,
     Cached,
     Closure,
     Drawing,
@@ -35,7 +36,10 @@ from tests.engine.stateful_datasets import (
     Read,
     Reopened,
     Slotted,
+    collected,  # noqa: F401 (a fixture)
 )
+
+pytestmark = LEAVES_FILES_OPEN
 
 STEPS, STOP = 10, 6
 

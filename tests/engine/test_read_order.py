@@ -15,6 +15,7 @@ from echelon.errors import VerificationError
 from echelon.profiler.data_state import DataState, unread
 from tests.engine.jobs import mlp
 from tests.engine.stateful_datasets import (
+    LEAVES_FILES_OPEN,
     Arguments,
     Cached,
     Closure,
@@ -35,7 +36,10 @@ from tests.engine.stateful_datasets import (
     Reopened,
     Replacing,
     Slotted,
+    collected,  # noqa: F401 (a fixture)
 )
+
+pytestmark = LEAVES_FILES_OPEN
 
 #: Samples depend on earlier readings, which the data set itself keeps.
 DEPENDENT = [
