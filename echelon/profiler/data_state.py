@@ -9,7 +9,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Iterator
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from echelon.profiler.reach import GENERATORS, PLAIN, is_container, is_object, is_user
+from echelon.profiler.replay import is_plain_iterator
 from echelon.profiler.snapshot import (
     ITEMS,
     Snapshot,
@@ -58,15 +59,21 @@ class DataState:
                 self._contents.append((each, copied(each)))
             elif isinstance(each, Tensor):
                 self._versions.append((each, each._version))
-        # What its functions and classes hold: closures, globals, attributes of classes.
-        code = {f"code {place}": each for place, each in enumerate(found) if _is_code(each)}
+        # What its functions, classes and objects hold: closures, globals, attributes of classes, iterators.
+        roots = {f"part {place}": each for place, each in enumerate(found) if _is_code(each) or _holds_iterators(each)}
         known = {id(each) for each, _ in (*self._contents, *self._versions)}
-        self._settings = Snapshot({"data": data, **code}, without=known, largest=_SETTING)
+        self._settings = Snapshot(roots, without=known, largest=_SETTING)
         files = [(each, place) for each in found if (place := position(each)) is not None]
         self._positions = [*files, *self._settings.positions]
+        caches = _caches_of(found, self._settings)
+        self._caches = [(each, each.cache_info()) for each in caches]
+        self._behind_caches = Snapshot(
+            {f"cached {place}": each.__wrapped__ for place, each in enumerate(caches)}, largest=_SETTING
+        )
 
     def put_back(self, *, generators: bool = True) -> None:
-        """Have it keep again what it kept; its random generators too, and where it is in files. Files that it closed meanwhile are opened again."""
+        """Have it keep again what it kept; its random generators too, and where it is in files. Files that it closed meanwhile are opened again.
+        A `functools.lru_cache` is emptied where it was empty; of others nobody but Python knows what they hold."""
         reopened = {id(file): _reopened(file, place) for file, place in self._positions if file.closed}
         for file, place in self._positions:
             if not file.closed and position(file) != place:
@@ -86,17 +93,27 @@ class DataState:
             if (generators or not isinstance(value, GENERATORS)) and not is_same_content(content_of(value), content):
                 refill(value, content)
         self._settings.put_back(generators=generators)
+        self._behind_caches.put_back(generators=generators)
+        for function, before in self._caches:
+            if not before.currsize and function.cache_info().currsize:
+                function.cache_clear()
 
     def changed(self, *, generators: bool = False, positions: bool = False) -> bool:
-        """Whether readings changed it; its random generators and where it is in files count where asked for."""
-        if self.unrestorable() or (positions and any(position(file) != place for file, place in self._positions)):
+        """Whether readings changed it; its random generators, and where it is in files and what caches have missed, count where asked for."""
+        if self.unrestorable():
+            return True
+        if positions and (
+            any(position(file) != place for file, place in self._positions)
+            or any(function.cache_info().misses != before.misses for function, before in self._caches)
+        ):
             return True
         for value, held in self._attributes:
             now = vars(value)
             if any(_is_state(each) and not _is_equal(each, held.get(name)) for name, each in now.items()):
                 return True
         contents = [each for each in self._contents if generators or not isinstance(each[0], GENERATORS)]
-        return self._settings.changed(generators=generators) or not all(
+        settings = (self._settings, self._behind_caches)
+        return any(each.changed(generators=generators) for each in settings) or not all(
             is_same_content(content_of(value), held) for value, held in contents
         )
 
@@ -150,6 +167,19 @@ def _held(data: Any) -> list[Any]:
     return list(found.values())
 
 
+def _holds_iterators(value: Any) -> bool:
+    return isinstance(value, Dataset) or any(map(is_plain_iterator, getattr(value, "__dict__", {}).values()))
+
+
+def _caches_of(found: list[Any], settings: Snapshot) -> list[Any]:
+    """Functions and methods with a `functools.lru_cache` that readings may call."""
+    of_classes = [
+        each for kind in found if isinstance(kind, type) for base in kind.__mro__ for each in vars(base).values()
+    ]
+    every = [*found, *of_classes, *settings.unfollowed]
+    return list({id(each): each for each in every if isinstance(each, _lru_cache_wrapper) and is_user(each)}.values())
+
+
 def _has_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and not (has_content(value) or _is_code(value) or isinstance(value, io.IOBase))
 
@@ -170,7 +200,7 @@ def _reopened(file: Any, place: int) -> Any:
 
 def _is_code(value: Any) -> bool:
     """Whether it is code of the user's, or an object that holds its attributes otherwise than in a dict: `Snapshot` follows these."""
-    if isinstance(value, FunctionType | type):
+    if isinstance(value, FunctionType | type | _lru_cache_wrapper):
         return is_user(value)
     return isinstance(value, MethodType | partial) or (is_object(value) and not hasattr(value, "__dict__"))
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import random
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,8 @@ from echelon.profiler.replay import Replay, is_plain_iterator
 
 #: Longer containers are not copied, nor are tensors with more bytes.
 ITEMS, LARGE = 100_000, 2**26
+#: Bytes of a text file that is read up to three times, about a second, to see where somebody who iterates over its lines is.
+_ITERATED = 2**28
 
 
 class Snapshot:
@@ -42,9 +46,9 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, Any], *, without: Collection[int] = (), largest: int = LARGE) -> None:
         nodes = list(reached(roots, without=without).items())
-        files = {id(each): each for each in leaves(value for _, value in nodes)}.values()
+        self.unfollowed = list({id(each): each for each in leaves(value for _, value in nodes)}.values())
         #: Open files that are read, each with where it is in them.
-        self.positions = [(each, place) for each in files if (place := position(each)) is not None]
+        self.positions = [(each, place) for each in self.unfollowed if (place := position(each)) is not None]
         self._owners = [(value, {label: slot.value for label, slot in slots_of(value).items()}) for _, value in nodes]
         self._large = [
             (name, value, value._version)
@@ -134,8 +138,28 @@ def position(value: Any) -> int | None:
     """Where it is in a file that is only read; None for anything else."""
     with contextlib.suppress(OSError, ValueError):  # a pipe; closed
         if isinstance(value, io.IOBase) and value.seekable() and not value.writable():
-            return value.tell()
+            try:
+                return value.tell()
+            except OSError:
+                return _position_among_lines(value) if isinstance(value, io.TextIOWrapper) else None
     return None
+
+
+def _position_among_lines(file: io.TextIOWrapper) -> int | None:
+    """Where it is in a text file whose lines are iterated: `tell` does not work until it has been put somewhere again. None for large files."""
+    if os.fstat(file.fileno()).st_size > _ITERATED:
+        return None
+    left = _characters(file)
+    file.seek(0)
+    passed = _characters(file) - left
+    file.seek(0)
+    file.read(passed)
+    return file.tell()
+
+
+def _characters(file: io.TextIOWrapper) -> int:
+    """How many are left in the file, which it reads."""
+    return sum(map(len, iter(partial(file.read, 2**20), "")))
 
 
 def content_of(value: Any) -> Any:

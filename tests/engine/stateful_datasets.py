@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,57 @@ class Lines(Plain):
 
     def row(self, index: int) -> Any:
         return self.rows[index] * float(self.file.readline())
+
+
+class Iterated(Lines):
+    """Iterates over the lines, so that the file does not report where it is."""
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * float(next(self.file))
+
+
+class Remembered(Plain):
+    """Counts in a function with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls: list[int] = []
+
+        @lru_cache
+        def count(index: int) -> int:
+            calls.append(index)
+            return len(calls)
+
+        self.count = count
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * self.count(index)
+
+
+class RememberedByMethod(Plain):
+    """Counts in a method with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count(1)
+
+    @lru_cache  # noqa: B019 (as users do)
+    def count(self, index: int) -> int:
+        return next(self.calls)
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * self.count(index)
+
+
+class Drawn(Plain):
+    """Draws from an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.count(1)
+
+    def row(self, index: int) -> Any:
+        return self.rows[index] * next(self.scales)
 
 
 class LinesElsewhere(Lines):

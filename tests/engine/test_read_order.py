@@ -21,9 +21,11 @@ from tests.engine.stateful_datasets import (
     Closure,
     Drawing,
     DrawingElsewhere,
+    Drawn,
     Failing,
     Harder,
     InPlace,
+    Iterated,
     Lines,
     LinesElsewhere,
     Normalised,
@@ -33,6 +35,8 @@ from tests.engine.stateful_datasets import (
     Plain,
     Previous,
     Read,
+    Remembered,
+    RememberedByMethod,
     Reopened,
     Replacing,
     Slotted,
@@ -53,6 +57,10 @@ DEPENDENT = [
     Arguments,
     Lines,
     LinesElsewhere,
+    Iterated,
+    Drawn,
+    Remembered,
+    RememberedByMethod,
     Reopened,
 ]
 
@@ -82,6 +90,17 @@ def test_trials_leave_no_trace(kind: type[Plain]) -> None:
     data, untouched = kind(), kind()
     with contextlib.suppress(VerificationError):
         require_independent_samples(mlp(data=data, batch=8, epochs=2))
+    for index in (3, 1, 2, 3):
+        assert torch.equal(data[index][0], untouched[index][0])
+
+
+@pytest.mark.parametrize("kind", [Closure, Lines, LinesElsewhere, Iterated, Reopened])
+def test_trials_in_the_middle_leave_no_trace(kind: type[Plain]) -> None:
+    data, untouched = kind(), kind()
+    for index in (0, 1):
+        assert torch.equal(data[index][0], untouched[index][0])
+    with unread(data):
+        data[5]
     for index in (3, 1, 2, 3):
         assert torch.equal(data[index][0], untouched[index][0])
 

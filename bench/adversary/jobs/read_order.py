@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from bench.adversary.jobs.data import Odd, squared
 from bench.adversary.kit import WIDTH, classes, numbers, plain, sgd
@@ -199,3 +201,36 @@ def listed_objects() -> Spec:
 
     data = [(Sample(x), y) for x, y in classes(64)]
     return Spec(**plain(data=data, collate=collate, steps=16, evaluation=None, metrics={}))
+
+
+@job("a transform reads on in a text file line by line", refusable=PARTED)
+def next_line() -> Spec:
+    lines = Path(__file__).open()  # noqa: SIM115 (it stays open)
+    data = Transformed(lambda x: x / (1 + 0.02 * len(next(lines))))
+    return Spec(**plain(data=data, steps=16, evaluation=None, metrics={}))
+
+
+@job("a cached function counts its calls", refusable=PARTED)
+def cached_counter() -> Spec:
+    calls: list[float] = []
+
+    @lru_cache
+    def number(value: float) -> int:
+        calls.append(value)
+        return len(calls)
+
+    data = Transformed(lambda x: x / (1 + 0.02 * number(float(x.sum()))))
+    return Spec(**plain(data=data, steps=16, evaluation=None, metrics={}))
+
+
+@job("part of a data set that draws from an iterator", refusable=PARTED)
+def iterator_in_a_part() -> Spec:
+    class Scaled(Classes):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = count(1)
+
+        def read(self, x: Tensor) -> Tensor:
+            return x / (1 + 0.02 * next(self.scales))
+
+    return Spec(**plain(data=Subset(Scaled(), range(48)), steps=16, evaluation=None, metrics={}))
