@@ -74,7 +74,7 @@ def one_process() -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d as c10d
 
-    world, groups = c10d._get_default_group(), c10d._world.group_count
+    world, groups, names = c10d._get_default_group(), c10d._world.group_count, dict(c10d._world.pg_names)
     c10d._world.group_count = next(_NUMBERS)
     c10d._update_default_pg(_alone(world))
     try:
@@ -82,6 +82,9 @@ def one_process() -> Iterator[None]:
     finally:
         c10d._update_default_pg(world)
         c10d._world.group_count = groups
+        # torch names a group of some ranks by how many groups the process has: ranks without this trial would wait under another name.
+        for group in c10d._world.pg_names.keys() - names.keys():
+            del c10d._world.pg_names[group]
 
 
 def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -89,8 +92,9 @@ def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
     from torch.distributed import distributed_c10d as c10d
 
     name = f"echelon-alone-{world.group_name}"
-    for group, known in c10d._world.pg_names.items():
-        if known == name:
+    for group in c10d._world.pg_map:
+        if group.group_name == name:
+            c10d._world.pg_names[group] = name
             return group
     backend = dist.get_backend_config(world)
     timeout = c10d._get_default_timeout(dist.get_backend(world))
