@@ -94,7 +94,7 @@ def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
     name = f"echelon-alone-{world.group_name}"
     for group in c10d._world.pg_map:
         if group.group_name == name:
-            c10d._world.pg_names[group] = name
+            c10d._world.pg_names[group] = name  # type: ignore[assignment]
             return group
     backend = dist.get_backend_config(world)
     timeout = c10d._get_default_timeout(dist.get_backend(world))
