@@ -6,12 +6,14 @@ import argparse
 import fnmatch
 import hashlib
 import json
+import os
 import queue
 import random
 import re
 import shutil
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -34,6 +36,7 @@ PLANS = (
     "dp=2 zero=3",
     "tp=2",
     "pp=2 micro=2",
+    "pp=4",
     "dp=2 shares=3:1",
     "auto",
     "dp=1 micro=3",
@@ -49,6 +52,8 @@ REFUSED = 0.05
 _PLAIN = str.maketrans(" =:>", "____")
 #: Resumed cells go on from this step of ten.
 _RESUME_AT = 6
+#: transformers imports its models when they are asked for, which fails in a second thread.
+_MAKING = threading.Lock()
 
 
 class Harness:
@@ -67,7 +72,8 @@ class Harness:
         try:
             folder = self._work / "runs" / f"{entry.name} {plan}".translate(_PLAIN)
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier catalogue that kept its work
-            spec = entry.make()
+            with _MAKING:
+                spec = entry.make()
             outcome = _train(trainer, entry.name, plan, folder, spec.every)
             verdict, why, worst, ran = decide(entry, spec, plan, outcome, self._judge)
         except Exception as error:  # the harness or the judge: a fault of the catalogue, shown as such
@@ -156,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="keep run folders and logs here")
     parser.add_argument("--list", action="store_true", help="print the jobs and end")
     given = parser.parse_args(arguments)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # up to four ranks in float64 each, and a judge without devices
     if not re.fullmatch(r"\d+/[1-9]\d*", given.part) or int(given.part.split("/")[0]) >= int(given.part.split("/")[1]):
         parser.error("--part: I/N with I from 0 to N - 1, as 0/4")
     cells = chosen(given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -195,13 +195,26 @@ class Assembly:
         return found
 
     def _find_tied(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[Group, list[nn.Parameter]]]:
-        found: dict[frozenset[int], list[nn.Parameter]] = {}
+        if self.pipeline is None:
+            return []
+        held: dict[frozenset[int], list[nn.Parameter]] = {}
         for name, value in named:
-            found.setdefault(self.owners(name), []).append(value)
-        # In one order on all ranks: making a group waits for its members.
-        return [
-            (self._axes["pp"].some(owners), found[owners]) for owners in sorted(found, key=sorted) if len(owners) > 1
-        ]
+            held.setdefault(self.owners(name), []).append(value)
+        places = {self.owners(name) for name, value in self.model.named_parameters() if value.requires_grad}
+        groups = [(each, self._sharing(each)) for each in sorted(places, key=sorted) if len(each) > 1]
+        return [(group, held[each]) for each, group in groups if group is not None and each in held]
+
+    def _sharing(self, places: Collection[int]) -> Group | None:
+        """This rank's group of its pipeline's ranks at some places; None where it is at another one. Every rank must call it."""
+        pipeline = self._axes["pp"]
+        if len(places) == pipeline.size:
+            return pipeline
+
+        def key(rank: int) -> tuple[tuple[str, int], ...] | None:
+            place = self._plan.mesh.coordinate(rank)
+            return tuple(each for each in place.items() if each[0] != "pp") if place["pp"] in places else None
+
+        return self._ranks.group_by(key)
 
     def _compile(self, model: nn.Module, parts: list[nn.Module]) -> None:
         # Unit by unit where gradients are exchanged: one graph would hold them all back until backward ends.

@@ -12,7 +12,7 @@ import struct
 import termios
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -57,19 +57,6 @@ class Group:
             with _recording_connections():
                 self._mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(self.name,))
         return self._mesh
-
-    def some(self, members: Iterable[int]) -> Group:
-        """Some of these ranks, by their places here. Called by each of them, and by nobody else."""
-        chosen = sorted(members)
-        if len(chosen) == self.size:
-            return self
-        made = Group(chosen.index(self.rank), len(chosen), self.device)
-        everyone = self.group or dist.group.WORLD
-        assert everyone is not None
-        ranks = [dist.get_global_rank(everyone, each) for each in chosen]
-        with _recording_connections():
-            made.group = dist.new_group(ranks, use_local_synchronization=True)
-        return made
 
     @property
     def staged(self) -> bool:
@@ -179,6 +166,25 @@ class Ranks(Group):
         elif together:
             self.core = found[together[0]]
         return found
+
+    def group_by(self, key: Callable[[int], Hashable | None]) -> Group | None:
+        """This rank's group of those that have one key; None where its key is None. Every rank must call it, with the same keys."""
+        members: dict[Hashable, list[int]] = {}
+        for rank in range(self.size):
+            if (found := key(rank)) is not None:
+                members.setdefault(found, []).append(rank)
+        if any(len(each) == self.size for each in members.values()):
+            return self
+        mine = None
+        # By all ranks, members or not: torch names a group that only its members make by how many groups the process has, which
+        # differs between ranks.
+        with _recording_connections():
+            for ranks in members.values():
+                group = dist.new_group(ranks)
+                if self.rank in ranks:
+                    mine = Group(ranks.index(self.rank), len(ranks), self.device)
+                    mine.group = group
+        return mine
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""

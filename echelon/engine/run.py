@@ -368,7 +368,11 @@ class Run:
         if self.hub is not None:
             self.hub.begin(batch)
         if self.assembly.pipeline is not None:
-            self._flow(self.assembly.pipeline, batch, sums)
+            try:
+                self._flow(self.assembly.pipeline, batch, sums)
+            except RuntimeError:  # torch's, where a stage sends what requires a gradient now and did not at the start
+                self._adopt_thawed(batch.step)
+                raise
         else:
             self._alternate(batch, sums)
         if self.assembly.exchange is not None:

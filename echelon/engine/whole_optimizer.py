@@ -66,11 +66,11 @@ def sharing_group(ranks: Ranks, axes: Mapping[str, Group], plan: Plan, names: Se
     large = [axis for axis in names if axes[axis].size > 1]
     if len(large) == 1:
         return axes[large[0]]
-    mine = plan.mesh.coordinate(ranks.rank)
-    fixed = [axis for axis in mine if axis not in names]
-    return ranks.some(
-        rank for rank in range(ranks.size) if all(plan.mesh.coordinate(rank)[axis] == mine[axis] for axis in fixed)
+    found = ranks.group_by(
+        lambda rank: tuple(at for axis, at in plan.mesh.coordinate(rank).items() if axis not in names)
     )
+    assert found is not None
+    return found
 
 
 class WholeOptimizer:

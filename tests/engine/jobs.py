@@ -33,8 +33,10 @@ from tests.engine.staged import (
     Noise,
     Orthogonal,
     OwnNoise,
+    ReadLast,
     Shortened,
     Tempered,
+    Thawing,
     Turned,
     Twice,
     Watched,
@@ -282,6 +284,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "auxiliary": lambda: mlp(model=Auxiliary),
     "turned": lambda: mlp(model=Turned),
     "frozen below": lambda: mlp(model=Frozen, clip=0.1),
+    "thawing below": lambda: mlp(model=Thawing, batch=16),
+    "read last": lambda: mlp(model=ReadLast, clip=0.1),
     "watched": lambda: mlp(model=Watched, batch=17),
     "bare head": lambda: tokens(
         model=lambda: GPT(vocab=600, context=9, width=16, layers=1, heads=2, tied=True), clip=0.1

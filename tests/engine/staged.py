@@ -147,6 +147,32 @@ class Frozen(nn.Module):
         return self.head(x)
 
 
+class Thawing(Frozen):
+    """Trains its first layer from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.layers[0].requires_grad_(self.calls > 2)
+        return super().forward(x)
+
+
+class ReadLast(nn.Module):
+    """Its output takes all weights in: the last stage shares weights with each other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x[:, :4] * sum(layer.weight.square().sum() for layer in self.layers)
+
+
 class Counts(nn.Module):
     """Counts its calls, which ranks do alike, and what its samples hold, which they do not."""
 

@@ -15,7 +15,7 @@ from echelon.engine.run import Run
 from echelon.errors import PlanError
 from echelon.plan.text import from_text
 from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.ranks import Pool, RankError
 from echelon.world import World
 from tests.engine.jobs import DATA, JOBS, trained
 
@@ -57,6 +57,18 @@ def test_a_stage_without_gradients_clips_with_the_others(ranks: Pool) -> None:
     """In float64, which a stage that has nothing to tell by cannot know."""
     one = trained(World(), "frozen below", "dp=1")
     close(one, ranks.run(2, "tests.engine.jobs:trained", "frozen below", "pp=2 micro=4", timeout=60)[0])
+
+
+@pytest.mark.parametrize("plan", ["pp=4 micro=2", "dp=2 pp=3 zero=1 micro=2"])
+def test_one_stage_shares_weights_with_each_other_one(ranks: Pool, plan: str) -> None:
+    one = trained(World(), "read last", "dp=1")
+    close(one, ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "read last", plan, timeout=120)[0])
+
+
+def test_a_stage_that_thaws_is_named(ranks: Pool) -> None:
+    """torch's own words are that a stage's backward failed."""
+    with pytest.raises(RankError, match=r"step 2: layers.0.weight requires a gradient from now on"):
+        ranks.run(2, "tests.engine.jobs:trained", "thawing below", "pp=2 micro=8", timeout=60)
 
 
 def test_zero_under_tensor_and_pipeline_axes_is_one_device(ranks: Pool) -> None:

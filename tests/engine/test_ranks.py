@@ -70,7 +70,7 @@ def test_a_second_training_does_not_meet_the_first_ones_addresses(ranks: Pool) -
 def left_waiting(world: World) -> str:
     """Rank 1 abandons the others, although something still refers to the process groups; the others wait for it in a collective."""
     ranks = Ranks(world, torch.device("cpu"))
-    pair = ranks.some((0, 1)) if world.rank < 2 else None
+    pair = ranks.group_by(lambda rank: 0 if rank < 2 else None)
     kept = (dist.group.WORLD, pair)
     met(world, "connected")  # a rank that still connects would fail in that, not in the collective
     try:
