@@ -6,6 +6,7 @@ every batch: ranks whose number divides the lanes read from their own lanes only
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -196,7 +197,9 @@ class Bucketed(Order):
             )
 
     def _rules(self) -> list[str]:
-        return [*Order._rules(self), f"alike in length in pools of {self.pool} batches"]
+        # Another column of the same samples has other lengths: an order of its own.
+        lengths = hashlib.blake2b(np.ascontiguousarray(self.lengths, np.int64).data, digest_size=8).hexdigest()
+        return [*Order._rules(self), f"alike in length ({lengths}) in pools of {self.pool} batches"]
 
     def ids(self, step: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions `start` to `stop` (exclusive) of the global batch of `step`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,5 +102,29 @@ def test_a_rule_tells_what_decides_the_order() -> None:
     assert rule(drop_last=True) == "shuffled whole, without short batches"
     assert rule(shuffle=False, lanes=4) == "in their own order"
     by_length = Bucketed(samples=64, batch=8, lanes=2, lengths=torch.arange(64).numpy())
-    assert by_length.rule == "shuffled in lanes=2, alike in length in pools of 32 batches"
+    lengths = re.fullmatch(r"shuffled in lanes=2, alike in length \((\w{16})\) in pools of 32 batches", by_length.rule)
+    assert lengths is not None
+    other = Bucketed(samples=64, batch=8, lanes=2, lengths=torch.arange(64).flip(0).numpy())
+    assert other.rule != by_length.rule  # samples alike in another column's length
+    assert lengths[1] in Bucketed(samples=64, batch=8, lengths=torch.arange(64, dtype=torch.int32).numpy()).rule
     assert Order(samples=2**23, batch=8, lanes=2).rule == "shuffled in lanes=2, by formula 1"
+
+
+def test_a_run_does_not_go_on_by_the_lengths_of_another_column(tmp_path: Path) -> None:
+    rows = [(torch.ones(1 + n % 5), torch.ones(1 + n % 7), torch.randn(8), torch.ones(1)) for n in range(64)]
+    pack(Values(rows, {}), tmp_path / "packed")
+    columns = Packed(tmp_path / "packed").columns
+
+    def train(column: int, epochs: int) -> None:
+        job = make(
+            data=Packed(tmp_path / "packed", pad=0, bucket=columns[column].name),
+            inputs=lambda batch: ((batch[2],), {}),
+            epochs=epochs,
+            batch=8,
+        )
+        echelon.train(job, "dp=1", folder=tmp_path / "run", quiet=True)
+
+    train(0, 1)
+    with pytest.raises(ForeignCheckpoint, match="alike in length"):
+        train(1, 2)
+    train(0, 2)
