@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from echelon.cli.doctor import _problems, _slow
+from echelon.plan.check import check
 from echelon.plan.cluster import Cluster, Curve, Device, Node, Point
+from echelon.plan.mesh import Mesh
+from echelon.plan.text import from_text
 
 
 def measured(rate: float) -> Cluster:
@@ -24,6 +27,14 @@ def test_a_slow_precision_works() -> None:
     assert said == "precision=bf16: matrix products measured 100 times slower than fp32's on this CPU"
     assert not any("precision" in problem for problem in _problems(cluster))
     assert _slow(measured(2e9).nodes[0].devices[0]) == []
+
+
+def test_only_axes_that_are_not_executed_are_problems() -> None:
+    (axes,) = [problem for problem in _problems(measured(1e9)) if "axes" in problem]
+    named = axes.removeprefix("the axes ").partition(":")[0].split(" and ")
+    for axis in Mesh.__dataclass_fields__:
+        executed = not any(problem.ahead for problem in check(from_text(f"{axis}=2")))
+        assert executed == (axis not in named), axis
 
 
 def test_what_verify_leaves_is_not_committed() -> None:
