@@ -7,11 +7,13 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 JOB := examples/digits.py
 BENCHES := overhead startup axes memory recompute parity zoo verify gate faults resume mutations launches adversary watch forecast planning published data damage waiting dlrm server served crashes moves hosts explore garbage
 
-.PHONY: help demo test check format clean $(BENCHES:%=bench-%)
+.PHONY: help demo test test-slice test-all check format clean $(BENCHES:%=bench-%)
 
 help:
 	@echo "make demo        plan and train $(JOB) on this machine (JOB=examples/gpt.py: another)"
-	@echo "make test        run the tests"
+	@echo "make test        run the fast tests and one real path through each capability (minutes)"
+	@echo "make test-slice  run a part of the slow tests, drawn by the commit"
+	@echo "make test-all    run all tests"
 	@echo "make check       formatting, lint, types, import contracts"
 	@echo "make bench-NAME  measure: $(BENCHES)"
 	@echo "make clean       remove .venv and caches"
@@ -23,9 +25,13 @@ demo: $(VENV)/.examples
 	@echo "its report: runs/demo/report.html"
 
 # Compiled once: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each of the processes that tests start would do it again.
-test: $(VENV)/.dev
+test test-slice test-all: $(VENV)/.dev
 	@$(BIN)/python -m compileall -q echelon tests bench examples
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --tier $(TIER) $(ARGS)
+
+test: TIER := quick
+test-slice: TIER := slice
+test-all: TIER := all
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check .

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import hypothesis
 import pytest
 
 from echelon.testing.ranks import Pool
+from tests.whole import SEED, WHOLE, drawing
 
 # Small tensors on several threads are slower, and ranks inherit it: read by torch when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,8 +32,6 @@ hypothesis.settings.load_profile("echelon")
 
 def pytest_report_header() -> str:
     """By what the samples of long tables are drawn."""
-    from tests.whole import SEED
-
     return f"samples of long tables: ECHELON_SEED={SEED} draws these again"
 
 
@@ -45,22 +45,40 @@ def default_dtype() -> Iterator[None]:
         pytest.fail("torch's default dtype was left changed")
 
 
-#: Files that take minutes, or have a few tests that each take half of one: begun last, one of them would leave a core idle in the end.
-_LONG = (
-    "zoo/test_zoo", "verifier/test_verifier_faults", "examples/", "faults/", "flow/test_scripts", "flow/test_gate", "cli/test_verbs", "flow/",
-    "bench/", "server/test_client", "engine/test_recompute", "engine/test_axes", "engine/test_checkpoint", "data/test_packed_training", "profiler/",
-)  # fmt: skip
+#: Of the tests that `make test` leaves out, the part that `--tier slice` draws by the commit.
+SLICE = 0.4
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first; `make test` gives files to cores in this order."""
-    here = Path(__file__).parent
-    files = {item.path: item.path.relative_to(here).as_posix() for item in items}
-    places = {
-        path: next((place for place, name in enumerate(_LONG) if file.startswith(name)), len(_LONG))
-        for path, file in files.items()
-    }
-    items.sort(key=lambda item: places[item.path])
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--tier`: which tests run, by what they are marked with."""
+    parser.addoption(
+        "--tier",
+        choices=("quick", "slice", "all"),
+        default="all",
+        help="quick: without `slow` and `extra`, but with every `journey`; slice: a part of the others, drawn by the commit; all (default)",
+    )
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether `make test` runs it."""
+    marks = {mark.name for mark in item.iter_markers()}
+    return "journey" in marks or not marks & {"slow", "extra"}
+
+
+def in_tier(item: pytest.Item, tier: str) -> bool:
+    """Whether a tier has this test."""
+    if tier == "slice":
+        return not is_quick(item) and drawing(f"slice {item.nodeid}").random() < SLICE
+    return tier == "all" or is_quick(item)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tier's tests. Files with many slow ones come first: begun last, one of them would leave a core idle in the end."""
+    tier = config.getoption("--tier")
+    kept = [item for item in items if in_tier(item, tier)]
+    config.hook.pytest_deselected(items=[item for item in items if not in_tier(item, tier)])
+    slow = Counter(item.path for item in kept if item.get_closest_marker("slow"))
+    items[:] = sorted(kept, key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +104,6 @@ def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Workers of pytest-xdist share it: their folders have one parent, and the first to hold the lock measures.
     """
     from tests.machine import environment
-    from tests.whole import WHOLE
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "known-machine"

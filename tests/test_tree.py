@@ -130,6 +130,7 @@ def test_cycles_and_modules_are_leaves() -> None:
     assert tree_map(lambda leaf: leaf, [module])[0] is module
 
 
+@pytest.mark.extra
 def test_batch_encoding() -> None:
     transformers = pytest.importorskip("transformers")
     value = transformers.BatchEncoding({"input_ids": torch.ones(2, 3, dtype=torch.int64), "text": ["a", "b"]})

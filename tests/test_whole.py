@@ -1,8 +1,10 @@
-"""Samples of long tables change with the commit and can be drawn again."""
+"""Samples of long tables change with the commit and can be drawn again; tiers part the tests."""
 
 from __future__ import annotations
 
-from tests.conftest import pytest_report_header
+import pytest
+
+from tests.conftest import SLICE, in_tier, pytest_report_header
 from tests.whole import SEED, WHOLE, drawing, one_of_each, pairs, seed_of
 
 CELLS = range(945)
@@ -36,3 +38,22 @@ def test_each_draw_of_pairs_has_every_row_and_column_and_every_pair_its_turn() -
     assert all({row for row, _ in drawn} == set(rows) for drawn in draws)
     assert all({column for _, column in drawn} == set(columns) for drawn in draws)
     assert len({pair for drawn in draws for pair in drawn}) == len(rows) * len(columns)
+
+
+class Item:
+    """A collected test, as far as tiers look at it."""
+
+    def __init__(self, number: int, *marks: str) -> None:
+        self.nodeid, self.marks = f"tests/test_it.py::test_{number}", marks
+
+    def iter_markers(self) -> list[pytest.Mark]:
+        return [getattr(pytest.mark, name).mark for name in self.marks]
+
+
+def test_every_test_is_quick_or_may_be_drawn() -> None:
+    quick = [Item(0), Item(1, "journey"), Item(2, "slow", "journey")]
+    others = [Item(number, "slow" if number % 2 else "extra") for number in range(1000)]
+    assert all(in_tier(item, "quick") and in_tier(item, "all") and not in_tier(item, "slice") for item in quick)
+    assert not any(in_tier(item, "quick") for item in others)
+    assert all(in_tier(item, "all") for item in others)
+    assert 0.8 * SLICE < sum(in_tier(item, "slice") for item in others) / len(others) < 1.2 * SLICE

@@ -47,20 +47,6 @@ def some(table: str, rows: Iterable[Row], count: int, seed: str = SEED) -> list[
     return every if WHOLE else [every[place] for place in sorted(drawing(table, seed).sample(range(len(every)), count))]
 
 
-#: Tests of half a minute and more, of which each commit runs some.
-LONG = (
-    "kill and interrupt", "every way to start", "recommender", "packed on other ranks", "verify then train",
-    "weaker proof", "own loop", "trainings of a script", "other arguments",
-)  # fmt: skip
-
-
-def in_turn(name: str) -> pytest.MarkDecorator:
-    """Run a long test for some commits only, and where the whole table is asked for."""
-    drawn = some("long tests", LONG, 2)
-    assert name in LONG
-    return pytest.mark.skipif(name not in drawn, reason="another commit, or ECHELON_ZOO=all, runs it")
-
-
 def one_of_each(table: str, rows: Iterable[Row], kind: Callable[[Row], Hashable], seed: str = SEED) -> list[Row]:
     """A row of every kind, drawn by the commit; all rows where the whole table is asked for."""
     kinds: dict[Hashable, list[Row]] = {}

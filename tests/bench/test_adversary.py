@@ -52,6 +52,7 @@ def judge_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     judge.close()
 
 
+@pytest.mark.slow
 def test_a_slice_of_the_catalogue(ranks: Pool, judge_process: Judge, tmp_path: Path) -> None:
     trainer, entries = Reused(tmp_path, timeout=120, pool=ranks), catalogue()
     for number, (job, plan, wanted) in enumerate(SLICE):

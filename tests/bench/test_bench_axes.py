@@ -42,6 +42,7 @@ def losses(world: World, axis: str, plan: Plan) -> list[tuple[float, float | Non
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [pytest.param("tp", marks=only_whole), *(axis for axis in PLANS if axis != "tp")])
 def test_the_axes_by_hand_train_as_echelon_does(ranks: Pool, axis: str) -> None:
     plan = complete(from_text(PLANS[axis]), SMALL.job())

@@ -35,6 +35,7 @@ def test_every_loader_is_a_rival_and_ours_is_held_against_numpy() -> None:
     assert not slow["echelon"].good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "before"), [("cold", 0), ("bare", 0), ("fresh", 0), ("warm", 25)])
 @pytest.mark.parametrize("reader", [loaders.Bare, loaders.Echelon, loaders.Torch])
 def test_all_readers_are_treated_alike(

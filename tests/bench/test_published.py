@@ -14,6 +14,7 @@ import torch
 from bench.published.__main__ import left_out, main, plain
 from bench.published.assumed import usual_length
 from bench.published.cases import Case, Outcome, _variants, cases, outcome
+from bench.published.chart import draw
 from bench.published.fit import fit, together
 from bench.published.models import CONVNETS, Transformer, package_loss, word_loss
 from bench.published.prepare import worker
@@ -91,6 +92,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, path: str, value: An
         read(written_with(tmp_path, path, value))
 
 
+@pytest.mark.slow
 def test_what_a_row_does_not_have_is_as_if_it_were_null(tmp_path: Path) -> None:
     """Nothing but what the model and the number of devices are must be there; what is silent is tried out."""
     plain = scored_row() | {"counts": []}
@@ -240,6 +242,7 @@ def test_schedules_are_read(tmp_path: Path) -> None:
     assert chunks(plan_schedule=None, plan_vp=None, **deep) == [1, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -316,6 +319,7 @@ def written_with(folder: Path, path: str, value: Any) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "core"), some("blocks", product(["gpt", "llama", "nemotron", "bert"], ["flash", "fused", "eager"]), 1)
 )
@@ -446,6 +450,7 @@ def few() -> tuple[list[Row], dict[str, list[Case]]]:
     return rows, {row.id: cases(row, worker) for row in rows}
 
 
+@pytest.mark.slow
 def test_a_source_is_left_out_of_all_that_it_is_forecast_by(
     few: tuple[list[Row], dict[str, list[Case]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,6 +482,7 @@ def test_a_source_is_left_out_of_all_that_it_is_forecast_by(
     assert after == pytest.approx(before / 2)
 
 
+@pytest.mark.slow
 def test_a_fit_comes_nearer_than_where_it_began(few: tuple[list[Row], dict[str, list[Case]]]) -> None:
     rows, made = few
     begun = Fitted(**{name: (low + high) / 2 for name, (low, high) in constants.bounds().items()})
@@ -488,6 +494,19 @@ def test_a_fit_comes_nearer_than_where_it_began(few: tuple[list[Row], dict[str, 
     assert error(done) < 0.5 * error(begun)
     for name, (low, high) in constants.bounds().items():
         assert low <= getattr(done, name) <= high
+
+
+def test_the_chart_has_a_point_for_each_scored_set(
+    tmp_path: Path, few: tuple[list[Row], dict[str, list[Case]]]
+) -> None:
+    rows, made = few
+    found = {row.id: outcome(row, made[row.id], fitted()) for row in rows}
+    charts = [tmp_path / name for name in ("a.svg", "b.svg")]
+    counts = {draw(rows, found, chart) for chart in charts}
+    assert counts == {sum(map(len, time_errors(rows, found).values()))}
+    text = charts[0].read_text()
+    assert text == charts[1].read_text(), "the file changes though nothing changed"
+    assert "printed step time" in text
 
 
 @pytest.mark.parametrize(

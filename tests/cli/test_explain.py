@@ -85,6 +85,7 @@ def test_with_a_job_the_cuts_are_told_module_by_module(tmp_path: Path) -> None:
     assert sum(stage["share"] for stage in stages) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_documented_sample_is_what_is_printed(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "axes.md").read_text()

@@ -17,7 +17,7 @@ from echelon.cli.app import app
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from tests.machine import environment
-from tests.whole import WHOLE, in_turn, only_whole
+from tests.whole import WHOLE, only_whole
 
 JOB = str(Path(__file__).with_name("job.py"))
 
@@ -64,6 +64,7 @@ def echelon(tmp_path_factory: pytest.TempPathFactory, known_machine: Path) -> Sh
     return shell
 
 
+@pytest.mark.slow
 def test_doctor_knows_the_machine_once_it_is_measured(echelon: Shell) -> None:
     answer = echelon.json("doctor")
     assert answer["cluster"]["nodes"][0]["cores"] >= 1
@@ -72,6 +73,7 @@ def test_doctor_knows_the_machine_once_it_is_measured(echelon: Shell) -> None:
     assert "versions:" in echelon("doctor").stdout
 
 
+@pytest.mark.slow
 def test_plan_writes_the_best_one(echelon: Shell) -> None:
     answer = echelon.json("plan", JOB, "-o", "plan.json", "--top", "3")
     assert str(Plan.load(echelon.folder / "plan.json")) == answer["plan"]
@@ -131,7 +133,6 @@ def test_a_plan_that_cannot_be_is_wrong_use(echelon: Shell) -> None:
 
 
 @pytest.mark.slow
-@in_turn("verify then train")
 def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
     command = ["verify", JOB, "--plan", "dp=2 zero=1", "-o", "proof.json", "--json"]
     certificate = json.loads(echelon.started(*command).stdout)
@@ -149,7 +150,6 @@ def test_verify_then_train_behind_the_gate(echelon: Shell) -> None:
 
 
 @pytest.mark.slow
-@in_turn("weaker proof")
 def test_a_weaker_proof_opens_the_gate_and_the_training_says_so(echelon: Shell) -> None:
     told = echelon("verify", JOB, "--plan", "dp=2 zero=1", "-o", "weak.json", "--memory", "0.000001").stdout
     assert "note: reference: dp=2 zero=3, as the model needs" in " ".join(told.split())

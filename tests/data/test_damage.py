@@ -216,6 +216,7 @@ def test_damage_outside_of_the_samples_is_found_by_verify(whole: Path) -> None:
     assert Packed(whole)[150][1].item() == 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", sorted(WAYS))
 def test_mutated_files_give_a_named_error_or_the_right_data(tmp_path: Path, way: str) -> None:
     """A sample of what `python -m bench.damage` does ten thousand times."""

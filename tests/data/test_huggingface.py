@@ -8,7 +8,7 @@ from echelon.data import Loader, Order, Stream, is_stream, open_source
 
 datasets = pytest.importorskip("datasets")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.extra, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def test_a_map_style_set_is_read_in_order_and_resumes() -> None:

@@ -13,6 +13,7 @@ from bench.mixed import make
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.journey
 def test_killed_packings_go_on_to_the_same_bytes(tmp_path: Path) -> None:
     """A sample of what `python -m bench.damage` does a hundred times."""
     right, seconds = unbroken(tmp_path / "whole")
@@ -22,6 +23,7 @@ def test_killed_packings_go_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert sum(each.kills for each in found) >= 2
 
 
+@pytest.mark.slow
 def test_killed_readers_never_spoil_the_cache(tmp_path: Path) -> None:
     """A sample of what `python -m bench.damage` does a hundred times: two at a time fill a small cache."""
     right = make(tmp_path / "far", 400, shards=8)

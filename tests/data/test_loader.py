@@ -214,6 +214,7 @@ except DataError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named() -> None:
     # In a process of its own: torch reports a dead worker from a signal handler, which may strike again later.
     said = subprocess.run([sys.executable, "-c", DEADLY], capture_output=True, text=True, timeout=60, check=True).stdout

@@ -455,6 +455,7 @@ class Waiting(Arrays):
         return super().read(start, stop)
 
 
+@pytest.mark.slow
 def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path) -> None:
     sample = {"tuple": ["x"]}
     slow = Waiting({"x": np.zeros(40, np.int64)}, sample, {"at": str(tmp_path / "go")})
@@ -594,6 +595,7 @@ def test_lists_of_truth_stay_so_also_where_the_first_is_empty(tmp_path: Path) ->
     assert {row.dtype for row in found} == {torch.bool}
 
 
+@pytest.mark.slow
 def test_reading_needs_no_pyarrow(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -12,7 +12,6 @@ from echelon.data import open_source
 from echelon.observer import read_events
 from tests.data.test_packed import images
 from tests.machine import environment
-from tests.whole import in_turn
 
 EVERY, DIES, BATCH, SAMPLES, STEPS = 3, 7, 12, 230, 30
 
@@ -50,7 +49,6 @@ def job():
 
 
 @pytest.mark.slow
-@in_turn("packed on other ranks")
 def test_resumed_on_other_ranks_it_sees_the_rest_of_the_order(tmp_path: Path, known_machine: Path) -> None:
     images(tmp_path / "set", 4, SAMPLES)
     (tmp_path / "job.py").write_text(JOB)

@@ -52,6 +52,7 @@ def test_a_stream_that_has_begun_is_read_ahead_where_processes_are_spawned_other
         multiprocessing.set_start_method(before, force=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["numbers", "stream"])
 def test_a_worker_leaves_alone_what_is_left_of_an_earlier_run(tmp_path: Path, kind: str) -> None:
     gc.collect()

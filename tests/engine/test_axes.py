@@ -56,6 +56,7 @@ def alone() -> Any:
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "name"), pairs(AXES, NAMES, each=1, table="axes"))
 def test_every_combination_of_axes_is_one_device(ranks: Pool, alone: Any, name: str, plan: str) -> None:
     one, many = alone(name), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", name, plan)
@@ -77,6 +78,7 @@ SCHEDULED = [
 ]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     "plan",
     [
@@ -90,6 +92,7 @@ def test_every_schedule_is_one_device(ranks: Pool, alone: Any, plan: str) -> Non
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pp=4 micro=2", "dp=2 pp=3 zero=1 micro=2"])
 def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Pool, alone: Any, plan: str) -> None:
     one, many = alone("tied"), ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "tied", plan)
@@ -97,6 +100,7 @@ def test_a_tied_weight_stays_one_though_stages_between_do_not_hold_it(ranks: Poo
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", some("between", ["pp=2 micro=2", "pp=3 micro=2", "dp=2 pp=2 zero=1 micro=2", "dp=2 pp=2 zero=3 micro=2"], 2)
 )
@@ -106,6 +110,7 @@ def test_a_weight_that_is_used_between_units_is_where_it_is_used(ranks: Pool, al
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_")  # a processor without such instructions
 @pytest.mark.parametrize(
     ("plan", "precision"),
@@ -133,6 +138,7 @@ def test_half_precision_stays_near_one_device(ranks: Pool, plan: str, precision:
     assert apart < 0.5 * moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("norms", ["dp=2 tp=2", "dp=2 pp=2", "dp=2 tp=2 pp=2", "dp=2 pp=2 zero=3"], 2))
 def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone: Any, plan: str) -> None:
     count, text = from_text(plan).ranks, f"{plan} batchnorm=sync"
@@ -141,6 +147,7 @@ def test_batch_norm_is_synchronised_over_the_data_axis_alone(ranks: Pool, alone:
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("evaluated", ["tp=2", "pp=2 micro=2", "tp=2 pp=2", "dp=2 pp=2 micro=2"], 2))
 def test_evaluation_is_the_same_on_every_rank(ranks: Pool, plan: str) -> None:
     one = evaluated(World(), "tokens", "dp=1")
@@ -165,6 +172,7 @@ def direction(row: tuple[str, str]) -> tuple[bool, bool, bool]:
     return writer == "dp=1", reader == "dp=1", reader == "dp=1" and "tp" in writer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("writer", "reader"), one_of_each("passed on", PASSED_ON, direction))
 def test_what_one_plan_saved_another_loads_exactly(ranks: Pool, tmp_path: Path, writer: str, reader: str) -> None:
     def call(plan: str, function: str, *arguments: Any) -> Any:

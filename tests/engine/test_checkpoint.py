@@ -33,6 +33,7 @@ def place(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(
     "plan", some("saved by four", ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3 micro=2", "dp=3 zero=2"], 3)
 )
@@ -52,6 +53,7 @@ def test_what_four_ranks_saved_any_plan_loads_exactly(ranks: Pool, place: Path, 
     assert found["losses"] == pytest.approx(four["losses"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "name"),
     pairs(
@@ -127,6 +129,7 @@ def damaged(place: Path, tmp_path: Path, how: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -197,6 +200,7 @@ def test_another_format_is_foreign(tmp_path: Path) -> None:
         run.load(tmp_path / "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("dp=1", "dp=2 zero=1"), ("dp=2 zero=1", "dp=1")])
 def test_the_kernels_of_the_optimizer_are_the_running_plans(
     ranks: Pool, tmp_path: Path, before: str, after: str

@@ -36,6 +36,7 @@ def test_masks_differ_on_parts_of_the_sequence_and_are_one_behind_it(ranks: Pool
         assert same(mask[common], theirs[common]) == (path == "last"), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence", "tp=2 sequence recompute=block"])
 def test_what_is_whole_stays_equal_over_ranks_under_dropout(ranks: Pool, plan: str) -> None:
     document = completed("transformer", plan)
@@ -47,6 +48,7 @@ def test_what_is_whole_stays_equal_over_ranks_under_dropout(ranks: Pool, plan: s
         assert losses == pytest.approx(kept, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_same(ranks: Pool, tmp_path: Path) -> None:
     document = completed("transformer", "tp=2 sequence")
     (losses, one), *_ = ranks.run(2, trained, "transformer", document, 4)

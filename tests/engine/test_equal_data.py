@@ -80,6 +80,7 @@ def started(world: World, kind: str, plan: str = "dp=2") -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -107,6 +108,7 @@ def test_ranks_that_compute_the_same_samples_together_must_draw_the_same(ranks: 
     assert all(words in said for said in ranks.run(2, "tests.engine.test_equal_data:started", kind, "tp=2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "words"),
     [

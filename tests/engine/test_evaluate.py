@@ -131,6 +131,7 @@ def evaluate_under(world: World, plan: str) -> tuple[dict[str, float], dict[str,
         return found, dict(run.metric_kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3 micro=2", "pp=2 micro=4", "tp=2"])
 def test_metrics_that_are_no_means_are_exact_under_every_plan(ranks: Pool, plan: str) -> None:
     """Also those that fail on parts of one class, and those that return Python numbers from a pipeline's last stage."""
@@ -184,6 +185,7 @@ def weighed_under(world: World, plan: str, loss: str) -> float:
         return run.evaluate()["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("weighed losses", ["dp=1", "dp=1 micro=3", "dp=2", "pp=2 micro=4", "tp=2"], 3))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_loss_counts_by_its_own_weights(ranks: Pool, plan: str, loss: str) -> None:

@@ -20,6 +20,7 @@ from tests.engine.jobs import JOBS, rates, saved, trained
 STEPS = 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "writer", "reader"),
     [
@@ -63,6 +64,7 @@ def test_optimizers_of_other_parameters_are_refused(tmp_path: Path) -> None:
         Run(job, Plan(), World()).load(tmp_path / "here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing for the head", "other optimizers", "groups by order"])
 def test_stages_make_the_optimizers_of_the_whole_model(ranks: Pool, name: str) -> None:
     """Though a stage has none of an optimizer's parameters, or others are the first there."""

@@ -201,6 +201,7 @@ def test_a_resumed_run_goes_on_with_state_of_any_class(tmp_path: Path, place: st
     assert len(set(unbroken)) == len(unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "place"),
     pairs(HOLDERS, ["loss", "optimizer", "hook"], each=1, table="held types")[0 if WHOLE else 1 :: 1 if WHOLE else 2],
@@ -209,6 +210,7 @@ def test_proofs_and_evaluations_leave_state_of_any_class_alone(place: str, kind:
     assert losses(World(), place, kind, "dp=1", proved=True) == losses(World(), place, kind, "dp=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"), pairs(HOLDERS, ["dp=2", "dp=2 zero=3", "pp=2"], each=1, table="held types")[:: 1 if WHOLE else 3]
 )

@@ -20,17 +20,20 @@ def _differs(found: Any, name: str) -> str:
     return ", ".join(f"{key} {error:.1e}" for key, error in worst.items() if error > 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", kept.MODELS)
 def test_micro_batches_keep_state_as_the_whole_batch_does(name: str) -> None:
     assert not _differs(kept.trained(World(), [name], "dp=1 micro=4")[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 micro=3", "dp=2 shares=2:1"])
 def test_ranks_keep_state_as_one_device_does(ranks: Pool, plan: str) -> None:
     found = ranks.run(2, "tests.engine.kept:trained", list(kept.MODELS), plan)[0]
     assert {name: _differs(found[name], name) for name in kept.MODELS} == dict.fromkeys(kept.MODELS, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", kept.KEPT_LATE)
 def test_state_that_begins_to_change_is_kept_or_ends_the_run(ranks: Pool, plan: str) -> None:
     names = list(kept.LATE)
@@ -45,6 +48,7 @@ def test_state_that_begins_to_change_is_kept_or_ends_the_run(ranks: Pool, plan: 
             ), (name, found[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1 micro=1", "dp=2 micro=1"])
 def test_micro_batches_of_one_sample_keep_state(ranks: Pool, plan: str) -> None:
     found = ranks.run(int(plan[3]), "tests.engine.kept:trained", list(kept.MODELS), plan)[0]

@@ -86,6 +86,7 @@ def trained(world: World, name: str, plan: str) -> list[float]:
         return [*losses, *(float(value.detach().sum()) for value in run.loss_parameters.values())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3 micro=4"])
 @pytest.mark.parametrize("name", ["proxies", "clipped"])
 def test_data_ranks_exchange_their_gradients(ranks: Pool, name: str, plan: str) -> None:
@@ -94,6 +95,7 @@ def test_data_ranks_exchange_their_gradients(ranks: Pool, name: str, plan: str) 
         assert found == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_proof_compares_them() -> None:
     certificate = verify(proxies(), from_text("dp=1 micro=4"), world=World())
     assert certificate.verified, certificate.divergent

@@ -69,6 +69,7 @@ def remembered_under(world: World, plan: str, folder: str) -> tuple[list[dict[st
     return found, counted.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3", "pp=2 micro=4", "tp=2"])
 def test_metrics_that_keep_state_are_called_once_per_evaluation_and_resume(
     ranks: Pool, plan: str, tmp_path: Path
@@ -126,6 +127,7 @@ def tokens_under(world: World, plan: str, odd: str, small: int) -> tuple[dict[st
         return run.evaluate(), dict(run.metric_kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "odd", "small"),
     one_of_each(
@@ -179,6 +181,7 @@ def editing(late: bool) -> Any:
     return mlp(data=data, evaluation=data, batch=8, metrics=metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2 micro=4", "tp=2"])
 @pytest.mark.parametrize("late", [False, True])
 def test_every_metric_sees_the_output_and_the_batch_unedited(ranks: Pool, plan: str, late: bool) -> None:
@@ -225,6 +228,7 @@ def steered_under(world: World, plan: str) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2 zero=3", "pp=2", "tp=2"])
 def test_what_a_metric_leaves_for_the_loss_is_that_of_the_whole_set(ranks: Pool, plan: str) -> None:
     global LAST

@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_odd_models_train_as_on_one_device(ranks: Pool) -> None:
     drawn = some("odd", CASES, 4)
@@ -58,6 +59,7 @@ def test_odd_models_train_as_on_one_device(ranks: Pool) -> None:
             assert torch.allclose(parameters[key], value, rtol=1e-11, atol=1e-12), (name, plan, key)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_modules_train_whole_on_every_rank(ranks: Pool) -> None:
     alone, _ = outcome(World(), "scripted", Plan().to_json(), own=True)
@@ -85,6 +87,7 @@ def test_calls_that_change_while_it_trains_end_a_pipeline_in_our_words(ranks: Po
     assert "use pp=1" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["OPT", "Bart"])
 def test_layer_drop_of_transformers(kind: str, rate: float) -> None:

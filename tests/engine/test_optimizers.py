@@ -103,6 +103,7 @@ class Counting(SGD):
         super().step()
 
 
+@pytest.mark.slow
 def test_trials_leave_no_trace_in_classes_and_data_sets() -> None:
     data = Levelled()
 

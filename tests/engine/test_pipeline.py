@@ -29,6 +29,7 @@ def close(one: dict[str, Any], many: dict[str, Any]) -> None:
             torch.testing.assert_close(many[kind][name], value, rtol=BOUND, atol=BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pp=2 micro=8", "pp=3 micro=4", "dp=2 pp=2 micro=4"])
 def test_what_several_stages_draw_is_one(ranks: Pool, plan: str) -> None:
     for found in ranks.run(from_text(plan).ranks, "tests.engine.jobs:trained", "noise", plan):
@@ -41,6 +42,7 @@ def test_a_generator_of_the_model_draws_the_same_on_every_stage(ranks: Pool, pla
         assert max(found["losses"]) < 1e-20
 
 
+@pytest.mark.slow
 def test_units_draw_the_same_wherever_they_lie(ranks: Pool) -> None:
     two = ranks.run(2, "tests.engine.jobs:trained", "dropping", "pp=2 micro=4")[0]
     four = ranks.run(4, "tests.engine.jobs:trained", "dropping", "pp=4 micro=4")[0]
@@ -59,6 +61,7 @@ def test_a_stage_without_gradients_clips_with_the_others(ranks: Pool) -> None:
     close(one, ranks.run(2, "tests.engine.jobs:trained", "frozen below", "pp=2 micro=4", timeout=60)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pp=4 micro=2", "dp=2 pp=3 zero=1 micro=2"])
 def test_one_stage_shares_weights_with_each_other_one(ranks: Pool, plan: str) -> None:
     one = trained(World(), "read last", "dp=1")
@@ -71,6 +74,7 @@ def test_a_stage_that_thaws_is_named(ranks: Pool) -> None:
         ranks.run(2, "tests.engine.jobs:trained", "thawing below", "pp=2 micro=8", timeout=60)
 
 
+@pytest.mark.journey
 def test_zero_under_tensor_and_pipeline_axes_is_one_device(ranks: Pool) -> None:
     plan = "dp=2 tp=2 pp=2 zero=1 micro=2"
     one, many = trained(World(), "tied", "dp=1"), ranks.run(8, "tests.engine.jobs:trained", "tied", plan, timeout=240)

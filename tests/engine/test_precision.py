@@ -57,6 +57,7 @@ def halves(world: World, plan: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", ["dp=2 precision=fp16", "dp=2 zero=3 precision=fp16", "dp=2 shares=3:1 precision=fp16"]
 )

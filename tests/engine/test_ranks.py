@@ -132,6 +132,7 @@ def abandoned_in_the_middle(world: World, count: int, size: int) -> float:
     return longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "size"), [(15, 200_000), (5, 20_000_000)], ids=["small", "large"])
 def test_no_rank_waits_for_one_that_has_left_in_the_middle(ranks: Pool, count: int, size: int) -> None:
     took = ranks.run(2, "tests.engine.test_ranks:abandoned_in_the_middle", count, size, group=False)

@@ -78,6 +78,7 @@ def warnings_of_an_equal_resume(kind: type[Plain], folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [Harder, Normalised, InPlace, Previous, Drawing, Closure, Lines, LinesElsewhere, Reopened, Slotted, Rare],
@@ -87,6 +88,7 @@ def test_a_resumed_run_reads_what_an_unbroken_one_reads(kind: type[Plain], tmp_p
     assert warnings_of_an_equal_resume(kind, tmp_path / "step") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Harder, Normalised, InPlace])
 def test_it_is_read_again_however_long_that_takes(
     kind: type[Plain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

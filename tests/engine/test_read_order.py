@@ -65,6 +65,7 @@ DEPENDENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*DEPENDENT, OfClass, OfModule])
 def test_samples_that_depend_on_earlier_readings_are_found(kind: type[Plain]) -> None:
     for data in (kind(), Subset(kind(), range(30))):
@@ -72,6 +73,7 @@ def test_samples_that_depend_on_earlier_readings_are_found(kind: type[Plain]) ->
             require_independent_samples(mlp(data=data, batch=8, epochs=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Read, Cached, Drawing, DrawingElsewhere, Failing])
 def test_others_are_not_taken_for_such(kind: type[Plain]) -> None:
     assert read_order.history_dependence(mlp(data=kind(), batch=8, epochs=2)) is None
@@ -85,6 +87,7 @@ def test_a_file_that_a_trial_opened_is_opened_again() -> None:
     data.file.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*DEPENDENT, Cached, Drawing, DrawingElsewhere])
 def test_trials_leave_no_trace(kind: type[Plain]) -> None:
     data, untouched = kind(), kind()
@@ -94,6 +97,7 @@ def test_trials_leave_no_trace(kind: type[Plain]) -> None:
         assert torch.equal(data[index][0], untouched[index][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Closure, Lines, LinesElsewhere, Iterated, Reopened])
 def test_trials_in_the_middle_leave_no_trace(kind: type[Plain]) -> None:
     data, untouched = kind(), kind()

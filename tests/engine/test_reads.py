@@ -9,6 +9,7 @@ from echelon.world import World
 from tests.engine import reads
 
 
+@pytest.mark.slow
 def test_reads_and_replacements_of_parts_are_refused(ranks: Pool) -> None:
     found = ranks.run(2, "tests.engine.reads:outcomes", list(reads.CASES))
     for name, (_, _, said, steps) in reads.CASES.items():
@@ -17,6 +18,7 @@ def test_reads_and_replacements_of_parts_are_refused(ranks: Pool) -> None:
         assert any(each[name][1] == steps for each in found), (name, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

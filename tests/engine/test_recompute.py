@@ -56,6 +56,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["losses"] == other["losses"] and all(equal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "selective"])
 @pytest.mark.parametrize("text", ["dp=1 micro=2", "pp=2 micro=2"])
 def test_buffers_that_a_block_reads_and_changes_are_those_of_its_first_forward(
@@ -82,6 +83,7 @@ def test_a_copy_of_the_model_computes_with_its_own_weights_and_closing_leaves_no
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     some("recompute", [
@@ -93,6 +95,7 @@ def test_the_numbers_are_the_same(ranks: Pool, text: str) -> None:
     assert apart(again(ranks, "gpt", text), alone("gpt")) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", some("recompute bits", ["dp=1", "dp=1 micro=3", "dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=2"], 2)
 )
@@ -101,6 +104,7 @@ def test_what_is_kept_of_a_block_does_not_change_a_bit(ranks: Pool, text: str) -
     assert same(kept, selected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "what"),
     pairs(["dp=2 tp=2 zero=3", "dp=2 pp=2 zero=3 micro=2", "tp=2 pp=2 micro=2"], ["block", "selective"], each=1),
@@ -109,18 +113,21 @@ def test_the_numbers_are_the_same_in_combinations(ranks: Pool, text: str, what: 
     assert apart(again(ranks, "gpt", text, what), alone("gpt")) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "selective"])
 def test_batch_norms_count_a_batch_once(ranks: Pool, what: str) -> None:
     assert apart(again(ranks, "resnet", "dp=1", what), alone("resnet")) < 1e-9
     assert apart(again(ranks, "resnet", "tp=2", what), alone("resnet")) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "selective"])
 @pytest.mark.parametrize("name", ["dropout", "attention dropout", "in place"])
 def test_what_is_drawn_or_changed_in_place_is_the_same_the_second_time(name: str, what: Recompute) -> None:
     assert same(trained(ALONE, name, Plan(recompute=what).to_json()), alone(name))
 
 
+@pytest.mark.slow
 def test_memory_falls_as_forecast() -> None:
     job = gpt(layers=8, width=64, context=64, batch=16)
     cluster = make_cluster(cores=1)

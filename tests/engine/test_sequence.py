@@ -20,6 +20,7 @@ def compared(ranks: Pool, request: pytest.FixtureRequest) -> list[Compared]:
     return ranks.run(ways, compare, name, timeout=120)
 
 
+@pytest.mark.slow
 def test_equal_to_one_device_at_every_length(compared: list[Compared]) -> None:
     for each in compared:
         assert each.units == 3
@@ -34,6 +35,7 @@ def test_less_is_kept_for_backward(compared: list[Compared]) -> None:
     assert all(each.kept < 0.95 for each in compared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

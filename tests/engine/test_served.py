@@ -21,6 +21,7 @@ from tests.engine.served import stop_together, train
 pytest.importorskip("numba")
 
 
+@pytest.mark.journey
 def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: Path) -> None:
     """Two ranks to a checkpoint after three steps, then one rank with more servers, all else on the servers or not."""
     (true, losses), *_ = ranks.run(1, train, "dp=1", stop=6)
@@ -48,6 +49,7 @@ def test_ranks_with_servers_train_what_one_device_trains(ranks: Pool, tmp_path: 
     assert isinstance(refused.value.__cause__, ForeignCheckpoint)
 
 
+@pytest.mark.slow
 def test_servers_that_run_already_are_gone_on_with_and_no_others(ranks: Pool, tmp_path: Path) -> None:
     from echelon.server import Servers, Table, connect
 

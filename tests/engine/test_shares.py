@@ -13,6 +13,7 @@ from tests.engine.jobs import trained
 from tests.engine.test_step import BOUND, difference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

@@ -58,6 +58,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_resumed_run_goes_on_with_all_state(tmp_path: Path, name: str) -> None:
     unbroken = after(World(), name, "dp=1")
@@ -68,6 +69,7 @@ def test_a_resumed_run_goes_on_with_all_state(tmp_path: Path, name: str) -> None
     assert all(torch.equal(value, resumed["parameters"][key]) for key, value in unbroken["parameters"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "writer", "reader"),
     some(

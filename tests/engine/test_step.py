@@ -53,6 +53,7 @@ PLANS = [
 JOBS = ["clip", "tokens", "tied", "lonely", "lora", "two", "groups", "schedule", "stream"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "name"), pairs(PLANS, JOBS, each=2))
 def test_every_job_trains_as_on_one_device(ranks: Pool, alone: Any, name: str, plan: str) -> None:
     one, many = alone(name), ranks.run(int(plan[3]), "tests.engine.jobs:trained", name, plan)
@@ -63,6 +64,7 @@ def test_every_job_trains_as_on_one_device(ranks: Pool, alone: Any, name: str, p
     assert all(rank["losses"] == many[0]["losses"] for rank in many)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["norm", "average"])
 @pytest.mark.parametrize("plan", ["dp=2 micro=4", "dp=4 zero=3 micro=4", "dp=2 zero=1 micro=4"])
 def test_batch_norm_statistics_are_those_of_one_device(ranks: Pool, alone: Any, name: str, plan: str) -> None:
@@ -77,6 +79,7 @@ def test_synchronised_batch_norm_is_that_of_the_whole_batch(ranks: Pool, alone: 
     assert difference(one["parameters"], many[0]["parameters"]) < BOUND
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize("plan", ["dp=2", "dp=3", "dp=4 zero=1", "dp=2 zero=3"])
 def test_buffers_of_any_kind_stay_equal_on_all_ranks(ranks: Pool, plan: str) -> None:

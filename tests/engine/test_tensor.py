@@ -25,6 +25,7 @@ def compared(ranks: Pool, request: pytest.FixtureRequest) -> list[dict[str, Comp
     return ranks.run(request.param, compare, list(CASES), timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_device(compared: list[dict[str, Compared]], name: str) -> None:
     found = [each[name] for each in compared]
@@ -41,6 +42,7 @@ def test_logits_are_put_together_only_where_they_must_be(compared: list[dict[str
     assert [each[name].gathers for each in compared] == [int(name in whole)] * len(compared)
 
 
+@pytest.mark.slow
 def test_whatever_the_planner_leaves_whole_trains_as_one_device(ranks: Pool) -> None:
     """A tied table and its logits, heads, the feed-forward part: each of them whole, the others cut."""
     job = JOBS["tied"]()
@@ -54,6 +56,7 @@ def test_whatever_the_planner_leaves_whole_trains_as_one_device(ranks: Pool) -> 
             assert losses == pytest.approx(one, rel=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "tagger", "dlrm"])
 def test_what_was_saved_in_parts_is_loaded_whole_and_back(ranks: Pool, name: str, tmp_path: Path) -> None:
     """Pairs with batch norm between, weights that are cut at rest, tables cut by rows."""

@@ -26,12 +26,14 @@ def _differs(found: Any, name: str) -> str:
 EXACT = [name for name in unequal.JOBS if name != "batch norm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_micro_batches_train_as_the_whole_batch(name: str) -> None:
     found = unequal.trained(World(), [name], "dp=1 micro=3")[name]
     assert not _differs(found, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("unequal", ["dp=2", "dp=2 zero=3 micro=3", "tp=2 micro=5", "pp=2 micro=4"], 1))
 def test_ranks_train_as_the_whole_batch(ranks: Pool, plan: str) -> None:
     found = ranks.run(2, "tests.engine.unequal:trained", EXACT, plan)[0]

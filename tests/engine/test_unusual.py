@@ -27,6 +27,7 @@ from tests.whole import some
 from tests.zoo import ZOO, prove
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     some("unusual", [
@@ -41,6 +42,7 @@ def test_unusual_parameters_are_proved(ranks: Pool, name: str, plan: str) -> Non
     assert certificate.verified, certificate.divergent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

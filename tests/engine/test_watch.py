@@ -11,6 +11,7 @@ from echelon.testing.ranks import Pool
 from tests.engine import apart
 
 
+@pytest.mark.slow
 def test_ranks_that_come_apart_are_told_of(ranks: Pool) -> None:
     found = ranks.run(2, "tests.engine.apart:outcomes", list(apart.CASES))
     for name, (_, _, said) in apart.CASES.items():

@@ -134,6 +134,7 @@ def begun(world: World, plan: str, meta: bool) -> dict[str, torch.Tensor] | None
     return state.parameters if state else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "dp=4 zero=1"])
 def test_every_plan_starts_from_the_values_of_one_process(ranks: Pool, plan: str) -> None:
     torch.manual_seed(0)
@@ -164,6 +165,7 @@ def folder(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", "dp=3 zero=3", "pp=2"])
 @pytest.mark.parametrize("what", ["", "checkpoints/step-00000002"])
 def test_weights_come_from_a_checkpoint_or_a_run(ranks: Pool, folder: Path, what: str, plan: str) -> None:

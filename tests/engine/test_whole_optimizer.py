@@ -157,6 +157,7 @@ def _trains_as_plain(ranks: Pool, plan: str, names: list[str]) -> None:
     assert all(rank[name][key] == every[0][name][key] for rank in every for name in names for key in ("rates", "d"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("whole optimizers", CASES, 2))
 def test_it_trains_as_a_plain_loop_does(ranks: Pool, plan: str) -> None:
     _trains_as_plain(ranks, plan, CASES[plan])
@@ -188,6 +189,7 @@ def saved(world: World, folder: str, plan: str, start: int, stop: int) -> dict[s
     return found
 
 
+@pytest.mark.slow
 def test_its_state_passes_from_plan_to_plan(ranks: Pool, tmp_path: Path) -> None:
     for plan, start, stop in (("dp=2 zero=1", 0, 3), ("dp=1", 3, 4), ("tp=2", 4, 6), ("pp=2 micro=4", 6, 7)):
         found = ranks.run(from_text(plan).ranks, saved, str(tmp_path), plan, start, stop, timeout=120)[0]

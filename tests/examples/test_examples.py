@@ -11,7 +11,6 @@ import pytest
 from echelon.events import Event
 from echelon.observer import read_events
 from tests.machine import ROOT, environment
-from tests.whole import in_turn
 
 DIGITS, GPT, RECOMMENDER = (str(ROOT / "examples" / name) for name in ("digits.py", "gpt.py", "recommender.py"))
 
@@ -37,6 +36,7 @@ def losses(events: list[Event]) -> list[float]:
     return [event.data["loss"] for event in events if event.kind == "step"]
 
 
+@pytest.mark.journey
 @pytest.mark.slow
 def test_digits_is_right_on_97_of_100(known_machine: Path, tmp_path: Path) -> None:
     events = run(known_machine, tmp_path, DIGITS)
@@ -46,7 +46,6 @@ def test_digits_is_right_on_97_of_100(known_machine: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@in_turn("every way to start")
 def test_every_way_to_start_gives_the_same_losses(known_machine: Path, tmp_path: Path) -> None:
     """One process, two ranks of ours, two of torchrun's."""
     script = tmp_path / "tiny.py"
@@ -70,7 +69,6 @@ def test_every_way_to_start_gives_the_same_losses(known_machine: Path, tmp_path:
 
 
 @pytest.mark.slow
-@in_turn("recommender")
 def test_the_recommender_learns_with_its_tables_on_a_server(known_machine: Path, tmp_path: Path) -> None:
     pytest.importorskip("numba")
     events = run(known_machine, tmp_path, RECOMMENDER)

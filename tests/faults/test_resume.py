@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from bench.resume import EVERY, break_and_resume, cells, same_bits
-from tests.whole import in_turn, only_whole
+from tests.whole import only_whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "zero"),
     [
         pytest.param(1, 0, marks=only_whole),
-        pytest.param(2, 2, marks=in_turn("kill and interrupt")),
+        (2, 2),
         pytest.param(4, 3, marks=only_whole),
     ],
 )

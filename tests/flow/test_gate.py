@@ -89,6 +89,7 @@ class Drops(nn.Module):
         return self.net(values)
 
 
+@pytest.mark.journey
 def test_a_plan_is_verified_once(tmp_path: Path) -> None:
     first = train(tmp_path / "a", make(), "dp=1 micro=4")
     (line,) = messages(first, "verified")
@@ -294,6 +295,7 @@ def test_one_process_trains_what_is_unfrozen_late(tmp_path: Path) -> None:
     assert found == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("plan", ["auto", "dp=2", "dp=2 zero=3"])
 def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
     ranks: Pool, tmp_path: Path, plan: str, known_machine: Path
@@ -308,6 +310,7 @@ def test_rank_0_trains_alone_where_no_plan_for_all_is_right(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan", "words"),
     [
@@ -328,6 +331,7 @@ def test_one_process_trains_what_ranks_cannot_exchange(
     assert sum(event.kind == "step" for event in events) == (4 if kind == "sparse" else 12)
 
 
+@pytest.mark.slow
 def test_a_job_that_asks_for_the_number_of_processes_is_warned_of(
     ranks: Pool, tmp_path: Path, known_machine: Path
 ) -> None:
@@ -335,6 +339,7 @@ def test_a_job_that_asks_for_the_number_of_processes_is_warned_of(
     assert any("the job reads WORLD_SIZE" in message for message in messages(read_events(tmp_path), "warning"))
 
 
+@pytest.mark.slow
 def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, failing_on_rank_1, str(tmp_path / "run"), group=False, timeout=120)
     (message, *_) = messages(read_events(tmp_path / "run"), "warning")
@@ -342,6 +347,7 @@ def test_rank_0_names_what_failed_on_another_rank(ranks: Pool, tmp_path: Path) -
     assert "rank 1 cannot have this part of the batch" in message
 
 
+@pytest.mark.slow
 def test_what_modules_keep_raises_no_alarm(ranks: Pool, tmp_path: Path, known_machine: Path) -> None:
     ranks.run(2, kept, str(tmp_path / "run"), str(known_machine), group=False, timeout=120)
     events = read_events(tmp_path / "run")
@@ -357,6 +363,7 @@ def test_ranks_that_wait_learn_of_a_failure(ranks: Pool, tmp_path: Path) -> None
         ranks.run(2, trained_alone, str(tmp_path / "run"), "dp=2", "", math.inf, group=False, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", ["all", "some"])
 def test_spot_checks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: str) -> None:
     """Dropout, a counter and batch statistics: the checked run trains what an unchecked one does, bit for bit."""
@@ -371,6 +378,7 @@ def test_spot_checks_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert losses("checked", True) == losses("plain", False)
 
 
+@pytest.mark.slow
 def test_spot_checks_leave_the_losss_own_gradients(tmp_path: Path) -> None:
     found = [
         [event.data["loss"] for event in train(tmp_path / str(verify), scaled(Drops), "dp=1 micro=4", verify=verify)
@@ -380,6 +388,7 @@ def test_spot_checks_leave_the_losss_own_gradients(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("checked", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"], 2))
 def test_ranks_are_checked_and_train_the_same(ranks: Pool, tmp_path: Path, plan: str) -> None:
     checked = ranks.run(2, checked_losses, str(tmp_path / "checked"), plan, True, timeout=240)
@@ -502,6 +511,7 @@ def test_the_bound_grows_with_the_run() -> None:
     assert gate.bound(make(epochs=None, steps=steps), short) == pytest.approx(gate.SHARE * 1e6, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "seed"), [(1, 1), (8, 1), (8, 3)], ids=["always", "seldom", "later"])
 def test_data_that_cannot_be_read_twice_is_not_compared(
     tmp_path: Path, share: int, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -527,6 +537,7 @@ def test_data_that_cannot_be_read_twice_is_not_compared(
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_begin_to_read_other_samples_are_stopped(ranks: Pool, tmp_path: Path) -> None:
     for error in ranks.run(2, split_by_rank, str(tmp_path / "run"), group=False, timeout=120):
         assert "data rank 1 read other samples than rank 0 reads there" in error
@@ -543,6 +554,7 @@ class Entropy(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return value, value.sum().view(1)
 
 
+@pytest.mark.slow
 def test_a_plan_is_proved_on_data_with_entropy_of_its_own(tmp_path: Path) -> None:
     events = train(tmp_path / "run", make(data=Entropy(), epochs=2), "dp=1 micro=4")
     (line,) = messages(events, "verified")
@@ -578,6 +590,7 @@ class Blocks(nn.Module):
         return self.head(values)
 
 
+@pytest.mark.slow
 def test_a_shortened_model_is_proved_for_the_whole() -> None:
     from echelon.profiler import profile
     from echelon.verifier.sampling import smaller
@@ -589,6 +602,7 @@ def test_a_shortened_model_is_proved_for_the_whole() -> None:
     assert len(few.job.model().blocks) == 4
 
 
+@pytest.mark.slow
 def test_a_plan_is_proved_where_the_loss_draws_from_the_systems_entropy(tmp_path: Path) -> None:
     generator, log = random.SystemRandom(), list[float]()
 

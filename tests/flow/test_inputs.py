@@ -85,6 +85,7 @@ def changed(before: JobIdentity, now: JobIdentity) -> set[str]:
     return {line.partition(":")[0] for line in differences(before.parts, now.parts)}
 
 
+@pytest.mark.slow
 def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_reading(tmp_path)
     monkeypatch.delenv("READING_RATE", raising=False)
@@ -116,6 +117,7 @@ def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monk
     assert {"file values.npy", "data"} <= changed(third, identity_of(file))
 
 
+@pytest.mark.slow
 def test_other_processes_find_the_same_identity(tmp_path: Path) -> None:
     file = write_reading(tmp_path)
     code = f"from echelon.flow.prepare import Subject; print(Subject({str(file)!r}).identity.digest)"
@@ -238,6 +240,7 @@ def test_override_and_verify_are_settings_everywhere(tmp_path: Path) -> None:
     assert (told["verify"].value, told["override"].value) == (True, ["clip", "optimizer.lr"])
 
 
+@pytest.mark.slow
 def test_a_changed_config_makes_the_profile_the_cuts_and_the_certificate_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +316,7 @@ def test_a_file_that_the_model_reads_makes_the_profile_stale(tmp_path: Path, mon
     assert changed(first, later.identity) == {"code model"}
 
 
+@pytest.mark.slow
 def test_a_proof_is_kept_until_a_file_that_the_model_reads_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

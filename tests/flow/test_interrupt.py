@@ -72,6 +72,7 @@ def end(process: subprocess.Popen[str], *signals: int, apart: float = 0.0) -> tu
 TRAIN = ("-m", "echelon", "train", "slow.py", "--every", "1000", "--out", "my run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("advice", ["dp=1", "dp=2"], 1))
 def test_the_advice_goes_on_with_the_run(tmp_path: Path, plan: str) -> None:
     process = start(tmp_path, *TRAIN, "--plan", plan)
@@ -82,6 +83,7 @@ def test_the_advice_goes_on_with_the_run(tmp_path: Path, plan: str) -> None:
     assert shlex.split(advice) == [sys.executable, *TRAIN, "--plan", plan]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("plan", [pytest.param("dp=1", marks=only_whole), "dp=2"])
 def test_a_fresh_run_goes_on_where_it_was(tmp_path: Path, plan: str) -> None:
     (tmp_path / "my run").mkdir()
@@ -96,6 +98,7 @@ def test_a_fresh_run_goes_on_where_it_was(tmp_path: Path, plan: str) -> None:
     assert words[-3:] == ["--resume", "--out", "my run-2"]
 
 
+@pytest.mark.slow
 def test_a_script_is_told_its_own_command(tmp_path: Path) -> None:
     process = start(tmp_path, "slow.py", "-x", "a b")
     wait_for(tmp_path / "runs" / "slow" / "events.jsonl", '"kind": "step"', process=process)
@@ -104,6 +107,7 @@ def test_a_script_is_told_its_own_command(tmp_path: Path) -> None:
     assert f"go on with: {sys.executable} slow.py -x 'a b'\n" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", some("test_an_interrupt_before_the_first_step_is_no_error", ["dp=1", "dp=2"], 1))
 def test_an_interrupt_before_the_first_step_is_no_error(tmp_path: Path, plan: str) -> None:
     process = start(tmp_path, "-m", "echelon", "train", "slow.py:early", "--plan", plan)
@@ -112,6 +116,7 @@ def test_an_interrupt_before_the_first_step_is_no_error(tmp_path: Path, plan: st
     assert (code, err) == (130, "interrupted before the first step; nothing to save\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", pytest.param("dp=2", marks=only_whole)])
 def test_a_failure_is_told_once_and_machines_hear_of_it(tmp_path: Path, plan: str) -> None:
     code, out, err = end(start(tmp_path, "-m", "echelon", "train", "slow.py:wrong", "--plan", plan))
@@ -123,6 +128,7 @@ def test_a_failure_is_told_once_and_machines_hear_of_it(tmp_path: Path, plan: st
     assert "the loss is nan" in json.loads(out)["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=1", pytest.param("dp=2", marks=only_whole)])
 def test_a_reader_who_leaves_does_not_end_the_training(tmp_path: Path, plan: str) -> None:
     (tmp_path / "slow.py").write_text(JOB.replace("epochs=500", "epochs=5"))

@@ -230,6 +230,7 @@ def test_data_counts_whole(values: Any) -> None:
     assert found[0] == describe_data(values)
 
 
+@pytest.mark.slow
 def test_a_new_process_finds_the_same_digests(tmp_path: Path) -> None:
     (tmp_path / "described.py").write_text(
         "import random, torch\nfrom torch import nn\nfrom echelon.flow.job_code import describe\n"
@@ -298,6 +299,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
         quick(make(optimizer=rated(0.01)), folder=other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["missing", "cut", "list", "empty"])
 def test_a_lost_record_is_restored_from_a_checkpoint(tmp_path: Path, how: str) -> None:
     folder, path = tmp_path / "run", tmp_path / "run" / "job.json"
@@ -348,6 +350,7 @@ def test_a_parameter_that_moves_to_another_group_is_a_change(tmp_path: Path) -> 
     assert rates == {"0.weight": 0.05, "0.bias": 0.05, "1.weight": 0.01, "1.bias": 0.01}
 
 
+@pytest.mark.slow
 def test_an_override_is_applied_once(tmp_path: Path) -> None:
     """An optimizer that changes its own rate goes on from where it was, not from the overridden rate again."""
     before, after = make(optimizer=Decaying), make(optimizer=lambda each: Decaying(each, 0.2))
@@ -381,6 +384,7 @@ def test_samples_of_another_row_are_noticed(tmp_path: Path) -> None:
         quick(job(data=TensorDataset(other, values[:, :1])), folder=tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["set", "dict"])
 def test_ids_of_parameters_in_closures_are_no_change(kind: str) -> None:
     def optimizer() -> Any:

@@ -69,6 +69,7 @@ class Undecided(nn.Module):
         return torch.where(side, left, self.right(x) if not side.all() else torch.zeros(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan", "instead", "why"),
     [
@@ -123,6 +124,7 @@ class Beside(nn.Module):
         return x @ self.held[0].T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "why"), [(Slope, "differentiates its own derivative"), (Beside, "layer.weight is held by a layer itself")]
 )
@@ -152,6 +154,7 @@ def test_a_plan_that_is_wrong_in_itself_is_still_refused() -> None:
         prepare(Subject(make(model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))), "tp=2 pp=2 sequence")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "instead"),
     [
@@ -266,6 +269,8 @@ def test_a_setting_that_the_model_does_not_allow_is_left_out_and_it_is_said(tmp_
     assert "layer.weight is held by a layer itself" in prepared.fallback
 
 
+@pytest.mark.extra
+@pytest.mark.slow
 def test_a_keras_model_is_the_same_model_each_time_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keras counts its layers over all models of a process and names parameters by it: what `auto` planned was "for another model"."""
     monkeypatch.setenv("KERAS_BACKEND", "torch")

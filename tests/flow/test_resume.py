@@ -26,7 +26,6 @@ from echelon.observer import read_events
 from echelon.plan.plan import Plan
 from echelon.world import World
 from tests.flow.jobs import STEPS, make, samples
-from tests.whole import in_turn
 
 quick: Callable[..., Trained] = partial(train, plan="dp=1", quiet=True, verify=False)
 
@@ -60,7 +59,7 @@ if __name__ == "__main__":
 """
 
 
-@in_turn("other arguments")
+@pytest.mark.slow
 def test_a_script_with_other_arguments_has_another_run_folder(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
 
@@ -164,6 +163,7 @@ def test_a_finished_run_never_returns_another_jobs_result(tmp_path: Path, monkey
     assert quick(make(), folder=folder, override=["inputs"]).loss == first.loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

@@ -54,6 +54,7 @@ def test_every_schedule_of_torch_is_here() -> None:
     assert named <= SCHEDULES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some("schedules", SCHEDULES, 4))
 def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
     job = make(schedule=SCHEDULES[name], optimizer=momentum, evaluation=samples(opposite=True))
@@ -64,6 +65,7 @@ def test_an_interrupted_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, nam
     assert broken.loss == whole.loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some("longer schedules", SCHEDULES, 4))
 def test_a_longer_run_has_the_rates_of_an_unbroken_one(tmp_path: Path, name: str) -> None:
     fields = {"schedule": SCHEDULES[name], "optimizer": momentum, "evaluation": samples(opposite=True)}
@@ -105,6 +107,7 @@ def drawn(optimizer: Optimizer) -> Any:
     return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + generator.random())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -149,6 +152,7 @@ def test_a_schedule_that_computes_its_length_itself_goes_on(tmp_path: Path) -> N
     assert quick(make(epochs=3, schedule=cosine(3)), folder=tmp_path / "longer").step == 3 * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("then", "now"), [(None, halving), (halving, None)])
 def test_a_schedule_can_be_added_and_removed(tmp_path: Path, then: Any, now: Any) -> None:
     folder = tmp_path / "run"

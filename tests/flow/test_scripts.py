@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from echelon.observer import read_events
-from tests.whole import in_turn
 
 JOB = """
 import json, sys, torch, echelon
@@ -53,7 +52,7 @@ def script(
     )  # fmt: skip
 
 
-@in_turn("own loop")
+@pytest.mark.slow
 def test_an_own_loop_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
     losses = []
     for plan in ("dp=1", "dp=2 zero=1"):
@@ -64,6 +63,7 @@ def test_an_own_loop_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) 
     assert len(losses[0]) == 6
 
 
+@pytest.mark.slow
 def test_a_script_proves_its_plan(tmp_path: Path) -> None:
     done = script(tmp_path, "print(echelon.verify(job, 'dp=2', out='certificate.json').verified)")
     assert done.returncode == 0, done.stderr
@@ -71,6 +71,7 @@ def test_a_script_proves_its_plan(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "certificate.json").read_text())["verified"] is True
 
 
+@pytest.mark.slow
 def test_an_error_of_the_ranks_is_one_message(tmp_path: Path) -> None:
     changed = "echelon.Job(**{name: getattr(job(), name) for name in echelon.Job.__slots__} | {'schedule': lambda optimizer, steps: 'none'})"
     done = script(tmp_path, f"echelon.train({changed}, 'dp=2')")
@@ -79,12 +80,14 @@ def test_an_error_of_the_ranks_is_one_message(tmp_path: Path) -> None:
     assert "schedule= gives str" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_for_other_ranks_than_were_started(tmp_path: Path) -> None:
     done = script(tmp_path, "echelon.train(job, 'dp=2')", environment={"RANK": "0", "WORLD_SIZE": "1"})
     assert done.returncode != 0
     assert 'the plan "dp=2" is for 2 ranks and 1 were started' in done.stderr
 
 
+@pytest.mark.slow
 def test_the_users_setting_is_not_taken_for_a_launchers_plan(tmp_path: Path) -> None:
     text = "print(echelon.train(job, 'dp=1', quiet=True).step)"
     started = {"RANK": "0", "WORLD_SIZE": "1", "ECHELON_PLAN": "dp=2"}  # as torchrun starts a rank
@@ -93,7 +96,7 @@ def test_the_users_setting_is_not_taken_for_a_launchers_plan(tmp_path: Path) -> 
     assert done.stdout.strip() == "6"
 
 
-@in_turn("trainings of a script")
+@pytest.mark.slow
 def test_each_training_of_a_script_runs_once_under_its_own_plan(tmp_path: Path) -> None:
     """Those before ranks start are done when the ranks, which run the script from its beginning, come to them."""
     text = """
@@ -117,6 +120,7 @@ for folder, plan in (("a", "dp=1"), ("b", "bad=1"), ("c", "dp=2"), ("d", "dp=2 z
     assert plans == {"a": ["dp=1"], "c": ["dp=2"], "d": ["dp=2 zero=1"]}
 
 
+@pytest.mark.slow
 def test_a_loop_before_ranks_start_is_not_repeated(tmp_path: Path) -> None:
     done = script(tmp_path, LOOP.replace("PLAN", "'dp=1'") + "echelon.train(job, 'dp=2')")
     assert done.returncode == 2
@@ -124,6 +128,7 @@ def test_a_loop_before_ranks_start_is_not_repeated(tmp_path: Path) -> None:
     assert (tmp_path / "losses.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_script_is_profiled_for_what_it_passes(tmp_path: Path) -> None:
     """Its model may follow from a loop or from its arguments, of which the file's text knows nothing."""
     text = """
@@ -137,12 +142,14 @@ for width in (3, 5):
     assert done.stdout.split() == ["27", "45"]
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_is_one_line_on_one_rank_too(tmp_path: Path) -> None:
     done = script(tmp_path, "echelon.train(job, 'dp=1', keep=0)")
     assert done.returncode == 2
     assert done.stderr == "error: keep=0: a whole number of at least 1\n"
 
 
+@pytest.mark.slow
 def test_a_script_takes_its_settings_from_the_environment_and_the_file(tmp_path: Path) -> None:
     text = "print(echelon.train(job, quiet=True).folder)"
     (tmp_path / "echelon.toml").write_text('[train]\nplan = "dp=1 micro=4"\nout = "filed"\n')
@@ -159,6 +166,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 def test_an_error_of_the_script_itself_shows_its_traceback_once(tmp_path: Path) -> None:
     done = script(tmp_path, f"with echelon.parallelize(job, 'dp=2'):{FAIL.replace(chr(10), chr(10) + '    ')}")
     assert done.returncode == 1
@@ -167,6 +175,7 @@ def test_an_error_of_the_script_itself_shows_its_traceback_once(tmp_path: Path) 
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_module_that_is_run_as_a_script_fails_in_one_message(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()

@@ -137,6 +137,7 @@ def test_no_document_of_an_earlier_start_stays_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["plan.json"]
 
 
+@pytest.mark.slow
 def test_the_certificate_is_kept_with_the_run_while_it_covers_it(tmp_path: Path) -> None:
     file, proof, run = tmp_path / "proved.py", tmp_path / "proof.json", tmp_path / "run"
     file.write_text(FILE)
@@ -164,6 +165,7 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
         train(tmp_path, make(epochs=1, batch=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank-00000.bin", "tensors.json", "checkpoint.json"])
 def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path, name: str) -> None:
     first, _ = train(tmp_path, make())
@@ -415,6 +417,7 @@ def test_the_best_on_another_evaluation_set_does_not_count(tmp_path: Path) -> No
     assert bests(events) == [8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit", [{"loss": float("nan")}, {"manifest": "0"}, {"checkpoint": "step-00000001"}, {"judge": None}]
 )

@@ -65,6 +65,7 @@ def trained(world: World, loss: str, folder: str, plan: str, cache: str) -> None
     echelon.train(make(**(of_logs if loss == "log" else of_gather)), plan, folder=Path(folder), quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "plan", "runs", "words"),
     [
@@ -120,6 +121,7 @@ def some_after_alone(world: World) -> float:
     return float(both)
 
 
+@pytest.mark.slow
 def test_some_ranks_meet_after_one_was_alone(ranks: Pool) -> None:
     assert ranks.run(3, some_after_alone, group=False, timeout=30) == [2.0, 1.0, 2.0]
 
@@ -139,6 +141,7 @@ def compiled_model(backend: Counting) -> nn.Module:
     return torch.compile(layers(), backend=backend)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch._dynamo itself
 @pytest.mark.parametrize("factory", [compiled_model, None])
 def test_trials_compile_nothing(factory: Callable[[Counting], nn.Module] | None, tmp_path: Path) -> None:

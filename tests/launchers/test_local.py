@@ -82,11 +82,13 @@ def test_threads_are_a_part_of_the_cores_that_may_be_used(tmp_path: Path, monkey
         os.sched_setaffinity(0, allowed)
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_is_blamed_with_its_words(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"(?s)rank 1 of 3 ended with exit code 7.*\[rank 1\] oh no"):
         launch(script(tmp_path, "if rank == 1: print('oh no'); sys.exit(7)\ntime.sleep(60)"), 3)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_blamed_and_the_others_end(tmp_path: Path) -> None:
     text = f"""
 open(os.path.join({str(tmp_path)!r}, f'{{rank}}.pid'), 'w').write(str(os.getpid()))
@@ -103,6 +105,7 @@ time.sleep(60)
             os.kill(int((tmp_path / f"{rank}.pid").read_text()), 0)
 
 
+@pytest.mark.slow
 def test_a_rank_tells_its_error_in_one_message(tmp_path: Path) -> None:
     text = """
 from echelon.errors import VerificationError
@@ -203,6 +206,7 @@ def test_torch_keeps_freed_memory_unless_the_user_says_otherwise(set_to: str | N
     assert done.stdout.strip() == kept
 
 
+@pytest.mark.slow
 def test_a_process_that_has_torch_already_is_left_alone() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "MIMALLOC_PURGE_DELAY"}
     code = "import torch, echelon, os; print(os.environ.get('MIMALLOC_PURGE_DELAY'))"

@@ -12,6 +12,7 @@ from bench.parity import LIMIT, Cell, Record, cells, differences, groups, refere
 from echelon.testing.ranks import Pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_sample_of_the_table(ranks: Pool, count: int) -> None:
     chosen = random.Random(count).sample(cells([count]), 8)

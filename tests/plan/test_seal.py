@@ -21,6 +21,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text().filter(lambda key: key != "sha256"), PLAIN, min_size=1), st.sampled_from([None, 1]))
 def test_what_was_sealed_comes_back(document: dict[str, object], indent: int | None) -> None:
     data = seal(document, indent=indent)

@@ -57,6 +57,7 @@ def test_bounds_leave_out_only_what_cannot_be_the_best(profile: Profile, name: s
     assert found(profile, cluster, goal=goal, top=3) == found(profile, cluster, goal=goal, top=3, exhaustive=True)
 
 
+@pytest.mark.slow
 @given(models, clusters, st.booleans())
 @example(make_language(blocks=6, width=4096, batch=64, length=2048, norms=100), "8xH100-80GB", False)
 @settings(max_examples=8, deadline=None)
@@ -88,6 +89,7 @@ def fastest(candidates: tuple[Candidate, ...]) -> float:
     return min(each.forecast.time.step for each in candidates)
 
 
+@pytest.mark.slow
 @given(models, clusters, st.sampled_from(["rate", "bandwidth", "link", "memory"]), st.floats(1.0, 8.0))
 @settings(max_examples=12, deadline=None)
 def test_better_machines_never_make_the_best_plan_slower(profile: Profile, name: str, what: str, times: float) -> None:

@@ -45,6 +45,7 @@ class Undecided(nn.Module):
         return self.left(x) if float(x.sum()) > 0 else self.right(x)
 
 
+@pytest.mark.slow
 def test_the_document_says_what_the_short_form_leaves_open() -> None:
     job = tokens()
     known = profile(job)
@@ -67,6 +68,7 @@ def test_the_generators_are_left_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_a_profile_knows_where_a_pipeline_can_be_cut_and_what_passes() -> None:
     visits = profile(tokens()).visits
     assert [visit.path for visit in visits] == ["tokens", "positions", "blocks.0", "blocks.1", "norm", "head"]
@@ -141,6 +143,7 @@ class Peeking(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
@@ -229,6 +232,7 @@ def hooked() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -241,6 +245,7 @@ def test_what_happens_to_parameters_and_not_to_shards_is_known(model: Any, words
     assert words in profile(replace(mlp(), model=model)).unsharded
 
 
+@pytest.mark.slow
 def test_trials_leave_the_users_own_module_as_it_was() -> None:
     model = Called()
     job = replace(mlp(), model=model)

@@ -72,6 +72,7 @@ class Zero(Functional):
         nn.init.zeros_(self.last.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [make_job(mlp, loss=contrastive), make_job(Functional), make_job(Zero)],
@@ -193,6 +194,7 @@ def test_a_faint_coupling_is_found() -> None:
     assert profile(make_job(Faint, loss=loss)).coupled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
@@ -264,6 +266,7 @@ def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "too large" in profile(make_job(mlp)).uncompared
 
 
+@pytest.mark.slow
 def test_nothing_of_the_users_is_changed() -> None:
     model = Quirks()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -370,6 +373,7 @@ def test_a_model_that_couples_samples_at_some_calls_only_is_found(kind: str) -> 
     assert tried(make_job(lambda: Periodic(kind))) == (True, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 2])
 def test_a_loss_that_couples_samples_at_some_calls_only_is_found(batch: int) -> None:
     job = make_job(mlp, loss=PeriodicLoss(), batch=batch)
@@ -384,6 +388,7 @@ class Scaled(Periodic):
         return self.last(F.dropout(self.first(x).relu(), 0.5)) * (1 + self.count() / 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "real"])
 def test_counts_in_buffers_that_couple_nothing_are_left_in_peace(kind: str) -> None:
     assert tried(make_job(lambda: Scaled(kind))) == (False, "")

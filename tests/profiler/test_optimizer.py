@@ -79,6 +79,7 @@ def _pieces(optimizer: Callable[[Any], Any]) -> Job:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kinds"),
     [
@@ -118,6 +119,7 @@ def test_an_optimizer_is_classified_by_what_its_step_reads(make: Callable[[Any],
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shapes", "whole"),
     [
@@ -135,6 +137,7 @@ def test_an_optimizer_is_tried_on_parameters_as_large_as_the_models(make: Any, s
     assert (rule.reads != "element", rule.untried) == (whole, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "plan", "words"),
     [

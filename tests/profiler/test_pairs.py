@@ -199,6 +199,8 @@ def test_hints_with_stars_meet_every_layer() -> None:
     assert [each.paths for each in hinted(model)] == [(f"{i}.up", f"{i}.down") for i in range(3)]
 
 
+@pytest.mark.extra
+@pytest.mark.slow
 def test_transformers_says_how_llama_is_cut() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -297,6 +299,7 @@ class Reading(nn.Module):
         return self.scale * norm.running_var.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("read", "right"),
     [

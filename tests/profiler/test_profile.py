@@ -83,6 +83,7 @@ def kept_for_real(job: Job, samples: int) -> float:
     return sum(kept.values())
 
 
+@pytest.mark.slow
 def test_gpt_flops_are_6nd_and_attention() -> None:
     found = profile(gpt_job())
     tokens, width, length, layers = 8 * 32, 64, 32, 3
@@ -107,6 +108,7 @@ def test_attention_that_looks_back_leaves_out_scores_that_no_kernel_computes(
     assert flops == [4 * 6 * 8 * queries * keys, 4 * 6 * 8 * seen]
 
 
+@pytest.mark.slow
 def test_parameters_and_state_are_counted_exactly() -> None:
     found, model = profile(gpt_job()), gpt_job().model()
     assert found.elements == sum(p.numel() for p in model.parameters())
@@ -117,6 +119,7 @@ def test_parameters_and_state_are_counted_exactly() -> None:
     assert found.input_bytes == 2 * 32 * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [gpt_job(), image_job(lambda: ResNet(width=8)), vector_job(lambda: MLP(width=16))],
@@ -127,6 +130,7 @@ def test_kept_bytes_are_those_of_a_real_run(job: Job, samples: int) -> None:
     assert profile(job).kept(samples) == pytest.approx(kept_for_real(job, samples), rel=0.02)
 
 
+@pytest.mark.slow
 def test_repeated_blocks_are_folded() -> None:
     found = profile(gpt_job())
     modules = {module.path: module for module in found.modules}
@@ -140,11 +144,13 @@ def test_repeated_blocks_are_folded() -> None:
     assert len(deeper.modules) == len(found.modules)
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_are_not_folded() -> None:
     paths = {module.path for module in profile(image_job(lambda: ResNet(width=8))).modules}
     assert {"stages.0", "stages.7"} <= paths
 
 
+@pytest.mark.slow
 def test_shared_parameters_are_found_once() -> None:
     found = profile(gpt_job(tied=True))
     shared = [parameter for parameter in found.parameters if parameter.aliases]
@@ -152,6 +158,7 @@ def test_shared_parameters_are_found_once() -> None:
     assert found.bytes == profile(gpt_job()).bytes - 128 * 64 * 4
 
 
+@pytest.mark.slow
 def test_batch_norms_are_known_by_name_and_are_no_other_coupling() -> None:
     found = profile(image_job(lambda: ResNet(width=8)))
     assert "stem.1" in found.norms
@@ -205,6 +212,7 @@ class Skipping(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["python", "numpy"])
 def test_blocks_that_random_numbers_may_skip_are_told(draw: Any) -> None:
     found = profile(vector_job(lambda: Skipping(draw)))
@@ -279,6 +287,7 @@ class Likelihood(nn.Module):
         return torch.distributions.Normal(self.linear(x), x.new_ones(16)).log_prob(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Truncated, Rates, Causal, Likelihood])
 def test_torchs_own_looks_at_values_do_not_stop_a_trace(model: type[nn.Module]) -> None:
     state, validates = torch.get_rng_state(), Distribution._validate_args
@@ -401,6 +410,7 @@ def blocks(*, tie: str = "") -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tie", "wanted"),
     [("", ("0", "1", "2")), ("weight", ("2",)), ("module", ("2",)), ("inside", ("0", "1", "2"))],

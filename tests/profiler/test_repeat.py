@@ -130,12 +130,14 @@ JOBS: dict[str, Callable[[], Job]] = {
 DRAWN = list(JOBS) if WHOLE else ["gpt", *drawing("repeat").sample(list(JOBS)[1:], 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_profile_is_the_same_however_many_blocks_are_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JOBS[name]()
     assert profile(job, device="cpu") == whole(job, monkeypatch)
 
 
+@pytest.mark.slow
 def test_few_blocks_are_traced_where_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
     step = tracing._step

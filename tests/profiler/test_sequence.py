@@ -130,6 +130,7 @@ class Levelled(Block):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Here, Placed, Batch, Deep, Levelled])
 def test_blocks_that_do_not_work_on_a_part_are_no_segment(kind: type[Block]) -> None:
     found = segments(Stack(kind=kind))
@@ -189,6 +190,7 @@ def test_a_module_that_counts_positions_in_a_buffer_gets_the_whole_sequence() ->
     assert {each.path: each.again for each in found.gathers}["blocks.1.router"] is True
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     model = Stack().double().eval()
     before = model(numbers(2, 6, 12))
@@ -211,6 +213,7 @@ def test_a_model_without_a_segment_is_refused_with_the_remedy() -> None:
         complete(from_text("tp=2 sequence"), job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_what_a_block_does_in_one_mode_only_is_tried_in_that(training: bool) -> None:
     class Moody(Block):
@@ -221,6 +224,7 @@ def test_what_a_block_does_in_one_mode_only_is_tried_in_that(training: bool) -> 
     assert not segments(Stack(kind=Moody)).segments
 
 
+@pytest.mark.slow
 def test_random_numbers_in_the_blocks_are_held_still() -> None:
     class Dropped(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -250,6 +254,7 @@ class Limited(Block):
         return x * (500 / x.norm(dim=(1, 2), keepdim=True)).clamp(max=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Mixed, Limited])
 def test_what_initial_values_hide_is_found(kind: type[Block]) -> None:
     assert not segments(Stack(kind=kind)).segments

@@ -110,6 +110,7 @@ def test_what_the_loss_reads_stays_whole() -> None:
     assert not any(value.isnan().any() for value in model.parameters())
 
 
+@pytest.mark.slow
 def test_most_of_every_zoo_model_is_cut() -> None:
     names = [name for name, entry in ZOO.items() if not entry.needs and name != "dlrm-sparse"]
     assert {name for name in names if cuts_of(ZOO[name](), 2).share <= 0.9} == set()

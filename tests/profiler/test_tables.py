@@ -58,6 +58,7 @@ def test_tables_and_what_forbids_them() -> None:
         assert words in found[path].unfit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [

@@ -60,6 +60,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray,
     return folder, then, after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_servers_goes_on_from_it(count: int, written: tuple[Path, np.ndarray, np.ndarray]) -> None:
     folder, then, after = written
@@ -246,6 +247,7 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+@pytest.mark.slow
 def test_servers_started_again_in_their_folder_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     """New servers have nothing, so all shards go back to it: a worker goes on where the furthest was."""
     ones = np.ones((len(IDS), 4), np.float32)

@@ -56,6 +56,7 @@ def server(*arguments: str, code: int = 0) -> str:
     return answer.output
 
 
+@pytest.mark.slow
 def test_a_job_by_hand(served: tuple[str, Path], tmp_path: Path) -> None:
     """Train, look, checkpoint, export."""
     address, secret = served
@@ -110,6 +111,7 @@ def test_adding_up_needs_workers_in_step(tmp_path: Path) -> None:
     assert "add --staleness 0" in answer.output
 
 
+@pytest.mark.slow
 def test_a_job_has_its_settings_for_life(tmp_path: Path) -> None:
     """Started again without them it goes on with its own; others, and another beginning, are refused with both sides."""
     folder = tmp_path / "job"

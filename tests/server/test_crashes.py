@@ -142,12 +142,14 @@ def yard(tmp_path_factory):
     made.close()
 
 
+@pytest.mark.journey
 def test_nothing_is_lost_or_doubled_under_faults(yard):
     results = [yard.run(draw(1, number, replicas=2, servers=4, workers=2)) for number in range(3)]
     assert [result.wrong for result in results] == [[], [], []]
     assert all(result.pushes for result in results)
 
 
+@pytest.mark.slow
 def test_a_death_that_nobody_pushed_after_yet_is_waited_for(yard, monkeypatch):
     """Workers stand still from before a server's death until after the schedule's end: who stops the load there sees no failover."""
     faults = yard._faults

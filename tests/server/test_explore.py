@@ -38,6 +38,7 @@ def test_every_interleaving(case: Case) -> None:
     assert found.ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -149,6 +150,7 @@ def early_heirs(patch: pytest.MonkeyPatch) -> None:
 USED = ("push w0", "calm", "join", "calm", "crash s2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "case"),
     [

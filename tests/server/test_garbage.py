@@ -12,6 +12,7 @@ from bench.garbage import attack
 from echelon.server import Servers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["server", "controller"])
 def test_a_process_that_ends_under_attack_is_counted(whom: str) -> None:
     with Servers(2, replicas=2, shards=16) as servers:

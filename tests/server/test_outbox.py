@@ -158,6 +158,7 @@ acts = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.lists(acts, max_size=60))
 def test_each_push_reaches_each_shard_once_and_in_order(script):

@@ -75,6 +75,7 @@ def until(what: Callable[[], bool], why: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_join_drain_and_death_under_load(servers: Servers) -> None:
     """Shards move to a new server, off an old one, and away from a dead one; nothing is lost or counted twice."""
     with Load(servers, "moved") as load:
@@ -152,6 +153,7 @@ def test_garbage(servers: Servers) -> None:
     assert attack(servers, 300, 1)["crashes"] == 0
 
 
+@pytest.mark.slow
 def test_what_dies_is_started_again(servers: Servers, capfd: pytest.CaptureFixture[str]) -> None:
     """The controller from its file, a server as a new one that gets the shards; both are said."""
     servers.watch()
@@ -178,6 +180,7 @@ def test_what_dies_is_started_again(servers: Servers, capfd: pytest.CaptureFixtu
     assert "the other replicas go on, and a new server takes its place" in said
 
 
+@pytest.mark.slow
 def test_what_becomes_of_the_shards_of_a_dead_server_is_said() -> None:
     """With one replica nothing of it goes on."""
     said: list[str] = []
@@ -189,6 +192,7 @@ def test_what_becomes_of_the_shards_of_a_dead_server_is_said() -> None:
     assert said[1] == "server s2 started"
 
 
+@pytest.mark.slow
 def test_servers_end_with_their_parent(tmp_path: Path) -> None:
     """Also when it is killed; and the secret is in nobody's arguments."""
     code = (

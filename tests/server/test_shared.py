@@ -147,6 +147,7 @@ def test_nothing_is_offered_to_another_machine() -> None:
     assert shared.offer(Far()) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_workers_and_servers_of_one_machine_share_memory_and_nothing_else_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

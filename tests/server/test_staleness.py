@@ -113,6 +113,7 @@ def test_a_worker_that_joins_late_begins_where_the_slowest_is(bounded, table):
         step(late, table)
 
 
+@pytest.mark.slow
 def test_synchronous_training_equals_one_process():
     draw = np.random.default_rng(0)
     steps, workers, rows, dim = 6, 3, 40, 3

@@ -41,6 +41,7 @@ def test_checkouts_of_one_user_share_what_is_compiled(tmp_path: Path, monkeypatc
     assert kept_in(first) != kept_in(_copy(tmp_path / "c", text.replace("return 1", "return 2")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"])
 def test_what_is_compiled_is_renewed_by_a_change_beside_it(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +89,7 @@ def test_a_worker_has_its_loops_before_it_joins() -> None:
     assert kinds >= {"float32", "float64"}
 
 
+@pytest.mark.slow
 def test_compiling_is_no_silence_and_what_lacks_is_told_in_words(tmp_path: Path) -> None:
     signs = 10
     with Servers(1, replicas=1, shards=4, folder=tmp_path) as servers:

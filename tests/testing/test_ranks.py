@@ -98,6 +98,7 @@ def test_ranks_that_all_refuse_are_kept(ranks: Pool) -> None:
     assert {pid for pid, _ in ranks.run(2, total, 1.0)} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "words"), [(3, "exited with 3"), (-9, "was killed by SIGKILL")])
 def test_a_rank_that_dies_is_blamed_with_its_output(ranks: Pool, code: int, words: str) -> None:
     with pytest.raises(RankError, match=rf"rank 1 of 2 {words}[\s\S]*the last words"):
@@ -105,6 +106,7 @@ def test_a_rank_that_dies_is_blamed_with_its_output(ranks: Pool, code: int, word
     assert [value for _, value in ranks.run(2, total, 1.0)] == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_hang_ends_with_the_timeout(ranks: Pool) -> None:
     ranks.run(2, total, 1.0)
     began = time.monotonic()
@@ -114,6 +116,7 @@ def test_a_hang_ends_with_the_timeout(ranks: Pool) -> None:
     assert [value for _, value in ranks.run(2, total, 1.0)] == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

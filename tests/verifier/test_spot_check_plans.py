@@ -34,6 +34,7 @@ def checked(world: World, plan: str, off: float) -> int:
         return checks.agreed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 micro=4"])
 def test_a_loss_that_is_off_is_found(ranks: Pool, plan: str) -> None:
     assert ranks.run(2, checked, plan, 0.0)[0] == 1

@@ -30,6 +30,7 @@ def test_the_documented_catalogue_is_this_one() -> None:
 SOME = some("faults", {case.fault: case for case in reversed(CAUGHT)}.values(), 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SOME, ids=[f"{case.fault}-{case.plan}-{case.models[0]}" for case in SOME])
 def test_a_fault_is_caught_and_named(ranks: Pool, case: Caught) -> None:
     certificate = certify(ranks, case.models[0], case.plan, case.fault)
@@ -41,6 +42,7 @@ def test_a_fault_is_caught_and_named(ranks: Pool, case: Caught) -> None:
 FEW = some("quiet", QUIET, 2)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("model", "plan"), FEW, ids=[f"{plan}-{model}" for model, plan in FEW])
 def test_no_false_alarm_where_there_is_no_fault(ranks: Pool, model: str, plan: str) -> None:
     certificate = certify(ranks, model, plan)

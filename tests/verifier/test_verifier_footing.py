@@ -24,6 +24,7 @@ from tests.verifier import proofs
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.mark.slow
 def test_what_a_reference_needs_grows_with_the_model_and_with_the_batch() -> None:
     job = proofs.make_job("gpt")
     small, long = needed(profile(job)), needed(profile(proofs.make_job("gpt", batch=16)))
@@ -48,6 +49,7 @@ def test_the_strongest_reference_that_fits_is_taken() -> None:
     assert chosen(CPU, size // 2, size) == "plan", "on a CPU the device is the host"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "other"), [("tp=2", "dp=2 zero=3"), ("dp=2 zero=1", "dp=2 zero=3"), ("dp=2 zero=3", "dp=1 tp=2")]
 )
@@ -59,6 +61,7 @@ def test_the_other_plan_is_never_the_same_one(text: str, other: str) -> None:
     assert footing.note.endswith("an error that both plans share is not seen")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "other"), [("tp=2", "dp=2 zero=3"), ("dp=2 zero=1", "dp=1 tp=2"), ("pp=2 micro=2", "dp=1 tp=2")]
 )
@@ -110,6 +113,7 @@ def certify(ranks: Pool, plan: str, fault: str = "") -> Certificate:
     return Certificate.from_json(texts[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=2"])
 def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: Pool, plan: str) -> None:
     certificate = certify(ranks, plan)
@@ -128,6 +132,7 @@ def test_a_model_that_does_not_fit_is_compared_with_another_plan(ranks: Pool, pl
     assert kinds["output"] == 8, "the two plans share the samples out in other ways: they are compared one by one"
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_of_the_two_plans_is_seen(ranks: Pool) -> None:
     certificate = certify(ranks, "tp=2", "loss times tp")
     assert not certificate.verified
@@ -135,6 +140,7 @@ def test_a_fault_of_one_of_the_two_plans_is_seen(ranks: Pool) -> None:
     assert 'either the plan is wrong or its reference "dp=2 zero=3' in certificate.divergent
 
 
+@pytest.mark.slow
 def test_a_fault_that_both_plans_share_is_not_seen_as_the_certificate_says(ranks: Pool) -> None:
     assert certify(ranks, "dp=2 zero=1", "loss times dp").verified
 

@@ -29,6 +29,7 @@ def output(certificate: Certificate) -> Any:
     return next((each for each in certificate.findings if each.kind == "output"), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["tokens", "value", "head"])
 def test_the_first_module_whose_output_is_off_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build = Assembly._build

@@ -11,6 +11,7 @@ from tests.verifier.loss_memory import proved
 APART = "data ranks hold different values"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "place"),
     [
@@ -28,6 +29,7 @@ def test_memory_of_samples_that_ranks_hold_apart_is_refused(ranks: Pool, name: s
     assert APART in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 shares=3:1", "dp=2 zero=2 whole", "pp=2 micro=2"])
 @pytest.mark.parametrize("name", ["log", "mask", "features"])
 def test_state_that_no_call_reads_from_another_rank_is_no_reason(ranks: Pool, name: str, plan: str) -> None:
@@ -36,6 +38,7 @@ def test_state_that_no_call_reads_from_another_rank_is_no_reason(ranks: Pool, na
     assert ranks.run(2, proved, name, plan) == ["", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "right"), [("elr", True), ("prior", True), ("log", True), ("ranked", False)])
 def test_micro_batches_leave_what_the_whole_batch_leaves(name: str, right: bool) -> None:
     found = proved(World(), name, "dp=1 micro=2")

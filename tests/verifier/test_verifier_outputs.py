@@ -108,6 +108,7 @@ def kinds(certificate: Certificate) -> dict[str, int]:
     return {each.kind: each.tensors for each in certificate.findings}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "shares"),
     [("gpt", "tp=2", 1), ("gpt", "pp=2 micro=2", 4), ("gpt", "dp=2 pp=2 micro=2", 4), ("norm", "dp=2 micro=3", 4)],
@@ -121,6 +122,7 @@ def test_outputs_of_every_share_are_compared(ranks: Pool, name: str, plan: str, 
     assert kinds(certificate)["norm"] == 1  # "norm" does not clip
 
 
+@pytest.mark.slow
 def test_an_output_that_the_loss_does_not_use_is_proved_too(ranks: Pool) -> None:
     (text,) = ranks.run(2, proofs.prove, [("aside", "", {})])[0]
     certificate = Certificate.from_json(text)

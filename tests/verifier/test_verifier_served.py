@@ -18,6 +18,7 @@ from tests.whole import only_whole
 pytest.importorskip("numba")
 
 
+@pytest.mark.slow
 def test_all_parameters_on_servers_within_a_bound(ranks: Pool) -> None:
     certificate = certify(ranks, "sparse-free", "dp=2 exchange=server rows=40 dense=server staleness=1")
     assert certificate.verified, certificate.divergent
@@ -27,6 +28,7 @@ def test_all_parameters_on_servers_within_a_bound(ranks: Pool) -> None:
     assert "numbers are proved with all ranks in step" in certificate.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "plan"),
     [

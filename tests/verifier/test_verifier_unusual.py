@@ -46,6 +46,7 @@ def judged(job: Job, plan: Plan) -> tuple[Referee, Case]:
         ranks.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", unusual.JOBS)
 def test_a_right_plan_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +75,7 @@ TWO_RANKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_right_plans_of_two_ranks_pass(ranks: Pool) -> None:
     texts = ranks.run(2, unusual.prove, TWO_RANKS, timeout=300)[0]
     answers = dict(zip(TWO_RANKS, texts, strict=True))
@@ -251,6 +253,7 @@ def _growing() -> Any:
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "what"),
     [
@@ -266,6 +269,7 @@ def test_state_that_moves_with_every_call_is_named(job: Job, what: str) -> None:
     assert "micro-batches call it 3 times a step" in certificate.divergent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [_Teacher, lambda: _Teacher(used=False), _Spectral], ids=["teacher", "unused teacher", "spectral norm"]
 )

@@ -48,6 +48,7 @@ NORMS: list[proofs.Proof] = [
 ]
 
 
+@pytest.mark.slow
 def test_unequal_shares_of_the_batch_are_verified(ranks: Pool) -> None:
     cases: list[proofs.Proof] = [
         ("gpt", "", {"zero": 0, "micro": 2, "shares": (3, 1)}),
@@ -59,6 +60,7 @@ def test_unequal_shares_of_the_batch_are_verified(ranks: Pool) -> None:
         require_verified(Certificate.from_json(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=only_whole)])
 def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
     cases = STAGES + NORMS
@@ -74,6 +76,7 @@ def test_every_zero_stage_is_verified(ranks: Pool, size: int) -> None:
         assert f"one of the steps is the epoch's last, of {5 if name == 'gpt' else 9} samples" in certificate.notes
 
 
+@pytest.mark.slow
 def test_noise_that_adam_blows_up_is_no_difference() -> None:
     job = proofs.make_job("keys", optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-30))
     case = Case(job, Plan(micro=1), open_feed(job), (0,))
@@ -102,6 +105,7 @@ def test_unused_rows_get_no_slack() -> None:
         assert "parameter of tokens.weight at step 0" in alone(job).divergent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [0.0, 1e-3])
 def test_slack_is_measured_by_the_moves_of_a_parameters_own_group(
     moved: float, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +150,7 @@ class Quirks(proofs.Attention):
         return output.log() if self.like is None else output.to(self.like.to(output.device)).log()
 
 
+@pytest.mark.slow
 def test_functional_dropout_and_casts_are_held_still_and_said() -> None:
     certificate = alone(proofs.make_job("keys", model=Quirks), micro=3)
     require_verified(certificate)
@@ -183,6 +188,7 @@ class Odd(torch.nn.Module):
         return x * torch.empty_like(x).geometric_(0.5)
 
 
+@pytest.mark.slow
 def test_the_certificate_says_what_randomness_was_left_out_what_was_held_and_what_could_not_be() -> None:
     certificate = alone(proofs.make_job("keys", model=Chance), micro=3)
     require_verified(certificate)
@@ -239,6 +245,7 @@ def test_a_model_that_runs_in_no_other_type_is_proved_with_its_casts_lifted() ->
         alone(proofs.make_job("keys", loss=lambda output, batch: (output - torch.ones(7)).mean()))
 
 
+@pytest.mark.slow
 def test_a_part_in_float32_is_listed_and_bounded_by_the_references_own_rounding() -> None:
     certificate = alone(proofs.make_job("keys", model=lambda: Quirks(island=True)), micro=3)
     assert certificate.verified, certificate.divergent
@@ -280,6 +287,7 @@ WEAK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1e-6, 1e-7])
 @pytest.mark.parametrize("kind", WEAK)
 def test_samples_that_see_each_other_a_little_do_not_pass_for_rounding(kind: str, share: float) -> None:
@@ -362,6 +370,7 @@ def test_a_plan_for_other_ranks_is_refused() -> None:
         verify(proofs.make_job("keys"), Plan(), world=World(), steps=0)
 
 
+@pytest.mark.slow
 def test_a_plan_that_a_training_would_refuse_is_refused() -> None:
     job = proofs.make_job("keys", loss=lambda output, batch: output.mean(0).square().sum())
     with pytest.raises(PlanError, match="a sample's loss depends on the others of its batch"):

@@ -20,7 +20,7 @@ from echelon.plan.text import from_text
 from echelon.profiler import profile
 from echelon.testing.ranks import Pool, RankError
 from echelon.verifier.feed import open_feed
-from tests.whole import WHOLE, drawing, only_whole
+from tests.whole import WHOLE, drawing, only_whole, some
 from tests.zoo import ZOO, prove
 from tests.zoo.expected import UNPROVED, expected
 
@@ -46,7 +46,13 @@ def build(job: Job) -> nn.Module:
     return job.model().train()
 
 
-@pytest.mark.parametrize("name", ZOO)
+#: Of the models that need no framework, those that `make test` trains for a step.
+QUICK = some("zoo steps", [name for name in ZOO if not ZOO[name].needs], 6)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+)
 def test_a_step(name: str) -> None:
     need(name)
     job = ZOO[name]()
@@ -71,6 +77,7 @@ def test_a_step(name: str) -> None:
     assert sum(moved) > 0.5 * len(trained)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("name", GOOD if WHOLE else drawing("data").sample(GOOD, 2))
 def test_proved_under_data_parallelism(ranks: Pool, name: str) -> None:
     require_proved(ranks, name)
@@ -99,6 +106,7 @@ def sampled() -> list[tuple[str, str]]:
     return wanted + draw.sample([(name, plan) for name in ZOO for plan in axes], 60 if WHOLE else 1)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("name", "plan"), sampled())
 def test_proved_under_tensor_and_pipeline_parallelism(ranks: Pool, name: str, plan: str) -> None:
     need(name)
@@ -157,6 +165,7 @@ def test_proved_on_one_gpu_that_ranks_share(ranks: Pool, name: str, plan: str) -
     assert cell.verdict == "verified", cell.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.coupled == "loss"])
 def test_losses_that_couple_samples_are_refused(name: str) -> None:
     need(name)
@@ -164,6 +173,7 @@ def test_losses_that_couple_samples_are_refused(name: str) -> None:
     assert "a sample's loss depends on the others of its batch" in problem.rule
 
 
+@pytest.mark.slow
 def test_importing_the_zoo_imports_no_framework() -> None:
     code = "import sys, tests.zoo; sys.exit(any(name in sys.modules for name in ('transformers', 'keras')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
