@@ -253,27 +253,42 @@ def page(found: Sequence[Cell]) -> str:
         by_model.setdefault(cell.model, {})[cell.plan] = cell
     plans = [text for text in PLANS if any(text in row for row in by_model.values())]
     verified = sum(cell.verdict == "verified" for cell in found)
+    sources = Counter((cell.where, cell.code) for cell in found).most_common()
     lines = [
-        "# The zoo under every plan",
+        f"# The zoo: {len(by_model)} models under {len(plans)} plans",
         "",
-        f"Made by `python -m bench.zoo --docs docs/zoo.md`: {len(by_model)} unchanged models, {len(plans)} plans at 2 and 4 ranks, "
-        f"{len(found)} cells, {verified} of them proved in float64 against one device ("
-        + ", ".join(
-            f"{count} cells: {where}, code {code}"
-            for (where, code), count in Counter((cell.where, cell.code) for cell in found).most_common()
-        )
-        + ").",
+        f"Which of {len(by_model)} small, unmodified models train correctly under each plan, and what happens to the others. Read this page to",
+        "see what tp, pp and ZeRO do to a model like yours.",
         "",
-        "✓ verified, within 1e-9 of one device; ≈ verified within a wider bound that the model's own rounding asks for; → nothing to cut "
-        "in this way: falls back to data parallelism, sharded where that can be, which is proved; – refused, with the remedy; ✗ not as it "
-        "should be. Code: the first digits of a hash of echelon's source that judged.",
+        "```",
+        'python -m bench.zoo --models resnet --plans "tp=2"    # prove some cells',
+        "python -m bench.zoo --docs docs/zoo.md                # prove all cells and write this page",
+        "```",
+        "",
+        f"{len(by_model)} models, {len(plans)} plans at 2 and 4 ranks, {len(found)} cells. {verified} cells are proved in float64 against one device.",
+        "",
+        *(f"- {count} cells: {where}, code {code}" for (where, code), count in sources),
+        "",
+        '"Code" is the start of a hash of the echelon source that was tested.',
+        "",
+        "| sign | meaning |",
+        "|---|---|",
+        "| ✓ | verified: within 1e-9 of one device |",
+        "| ≈ | verified within a wider bound, which the rounding of the model itself requires |",
+        "| → | the axis finds nothing to cut; the plan falls back to data parallelism, sharded if possible, which is proved |",
+        "| – | `check` refuses the plan and names a remedy; `echelon train` may [run another plan](fallback.md) |",
+        "| ✗ | not as expected |",
         "",
         "| model | " + " | ".join(plan.replace(" zero=", " z") for plan in plans) + " |",
         "|---|" + "---|" * len(plans),
     ]
     for name, row in by_model.items():
         lines.append(f"| {name} | " + " | ".join(_sign(row.get(plan)) for plan in plans) + " |")
-    lines += ["", "## What is cut, and what it costs to talk", "", *_shares_table(by_model), "", "## Why not", ""]
+    lines += ["", "## What is cut, and what the ranks send", "", *_shares_table(by_model), "", "## Reasons", ""]
+    lines += [
+        "For each cell that is not plainly verified, what `check` or the proof reported. `n` stands for any number.",
+        "",
+    ]
     reasons: dict[tuple[str, str], list[str]] = {}
     for cell in found:
         if cell.why:
@@ -290,11 +305,15 @@ def _sign(cell: Cell | None) -> str:
 
 
 def _shares_table(by_model: Mapping[str, Mapping[str, Cell]]) -> Iterator[str]:
-    yield (
-        "Shares of the parameters' bytes. Held: by the rank that holds most. Work: of a step, by the busiest rank (stages are balanced by "
-        "it). Sent: by the busiest rank, in a step."
+    yield from (
+        "Percentages of the parameters' bytes, and bytes that the busiest rank sends in a step.",
+        "",
+        "- **cut**: cut over tp. **in pairs or by heads**: cut so that the ranks communicate once per pair. **at rest only**:",
+        "  divided in memory, computed whole (`stored`).",
+        "- **held**: on the rank that holds the most.",
+        "- **work**: of a step, on the busiest pipeline rank. Stages are balanced by it.",
+        "",
     )
-    yield ""
     yield "| model | tp=2: cut | in pairs or by heads | at rest only | held | sent | pp=2: work | held | sent | dp=2: sent | zero=3: sent |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for name, row in by_model.items():

@@ -2,7 +2,7 @@
 
     python -m bench.adversary.judge        serves requests, one JSON object a line, on standard input
 
-It implements the documented order of samples itself (docs/data.md, "The order"): an epoch is the permutation that sorting raw PCG64
+It implements the documented order of samples itself (docs/data-internals.md, "The order"): an epoch is the permutation that sorting raw PCG64
 bits of (seed, epoch) gives, and steps take consecutive slices of it. Each request runs in a fork, so that no job sees another's globals.
 """
 

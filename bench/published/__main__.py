@@ -1,4 +1,4 @@
-"""`python -m bench.published [ROWS.jsonl] [--json OUT] [--leave-one-out] [--fit]`: printed runs, forecast and scored."""
+"""`python -m bench.published [ROWS.jsonl] [--json OUT] [--chart OUT.svg] [--leave-one-out] [--fit FILE]`: printed runs, forecast and scored."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.published.cases import Case, Outcome, outcome
+from bench.published.chart import draw
 from bench.published.fit import STARTS, fit
 from bench.published.prepare import prepared
 from bench.published.rows import ROWS, Refused, Row, scan
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.published", description=__doc__)
     parser.add_argument("rows", nargs="?", default=ROWS, help="rows of published runs, one JSON object a line")
     parser.add_argument("--json", metavar="OUT", help="write every forecast and all scores there")
+    parser.add_argument("--chart", metavar="OUT", help="draw forecast against printed step time there (.svg or .png)")
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each source, forecast it")
     parser.add_argument(
         "--fit", metavar="FILE", help="fit the constants to these rows, forecast with them, and write them there"
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scores["leave_one_out"] = left_out(rows, made, constants)
     report(rows, found, scores)
     print(f"{len(rows)} rows, {len(refused)} refused: profiles {profiled:.0f} s, forecasts {took:.1f} s")
+    if given.chart:
+        print(f"{given.chart}: {draw(rows, found, given.chart)} points")
     if given.json:
         whole = {
             "rows": [plain(row, found[row.id]) for row in rows],

@@ -1,6 +1,6 @@
 """What a row says of its plan, stack and machines as the simulator takes it, and what is assumed where it says nothing.
 
-Every rule here goes by a field of the row, the same for all rows. docs/published.md lists them.
+Every rule here goes by a field of the row, the same for all rows. docs/published-internals.md lists them.
 """
 
 from __future__ import annotations
