@@ -1,1 +1,1 @@
-"""Data sets in files: `pack` writes them once, `Packed` reads them at the speed of memory. docs/data.md describes the format."""
+"""Data sets in files: `pack` writes them once, `Packed` reads them at the speed of memory. docs/data-internals.md describes the format."""
