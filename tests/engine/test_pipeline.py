@@ -74,7 +74,7 @@ def test_a_stage_that_thaws_is_named(ranks: Pool) -> None:
         ranks.run(2, "tests.engine.jobs:trained", "thawing below", "pp=2 micro=8", timeout=60)
 
 
-@pytest.mark.journey
+@pytest.mark.slow
 def test_zero_under_tensor_and_pipeline_axes_is_one_device(ranks: Pool) -> None:
     plan = "dp=2 tp=2 pp=2 zero=1 micro=2"
     one, many = trained(World(), "tied", "dp=1"), ranks.run(8, "tests.engine.jobs:trained", "tied", plan, timeout=240)
