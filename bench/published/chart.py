@@ -1,4 +1,4 @@
-"""Forecast against printed step time as one figure: a point for each scored row, the diagonal, and a band of 20 %."""
+"""Forecast against printed step time as one figure: a point for each set of repeated runs, the diagonal, and a band of 20 %."""
 
 from __future__ import annotations
 
