@@ -51,7 +51,7 @@ class Item:
 
 
 def test_every_test_is_quick_or_may_be_drawn() -> None:
-    quick = [Item(0), Item(1, "journey"), Item(2, "slow", "journey")]
+    quick = [Item(number, *marks) for number in range(20) for marks in ((), ("journey",), ("slow", "journey"))]
     others = [Item(number, "slow" if number % 2 else "extra") for number in range(1000)]
     assert all(in_tier(item, "quick") and in_tier(item, "all") and not in_tier(item, "slice") for item in quick)
     assert not any(in_tier(item, "quick") for item in others)
