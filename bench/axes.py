@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.byhand import BY_HAND
 from bench.common import ROUNDS, Contender, Row, Timing, among, publish, ratio, tell
 from bench.contenders import Echelon, quietly
+from bench.handwritten import BY_HAND
 from bench.ranks import race
 from bench.workloads import WORKLOADS
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 LIMIT = 1.03  # the project's

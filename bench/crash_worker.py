@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 import bench.common  # noqa: F401 (what the main module imports, which children import again)
-from bench.histories import WIDTH, work
+from bench.history_check import WIDTH, work
 from echelon.server import connect
-from echelon.server.combine import group
+from echelon.server.client.combine import group
 
 TABLE = "sums"
 

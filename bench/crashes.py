@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.chaos_cluster import Fault, Result, Schedule, Yard
 from bench.common import Row, median, publish
-from bench.yard import Fault, Result, Schedule, Yard
 
 #: Issue 6.
 FAILOVER_LIMIT = 1.0

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.common import Row, publish, tell
-from bench.kills import kill_packing, kill_readers, unbroken
-from bench.mixed import WAYS, Plain, everything, make, outcome
+from bench.kill_tests import kill_packing, kill_readers, unbroken
+from bench.sample_dataset import WAYS, Plain, everything, make, outcome
 
 
 def mutated(folder: Path, draw: random.Random) -> str:

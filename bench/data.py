@@ -30,12 +30,12 @@ import numpy as np
 import psutil
 import torch
 
-from bench.apart import State, forget, together, warm
+from bench.cold_readers import State, forget, together, warm
 from bench.common import Row, among, machine, median, publish, take_turns, tell
 from bench.loaders import BARE, MAKERS, OURS, READERS, SAMPLES, Bare, Echelon, Material, Reader, Taken
 from echelon.data import Loader, Order, open_source
-from echelon.data.packed.blocks import folded
-from echelon.data.permute import Keyed, shuffled
+from echelon.data.packed.block_layout import folded
+from echelon.data.shuffle import Keyed, shuffled
 
 #: Of a NumPy memory map's speed, the least that a packed data set must have; and more than any other.
 LEAST = 0.7
@@ -129,7 +129,7 @@ def _turns(
     for reader in open_readers:
         warm(reader, material.samples // material.batch)
     gc.collect()
-    gc.freeze()  # as bench.apart does: a search of all that peers import takes longer than a turn
+    gc.freeze()  # as bench.cold_readers does: a search of all that peers import takes longer than a turn
     before = _children()
     timings = take_turns(open_readers, block=block, rounds=rounds, seconds=seconds)
     # Python's own tracker of shared memory does nothing; a process that reads would show.

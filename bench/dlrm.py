@@ -28,10 +28,10 @@ from torch.utils.data import TensorDataset
 from bench.common import Row, publish, tell
 from echelon.engine.run import Run
 from echelon.job import Job
+from echelon.plan.parameter_server import Served
 from echelon.plan.plan import Plan
-from echelon.plan.served import Served
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 #: Rows of each table, and numbers in a row.

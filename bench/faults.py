@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import Row, publish, tell
-from echelon.testing.catalogue import CATALOGUE
-from echelon.testing.ranks import Pool, RankError
-from tests.verifier.caught import CAUGHT, QUIET, Caught, certify
+from echelon.testing.fault_catalogue import CATALOGUE
+from echelon.testing.rank_pool import Pool, RankError
+from tests.verifier.fault_table import CAUGHT, QUIET, Caught, certify
 
 NONE = "no fault"
 

@@ -29,20 +29,21 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from bench.common import Row, publish
-from bench.drawn import draw, rows
+from bench.random_plans import draw, rows
 from echelon.engine.run import Run
+from echelon.hardware import measure
+from echelon.hardware.measure import Busy
+from echelon.hardware.measure_worker import queued
 from echelon.job import Job
 from echelon.launchers.environment import child_environment
+from echelon.partition.complete_plan import complete
 from echelon.plan.forecast import Forecast
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler import measure, profile
-from echelon.profiler.complete import complete
-from echelon.profiler.machine import Busy
-from echelon.profiler.probe import queued
+from echelon.profiler import profile
 from echelon.simulator import simulate
 from echelon.testing.models import GPT, MLP, ResNet
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 #: DESIGN.md and the issue: memory within 10 %, time within 25 %.

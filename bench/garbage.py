@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import ServerError
-from echelon.server import Rule, Servers, Table, connect, shared, wire
-from echelon.server.embedded import Child
-from echelon.server.loop import split
-from echelon.server.secret import ADMIN, SERVER, WORKER, Caller, greet
+from echelon.server import Rule, Servers, Table, connect
+from echelon.server.local_servers import Child
+from echelon.server.protocol import shared_memory, wire
+from echelon.server.protocol.auth import ADMIN, SERVER, WORKER, Caller, greet
+from echelon.server.protocol.event_loop import split
 from echelon.server.status import ask
 
 IDS = np.arange(64)
@@ -143,7 +144,7 @@ def holders(targets: list[str], secret: bytes, frames: list[bytes], drawn: rando
             greet(connection, secret, drawn.choice([WORKER, WORKER, ADMIN]), limit=PATIENCE)
             connection.settimeout(PATIENCE)
             data = mutated(drawn.choice(frames), drawn)
-            made = shared.offer(connection) if drawn.random() < 0.25 else None
+            made = shared_memory.offer(connection) if drawn.random() < 0.25 else None
             if made is not None:
                 stack.callback(made.close)
                 data = lent(made, data, drawn)
@@ -151,11 +152,13 @@ def holders(targets: list[str], secret: bytes, frames: list[bytes], drawn: rando
         at_once(lines)
 
 
-def lent(made: shared.Offer, data: bytes, drawn: random.Random) -> bytes:
+def lent(made: shared_memory.Offer, data: bytes, drawn: random.Random) -> bytes:
     """Garbage in memory, or an announcement or an offer that is garbage."""
     offered = b"".join(made.frame)
-    data += bytes(max(0, shared.LEAST - len(data))) if drawn.random() < 0.5 else drawn.randbytes(shared.LEAST)
-    note = b"".join(shared.Shared(made.area, first=True).lend([data]) or [])
+    data += (
+        bytes(max(0, shared_memory.LEAST - len(data))) if drawn.random() < 0.5 else drawn.randbytes(shared_memory.LEAST)
+    )
+    note = b"".join(shared_memory.Shared(made.area, first=True).lend([data]) or [])
     what = drawn.randrange(3)
     return (mutated(offered, drawn) if what == 0 else offered) + (mutated(note, drawn) if what == 1 else note)
 

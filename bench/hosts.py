@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from bench.common import Row, publish
-from bench.histories import KEYS, WIDTH, Life, check, failover, once, outlast, work
+from bench.history_check import KEYS, WIDTH, Life, check, failover, once, outlast, work
 from echelon.server import Client, Init, Rule, Table, connect
-from echelon.server.hashing import shard_of
-from echelon.server.secret import make_secret
+from echelon.server.protocol.auth import make_secret
+from echelon.server.protocol.hashing import shard_of
 
 ROOT = Path(__file__).parent.parent
 HUB = "10.213.0.1"
@@ -111,7 +111,7 @@ def start(namespace: str | None, config: dict[str, Any], log: Path) -> tuple[sub
     prefix = ["ip", "netns", "exec", namespace] if namespace else []
     with open(log, "ab") as errors:
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "echelon.server.process"],
+            [*prefix, sys.executable, "-m", "echelon.server.process_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from bench.common import Row, among, publish, tell
 from bench.workloads import WORKLOADS
 from echelon.engine.run import Run
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 LIMIT = 1.05  # the project's: the largest rank within 5 % of its even part

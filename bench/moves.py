@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.chaos_cluster import Result, Schedule, Yard
 from bench.common import Row, publish
 from bench.crash_worker import TABLE, live
-from bench.histories import KEYS, Life
-from bench.yard import Result, Schedule, Yard
+from bench.history_check import KEYS, Life
 from echelon.errors import ServerError
 from echelon.server import Init, Rule, Table, connect
 
@@ -95,7 +95,7 @@ def run(
     folder: Path, seconds: float, *, seed: int, bulk: int
 ) -> tuple[Result, list[tuple[str, float, float]], list[Life]]:
     """All moves. Result, (what, from, until) of each phase, histories."""
-    from echelon.server import wire
+    from echelon.server.protocol import wire
     from echelon.server.status import request
 
     dice = random.Random(seed)

@@ -28,14 +28,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from bench.common import Row, publish, tell
+from echelon.engine.checkpoint.tensor_storage import raw
 from echelon.engine.run import Run
-from echelon.engine.tensor_files import raw
 from echelon.errors import EchelonError
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.server import checkpoint as served
-from echelon.server.kinds import Init, Rule, Table, spec_to_plain
-from echelon.server.store import Store
+from echelon.server.protocol.specs import Init, Rule, Table, spec_to_plain
+from echelon.server.store import shard_checkpoint as served
+from echelon.server.store.store import Store
 from echelon.world import World
 
 SHARDS = 4

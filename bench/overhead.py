@@ -23,7 +23,7 @@ from bench.ranks import race
 from bench.workloads import WORKLOADS
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 ONE_PROCESS, TWO_RANKS = 1.01, 1.02  # the project's limits

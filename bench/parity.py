@@ -26,11 +26,11 @@ from torch.utils.data import TensorDataset
 from bench.common import Row, publish
 from echelon.data.order import Order
 from echelon.job import Job
+from echelon.plan.batch_split import split
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.plan.split import split
 from echelon.testing.models import GPT
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 LIMIT = 1e-9  # the project's

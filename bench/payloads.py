@@ -24,15 +24,15 @@ import torch
 from safetensors.torch import save_file
 
 from bench.mutations import job, load_server, server, training
+from echelon.engine.checkpoint.checkpoint_reader import MANIFEST
+from echelon.engine.checkpoint.tensor_storage import INDEX
 from echelon.engine.run import Run
-from echelon.engine.stored import MANIFEST
-from echelon.engine.tensor_files import INDEX
 from echelon.engine.weights import export_weights, load_weights
 from echelon.errors import EchelonError
 from echelon.plan.plan import Plan
-from echelon.plan.seal import seal
-from echelon.server import checkpoint as served
-from echelon.verifier import recipe
+from echelon.plan.sealed_json import seal
+from echelon.server.store import shard_checkpoint as served
+from echelon.verifier import job_reader
 from echelon.world import World
 
 #: A payload may not take longer.
@@ -316,7 +316,7 @@ def attack(place: Path, only: tuple[str, ...] = PAYLOADS) -> dict[str, str]:
         made = Made(place / str(number), (kept if name in SERVERS else good).folder)
         if name in WEIGHTS:
             path = WEIGHTS[name](made)
-            ways: list[Callable[[], Any]] = [lambda p=path: weights(p), lambda p=path: recipe._weights(p)]
+            ways: list[Callable[[], Any]] = [lambda p=path: weights(p), lambda p=path: job_reader._weights(p)]
         elif name in SERVERS:
             SERVERS[name](made)
             ways = [lambda f=made.folder: load_server(f)]
@@ -326,7 +326,7 @@ def attack(place: Path, only: tuple[str, ...] = PAYLOADS) -> dict[str, str]:
                 lambda f=made.folder: run.load(f),
                 lambda f=made.folder: weights(f),
                 lambda f=made.folder, p=made.place: export_weights(f, p / "out.safetensors"),
-                lambda f=made.folder: recipe._weights(f),
+                lambda f=made.folder: job_reader._weights(f),
             ]
         found[name] = _read(made, watch, ways)
         shutil.rmtree(made.place)

@@ -19,15 +19,15 @@ import torch
 from bench.common import Row, publish, tell
 from bench.workloads import WORKLOADS
 from echelon.engine.run import Run
+from echelon.partition.complete_plan import complete
+from echelon.plan.batch_split import split
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.profile import Profile
-from echelon.plan.split import split
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.complete import complete
-from echelon.profiler.trace import recording
-from echelon.simulator.part import parts
-from echelon.testing.ranks import Pool
+from echelon.simulator.rank_profile import parts
+from echelon.testing.rank_pool import Pool
+from echelon.trials.op_recorder import recording
 from echelon.world import World
 
 LIMIT = 0.10  # the project's: memory within 10 %

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from bench.common import Row, publish, tell
-from echelon.engine.stored import open_stored, tensors
+from echelon.engine.checkpoint.checkpoint_reader import open_stored, tensors
 from echelon.observer import read_events
-from echelon.testing.faults import Stopped, stop_at
+from echelon.testing.fault_schedule import Stopped, stop_at
 
 STEPS, EVERY = 40, 3
 

@@ -22,14 +22,15 @@ from torch.utils.data import TensorDataset
 
 from bench.common import Row, publish
 from echelon.engine.run import Run
+from echelon.hardware import measure
+from echelon.hardware.measure import Busy
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler import measure, profile
-from echelon.profiler.complete import complete
-from echelon.profiler.machine import Busy
+from echelon.profiler import profile
 from echelon.simulator import simulate
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 #: DESIGN.md: time within 25 %.

@@ -26,10 +26,10 @@ from torch.utils.data import TensorDataset
 
 from echelon.engine.run import Run
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 
 SHARE, SECONDS, LONG = 0.005, 3e-4, 0.1

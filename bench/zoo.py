@@ -28,17 +28,17 @@ from pathlib import Path
 import echelon
 from bench.common import Row, among, machine, publish
 from echelon.errors import EchelonError, NothingToCut, PlanError
+from echelon.partition.complete_plan import complete
 from echelon.plan.certificate import Certificate
 from echelon.plan.check import check, require
-from echelon.plan.cuts import cut_bytes
+from echelon.plan.describe import cut_bytes
 from echelon.plan.fallback import fall_back
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import stage_ranges
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool, RankError
+from echelon.testing.rank_pool import Pool, RankError
 from tests.zoo import NAMED, ZOO
 from tests.zoo.expected import expected
 from tests.zoo.prove import prove_and_count

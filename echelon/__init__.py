@@ -24,6 +24,7 @@ from echelon.launchers.environment import keep_memory
 if TYPE_CHECKING:
     from echelon.errors import EchelonError
     from echelon.flow import parallelize, train, verify
+    from echelon.hardware import measure
     from echelon.job import Job
     from echelon.plan.certificate import Certificate
     from echelon.plan.cluster import Cluster
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from echelon.plan.plan import Plan
     from echelon.plan.profile import Profile
     from echelon.planner import search
-    from echelon.profiler import measure, profile
+    from echelon.profiler import profile
     from echelon.simulator import simulate
 
 _HOMES = {
@@ -42,7 +43,7 @@ _HOMES = {
     "Forecast": "plan.forecast",
     "Certificate": "plan.certificate",
     "profile": "profiler",
-    "measure": "profiler",
+    "measure": "hardware",
     "search": "planner",
     "simulate": "simulator",
     "verify": "flow",

@@ -14,8 +14,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from echelon.testing.ranks import Pool
-from tests.whole import SEED, WHOLE, drawing
+from echelon.testing.rank_pool import Pool
+from tests.sampling import SEED, WHOLE, drawing
 
 # Small tensors on several threads are slower, and ranks inherit it: read by torch when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import SLICE, in_tier, pytest_report_header
-from tests.whole import SEED, WHOLE, drawing, one_of_each, pairs, seed_of
+from tests.sampling import SEED, WHOLE, drawing, one_of_each, pairs, seed_of
 
 CELLS = range(945)
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from echelon.errors import EchelonError
-from echelon.testing.ranks import Pool, RankError
+from echelon.testing.rank_pool import Pool, RankError
 
 ROOT = Path(__file__).resolve().parents[2]
 

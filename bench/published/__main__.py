@@ -18,7 +18,7 @@ from bench.published.prepare import prepared
 from bench.published.rows import ROWS, Refused, Row, scan
 from bench.published.scores import choices, summary
 from echelon.errors import EchelonError
-from echelon.simulator.fitted import Fitted, fitted, rounded, written
+from echelon.simulator.calibration import Fitted, fitted, rounded, written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

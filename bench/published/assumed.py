@@ -14,7 +14,7 @@ from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster, Wire
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.simulator.stack import Stack
+from echelon.simulator.training_stack import Stack
 
 _GIGA, _TERA = 1e9, 1e12
 #: Devices of a usual node.

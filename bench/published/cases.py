@@ -23,11 +23,11 @@ from bench.published.rows import TRANSFORMERS, Row
 from echelon.errors import PlanError
 from echelon.plan import catalogue
 from echelon.plan.cluster import Cluster
-from echelon.simulator.fitted import Fitted
-from echelon.simulator.layout import Layout, lay_out
+from echelon.simulator.calibration import Fitted
+from echelon.simulator.model_summary import Work
+from echelon.simulator.plan_layout import Layout, lay_out
 from echelon.simulator.sheet_memory import fullest, reserved
 from echelon.simulator.sheet_step import Known, Placed, step_time
-from echelon.simulator.work import Work
 
 #: (model, core, half, fused norm, layers) -> what the simulator needs of the model.
 Worker = Callable[..., Work]

@@ -13,7 +13,7 @@ from scipy.optimize import differential_evolution, least_squares
 
 from bench.published.cases import Case
 from bench.published.rows import Row, sets
-from echelon.simulator.fitted import Fitted, bounds, chosen
+from echelon.simulator.calibration import Fitted, bounds, chosen
 from echelon.simulator.sheet_memory import Parts, held_by_ranks, put_together, reserved
 from echelon.simulator.sheet_step import Known
 

@@ -15,7 +15,7 @@ from rich.progress import track
 from bench.published.cases import Case, cases
 from bench.published.rows import Row
 from echelon.errors import EchelonError
-from echelon.simulator.work import Work
+from echelon.simulator.model_summary import Work
 from echelon.world import usable_cores
 
 Found = list[Case] | EchelonError

@@ -19,8 +19,8 @@ from bench.published.models import CONVNETS, Transformer, package_loss, word_los
 from echelon.job import Job
 from echelon.plan.profile import Module, Profile, Visit, fold_path
 from echelon.profiler import profile as trace
-from echelon.simulator.distil import distil
-from echelon.simulator.work import Work
+from echelon.simulator.model_summary import Work
+from echelon.simulator.summarize_profile import distil
 
 #: Blocks that are traced.
 TRACED = 2

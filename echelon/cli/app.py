@@ -15,7 +15,7 @@ from echelon.cli import cache, data, doctor, explain, export, pack, plan, report
 from echelon.cli.common import wants_traceback
 from echelon.errors import EchelonError
 from echelon.launchers.environment import fix_hash_seed
-from echelon.launchers.handover import in_words
+from echelon.launchers.rank_ipc import in_words
 
 
 class Verbs(TyperGroup):

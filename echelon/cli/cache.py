@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from echelon.cli.common import Debug, Json, console, print_json, table
-from echelon.plan.figures import seconds, size
+from echelon.plan.format_units import seconds, size
 
 if TYPE_CHECKING:
-    from echelon.data.packed.cache import Cache
+    from echelon.data.packed.remote_cache import Cache
 
 app = typer.Typer(help="Show or clear what is kept between runs.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -18,7 +18,7 @@ app = typer.Typer(help="Show or clear what is kept between runs.", no_args_is_he
 @app.command()
 def show(json: Json = False, debug: Debug = False) -> None:
     """What is kept, newest first, and whether it would still be used."""
-    from echelon.plan.store import Store, installed_versions
+    from echelon.plan.document_cache import Store, installed_versions
     from echelon.world import cache_folder
 
     folder, copies = cache_folder(), _copies()
@@ -54,7 +54,7 @@ def show(json: Json = False, debug: Debug = False) -> None:
 @app.command()
 def clear(json: Json = False, debug: Debug = False) -> None:
     """Delete all of it that is not in use; it is made again when it is needed."""
-    from echelon.plan.store import Store
+    from echelon.plan.document_cache import Store
     from echelon.world import cache_folder
 
     folder, copies = cache_folder(), _copies()
@@ -71,7 +71,7 @@ def clear(json: Json = False, debug: Debug = False) -> None:
 
 def _copies() -> Cache | None:
     """The copies of remote data that named no folder for them, if there are any."""
-    from echelon.data.packed.cache import Cache, default_folder
+    from echelon.data.packed.remote_cache import Cache, default_folder
 
     folder = default_folder()
     return Cache(folder, 0) if folder.is_dir() else None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from echelon.flow.prepare import Subject
+    from echelon.flow.resolve_plan import Subject
     from echelon.plan.cluster import Cluster
     from echelon.plan.plan import Plan
     from echelon.plan.profile import Profile
@@ -62,7 +62,7 @@ def draw_plan(profile: Profile, cluster: Cluster, plan: Plan, picture: str | Non
     """Write what was asked for; the files' names."""
     if picture is None and trace is None:
         return []
-    from echelon.observer import picture as drawing
+    from echelon.observer import plan_figure as drawing
     from echelon.simulator.timeline import timeline
 
     step = timeline(profile, cluster, plan)
@@ -108,7 +108,7 @@ def table(*columns: str, left: int = 1) -> Table:
 
 def read_subject(file: str) -> tuple[Subject, Profile]:
     """A job file and its profile."""
-    from echelon.flow.prepare import Subject
+    from echelon.flow.resolve_plan import Subject
 
     subject = Subject(file)
     profile = subject.profile()
@@ -141,7 +141,7 @@ def measured(*, refresh: bool = False) -> Cluster:
     from rich.console import Console
     from rich.progress import Progress
 
-    from echelon.profiler import measure
+    from echelon.hardware import measure
 
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar:

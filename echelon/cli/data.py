@@ -8,7 +8,7 @@ import typer
 
 from echelon.cli.common import Debug, Json, console, print_json, table
 from echelon.errors import DamagedError
-from echelon.plan.figures import size
+from echelon.plan.format_units import size
 
 app = typer.Typer(help="Show or check a packed data set.", no_args_is_help=True, rich_markup_mode=None)
 Folder = Annotated[str, typer.Argument(metavar="DST", help="The folder or URL of a packed data set.")]
@@ -24,7 +24,7 @@ def show(
     """Columns, counts, sizes, a few samples, and how evenly the files are filled."""
     from rich.text import Text
 
-    from echelon.data.packed.look import summary
+    from echelon.data.packed.inspect import summary
 
     found = summary(folder, samples)
     if json:
@@ -60,7 +60,7 @@ def verify(folder: Folder, json: Json = False, debug: Debug = False) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from echelon.data.packed.look import damages, manifest_of
+    from echelon.data.packed.inspect import damages, manifest_of
 
     try:
         manifest = manifest_of(folder)

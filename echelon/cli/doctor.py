@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.cli.common import Debug, Json, console, measured, print_json, table
-from echelon.plan.figures import seconds, size
+from echelon.plan.format_units import seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table

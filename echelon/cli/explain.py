@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.common import ClusterOption, Debug, Json, print_json, read_cluster, read_subject
-from echelon.plan.figures import seconds, size
+from echelon.plan.format_units import seconds, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,7 +46,7 @@ def explain(
 
 def _read(text: str, where: str) -> Plan:
     from echelon.errors import PlanError
-    from echelon.flow.prepare import read_plan
+    from echelon.flow.resolve_plan import read_plan
 
     plan = read_plan(text)
     if plan is None:
@@ -102,7 +102,7 @@ def _errors(problems: Iterable[Problem]) -> list[Problem]:
 def _cuts(plan: Plan, profile: Profile | None) -> dict[str, Any]:
     """How the model is cut, where the plan says so."""
     from echelon.plan.codec import to_plain
-    from echelon.plan.cuts import cut_bytes, cuttings, stage_shares
+    from echelon.plan.describe import cut_bytes, cuttings, stage_shares
 
     found: dict[str, Any] = {}
     if plan.placements or plan.uncut:
@@ -117,7 +117,7 @@ def _machines(job: str | None, cluster: str | None) -> Cluster | None:
     """What the plan is held against: with a job measured if need be, without one only if it is known."""
     if job is not None or cluster is not None:
         return read_cluster(cluster)
-    from echelon.profiler import known_cluster
+    from echelon.hardware import known_cluster
 
     return known_cluster()
 

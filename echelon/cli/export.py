@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from echelon.cli.common import Debug, Json, print_json
-from echelon.plan.figures import size
+from echelon.plan.format_units import size
 
 
 def export(
@@ -40,7 +40,7 @@ def export(
 
 def _best(run: str) -> Path:
     from echelon.errors import CheckpointError
-    from echelon.flow.folder import RunFolder
+    from echelon.flow.run_folder import RunFolder
 
     found = RunFolder(Path(run), keep=1).best()
     if found is None:

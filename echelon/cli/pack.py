@@ -11,10 +11,10 @@ import typer
 
 from echelon.cli.common import Debug, Json, print_json
 from echelon.errors import DataError
-from echelon.plan.figures import size as in_words
+from echelon.plan.format_units import size as in_words
 
 if TYPE_CHECKING:
-    from echelon.data.packed.origin import Origin
+    from echelon.data.packed.packing_source import Origin
 
 SOURCE = "A file or folder (NumPy, IDX, CSV, Parquet, Arrow, JSON lines, text, pictures by class), or FILE.py:name of a torch Dataset."
 
@@ -98,7 +98,7 @@ def _processes() -> int:
 def _mixed(origin: Origin, shuffle: str | None) -> Origin:
     """In random order where that is asked for, and where it is not but rows are sorted by class."""
     from echelon.data.packed.from_images import Pictures
-    from echelon.data.packed.mixed import Mixed
+    from echelon.data.packed.shuffled_source import Mixed
 
     if shuffle not in (None, "no") and not shuffle.isdecimal():
         raise DataError(f"--shuffle {shuffle}: a seed, as 0, or no")
@@ -109,7 +109,7 @@ def _mixed(origin: Origin, shuffle: str | None) -> Origin:
 
 def _origin(source: str, **options: Any) -> Origin:
     """The source by its kind: a file of Python with a name in it, or data on the disk."""
-    from echelon.data.packed.detect import open_origin
+    from echelon.data.packed.detect_format import open_origin
 
     file = source.rpartition(":")[0] if ":" in source else source
     if not file.endswith(".py"):
@@ -118,7 +118,7 @@ def _origin(source: str, **options: Any) -> Origin:
         return open_origin(Path(source), **options)
     from echelon.data.packed.fingerprint import fingerprint
     from echelon.data.packed.from_samples import Values, numbered
-    from echelon.flow.jobfile import load_data
+    from echelon.flow.job_source import load_data
 
     data = numbered(load_data(source))
     return Values(data, {"source": source, "kind": "data set in Python", "data": fingerprint(data)})

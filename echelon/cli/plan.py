@@ -22,7 +22,7 @@ from echelon.cli.common import (
     table,
     warn,
 )
-from echelon.plan.figures import seconds, size
+from echelon.plan.format_units import seconds, size
 
 if TYPE_CHECKING:
     from rich.table import Table

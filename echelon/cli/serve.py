@@ -107,7 +107,7 @@ def serve(
                 _say(json, placed.address, secret_file, {"servers": sorted(placed.servers)})
                 placed.stay()
         return
-    from echelon.server.embedded import Servers
+    from echelon.server.local_servers import Servers
 
     if servers < job["replicas"]:
         from echelon.server.status import MORE
@@ -155,10 +155,10 @@ def _is_given(context: typer.Context, option: str) -> bool:
 
 def _job(folder: Path, given: set[str], options: dict[str, Any]) -> dict[str, Any]:
     """What a job is for life: as was given (which a controller refuses where its job is another), else as the job in that folder is."""
-    from echelon.server import durable
+    from echelon.server import atomic_file
     from echelon.server.controller import Controller
 
-    document = durable.read(folder / "controller.json")
+    document = atomic_file.read(folder / "controller.json")
     if document is None:
         return options
     known = Controller(document)
@@ -167,7 +167,7 @@ def _job(folder: Path, given: set[str], options: dict[str, Any]) -> dict[str, An
 
 
 def _secret(path: Path | None, *, make: bool) -> bytes:
-    from echelon.server.secret import make_secret, read_secret, write_secret
+    from echelon.server.protocol.auth import make_secret, read_secret, write_secret
 
     if path is None:
         raise ServerError(
@@ -188,7 +188,7 @@ def _say(json: bool, address: str, secret: Path, more: dict[str, Any]) -> None:
 
 
 def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], json: bool) -> None:
-    from echelon.server.serving import ServerProcess
+    from echelon.server.server_process import ServerProcess
 
     process = ServerProcess(secret=secret, controller=controller, bind=bind, **options)
     if json:
@@ -201,8 +201,8 @@ def _join(controller: str, secret: bytes, bind: str, options: dict[str, Any], js
 def _control(
     secret_file: Path, folder: Path, bind: str, advertise: str | None, options: dict[str, Any], json: bool
 ) -> None:
-    from echelon.server.control import ControllerProcess
-    from echelon.server.loop import split
+    from echelon.server.controller_process import ControllerProcess
+    from echelon.server.protocol.event_loop import split
 
     process = ControllerProcess(secret=_secret(secret_file, make=True), folder=folder, bind=bind, **options)
     address = f"{advertise}:{split(process.address)[1]}" if advertise else process.address

@@ -18,7 +18,7 @@ SecretFile = Annotated[Path, typer.Option("--secret-file", metavar="FILE", help=
 @app.command()
 def status(controller: Controller, secret_file: SecretFile, json: Json = False, debug: Debug = False) -> None:
     """Shards, replicas, lag, staleness, rows, bytes and rates."""
-    from echelon.server.secret import read_secret
+    from echelon.server.protocol.auth import read_secret
     from echelon.server.status import ask, in_words, rows
 
     found = ask(controller, read_secret(secret_file))
@@ -44,8 +44,8 @@ def drain(
     debug: Debug = False,
 ) -> None:
     """Move all shards off a server, while training goes on; then it can be stopped."""
-    from echelon.server import wire
-    from echelon.server.secret import read_secret
+    from echelon.server.protocol import wire
+    from echelon.server.protocol.auth import read_secret
     from echelon.server.status import MORE, ask
 
     found = ask(controller, read_secret(secret_file))
@@ -75,8 +75,8 @@ def checkpoint(
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint, while training goes on."""
-    from echelon.plan.figures import size
-    from echelon.server import wire
+    from echelon.plan.format_units import size
+    from echelon.server.protocol import wire
 
     answer = _ask(controller, secret_file, wire.CHECKPOINT, {"path": str(path.resolve())}, patience)
     _answer(answer, json, f"{path}: {size(int(answer.get('bytes', 0)))}")
@@ -92,7 +92,7 @@ def expire(
     debug: Debug = False,
 ) -> None:
     """Forget rows of a table that nobody pushed to for long."""
-    from echelon.server import wire
+    from echelon.server.protocol import wire
 
     answer = _ask(controller, secret_file, wire.EXPIRE, {"table": name, "older": older}, 600.0)
     _answer(answer, json, f"{name}: rows older than {older} entries are gone")
@@ -110,14 +110,14 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a table of a checkpoint for others to read; needs no server."""
-    from echelon.server.export import from_checkpoint
+    from echelon.server.store.table_export import from_checkpoint
 
     count = from_checkpoint(checkpoint, name, output, numbers)
     _answer({"table": name, "rows": count, "file": str(output)}, json, f"{output}: {count} rows of {name}")
 
 
 def _ask(controller: str, secret_file: Path, kind: int, meta: dict[str, Any], patience: float) -> dict[str, Any]:
-    from echelon.server.secret import read_secret
+    from echelon.server.protocol.auth import read_secret
     from echelon.server.status import request
 
     return request(controller, read_secret(secret_file), kind, meta, patience=patience)

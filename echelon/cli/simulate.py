@@ -21,7 +21,7 @@ from echelon.cli.common import (
     table,
     warn,
 )
-from echelon.plan.figures import seconds, size
+from echelon.plan.format_units import seconds, size
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
@@ -43,7 +43,7 @@ def simulate(
     Seconds per step by cause, and bytes per rank by component, without running anything. Exit 1 when it does not fit.
     """
     from echelon.errors import PlanError
-    from echelon.flow.prepare import read_plan
+    from echelon.flow.resolve_plan import read_plan
     from echelon.plan.check import check, refuse, require
     from echelon.plan.codec import to_plain
     from echelon.simulator import simulate as forecast_of

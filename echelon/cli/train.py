@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.common import Debug, File, Json, console, measured, print_json, table, warn
-from echelon.launchers.handover import in_words
+from echelon.launchers.rank_ipc import in_words
 
 if TYPE_CHECKING:
-    from echelon.flow.prepare import Subject
+    from echelon.flow.resolve_plan import Subject
     from echelon.flow.settings import Setting
     from echelon.plan.plan import Plan
 
@@ -114,11 +114,11 @@ def _run(file: str, values: dict[str, Any], json: bool, debug: bool) -> int:
 
 def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, debug: bool) -> int:
     """Train in this process, or in ranks that it starts; the exit code. `tell`: the folder is settled beforehand, to be read after."""
-    from echelon.flow.folder import require_writable
     from echelon.flow.gate import attempts, bound, first_proved
-    from echelon.flow.prepare import Prepared, Subject
+    from echelon.flow.resolve_plan import Prepared, Subject
+    from echelon.flow.run_folder import require_writable
     from echelon.flow.settings import Settings
-    from echelon.flow.start import run_ranks
+    from echelon.flow.spawn import run_ranks
     from echelon.flow.train import Attempt
     from echelon.flow.train import train as train_here
     from echelon.world import read_world
@@ -152,7 +152,7 @@ def _train(file: str, wanted: Plan | str, options: dict[str, Any], tell: bool, d
 
 def _folder(options: dict[str, Any], subject: Subject) -> Path:
     """The folder that the ranks will take, known beforehand so that their events can be read afterwards."""
-    from echelon.flow.folder import choose
+    from echelon.flow.run_folder import choose
     from echelon.flow.run_settings import run_inputs
 
     if options["folder"] is not None:

@@ -56,8 +56,8 @@ def verify(
 
 def _prove(file: str, wanted: str, options: dict[str, Any], debug: bool) -> Certificate:
     """The certificate, made in this process or by ranks that it starts."""
-    from echelon.flow.prepare import Subject, prepare
-    from echelon.flow.start import run_ranks
+    from echelon.flow.resolve_plan import Subject, prepare
+    from echelon.flow.spawn import run_ranks
     from echelon.flow.verify import verify as verify_here
     from echelon.plan.certificate import Certificate
     from echelon.world import read_world

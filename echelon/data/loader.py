@@ -17,7 +17,7 @@ from echelon.data.order import Order
 from echelon.data.source import Source
 from echelon.data.workers import Request, from_workers
 from echelon.errors import DataError
-from echelon.plan.split import split
+from echelon.plan.batch_split import split
 
 #: Bytes that are gathered at once: a call costs as much as copying a few of the smallest shares, and its memory is asked for once.
 _TOGETHER = 2**21

@@ -12,7 +12,7 @@ from math import gcd
 
 import numpy as np
 
-from echelon.data.permute import FORMULA, Keyed, shuffled
+from echelon.data.shuffle import FORMULA, Keyed, shuffled
 from echelon.errors import DataError
 
 #: Up to this many samples an epoch's order is a table (32 MB); above, a formula.

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from echelon.data import draws
+from echelon.data import rng
 from echelon.data.collate import collate as collate_as_torch
 from echelon.data.collate import pinned
-from echelon.data.describe import collation_error, kind_of
-from echelon.data.gather import Gather, gather_of
+from echelon.data.column_gather import Gather, gather_of
+from echelon.data.error_text import collation_error, kind_of
 from echelon.data.order import Bucketed, Order
 from echelon.errors import DataError
 
@@ -246,7 +246,7 @@ class Samples(Source):
         self._data, self._seed, self._length = data, seed, len(data)
         self._collate, self._own = collate or padding or collate_as_torch, collate is not None
         self._many = getattr(data, "__getitems__", None)
-        self._generators = draws.Apart()
+        self._generators = rng.Apart()
         self._draws: set[str] = set()
         # A list put together by torch runs nobody's code that could draw: nothing to watch.
         self.runs_code = type(data) not in (list, tuple) or collate is not None
@@ -260,7 +260,7 @@ class Samples(Source):
 
     def sample(self, number: int) -> Any:
         with self._generators:
-            draws.seed(draws.seeds(self._seed, 0, np.array([number]))[0])
+            rng.seed(rng.seeds(self._seed, 0, np.array([number]))[0])
             return self._read([number])[0]
 
     def _watched(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
@@ -287,13 +287,13 @@ class Samples(Source):
 
     def _seeded(self, ids: np.ndarray, sizes: Sequence[int], epoch: int) -> list[Any]:
         """The batches, with the generators seeded before each sample; a collate that draws goes on from the last one's."""
-        numbers, seeds = ids.tolist(), draws.seeds(self._seed, epoch, ids)
+        numbers, seeds = ids.tolist(), rng.seeds(self._seed, epoch, ids)
         kinds = tuple(self._draws)
         batches, start = [], 0
         for size in sizes:
             samples = []
             for place in range(start, start + size):
-                draws.seed(seeds[place], kinds)
+                rng.seed(seeds[place], kinds)
                 samples += self._read(numbers[place : place + 1])
             batches.append(self._batch(samples, numbers[start : start + size]))
             start += size

@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from echelon.data import draws
+from echelon.data import rng
 from echelon.data.collate import collate as collate_as_torch
 from echelon.data.collate import pinned
-from echelon.data.describe import collation_error, kind_of
-from echelon.data.digest import digest
+from echelon.data.error_text import collation_error, kind_of
 from echelon.data.loader import Micro, StepBatch
+from echelon.data.sample_digest import digest
 from echelon.data.source import Collate, is_stream
 from echelon.data.workers import ahead
 from echelon.errors import DataError
-from echelon.plan.split import Span, cut, split
+from echelon.plan.batch_split import Span, cut, split
 
 #: Gathers one small value from each rank, in rank order, on every rank.
 Agree = Callable[[Any], list[Any]]
@@ -59,7 +59,7 @@ class Reader:
         self.name = kind_of(data)
         self._data, self._collate, self._seed = data, collate, seed
         # Two sets: what the stream draws must not depend on how this rank cuts and collates its batches.
-        self._reading, self._collating = draws.Apart(), draws.Apart()
+        self._reading, self._collating = rng.Apart(), rng.Apart()
         self._samples: Iterator[Any] = iter(())
         self.epoch = -1
         #: Samples read in this epoch.
@@ -69,7 +69,7 @@ class Reader:
         """Begin the next epoch (the first, at first) at its first sample."""
         self.epoch, self.count = self.epoch + 1, 0
         with self._reading:
-            draws.seed(self._number(0))
+            rng.seed(self._number(0))
             try:
                 if hasattr(self._data, "set_epoch"):  # as HF's streams have it, for their shuffle
                     self._data.set_epoch(self.epoch)
@@ -99,7 +99,7 @@ class Reader:
     def batch(self, samples: list[Any], first: int, *, pin: bool) -> Any:
         """Collated. `first` is the number of the first sample in the epoch."""
         with self._collating:
-            draws.seed(self._number(1 + first))
+            rng.seed(self._number(1 + first))
             try:
                 batch = self._collate(samples)
             except Exception as error:
@@ -108,7 +108,7 @@ class Reader:
         return pinned(batch) if pin else batch
 
     def _number(self, what: int) -> int:
-        return draws.seeds(self._seed, self.epoch, np.array([what]))[0]
+        return rng.seeds(self._seed, self.epoch, np.array([what]))[0]
 
 
 class StreamLoader:

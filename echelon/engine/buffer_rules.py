@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.data.digest import digest
 from echelon.data.loader import Micro
-from echelon.engine.buffers import Place, writable
-from echelon.engine.function_state import unchanged
+from echelon.data.sample_digest import digest
+from echelon.engine.buffer_sync import Place, writable
+from echelon.engine.checkpoint.function_state import unchanged
 from echelon.engine.precision import autocast
 from echelon.errors import JobError, UnpartedState
 from echelon.job import call_model
-from echelon.profiler.snapshot import Snapshot
-from echelon.profiler.still import Stillness
 from echelon.tree import copy_tensors, tree_leaves, tree_map
+from echelon.trials.determinism import Stillness
+from echelon.trials.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run

@@ -15,9 +15,9 @@ from torch import Tensor
 from echelon.data.loader import Micro, evaluation_batches
 from echelon.data.source import is_stream, open_source
 from echelon.data.stream import Stream, evaluation_stream
-from echelon.engine.averages import LowCounts
+from echelon.engine.checkpoint.function_state import metrics_snapshot, snapshot, unchanged
 from echelon.engine.evaluated_loss import Ratios, pair_of, recounted
-from echelon.engine.function_state import metrics_snapshot, snapshot, unchanged
+from echelon.engine.loss_weights import LowCounts
 from echelon.engine.metrics import (
     Kind,
     Part,
@@ -40,10 +40,10 @@ from echelon.engine.precision import autocast
 from echelon.errors import JobError
 from echelon.job import call_loss
 from echelon.loss_counts import given_again
-from echelon.plan.split import sizes
-from echelon.profiler.random_state import random_states
-from echelon.profiler.snapshot import Snapshot
-from echelon.profiler.trial_context import one_process
+from echelon.plan.batch_split import sizes
+from echelon.trials.random_state import random_states
+from echelon.trials.snapshot import Snapshot
+from echelon.trials.trial_context import one_process
 from echelon.world import usable_memory
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from echelon.engine.averages import weighed
-from echelon.engine.function_state import snapshot, unchanged
+from echelon.engine.checkpoint.function_state import snapshot, unchanged
+from echelon.engine.loss_weights import weighed
 from echelon.engine.metrics import differentiable, scalar, versions
 from echelon.errors import JobError
 from echelon.job import Job, call_loss, call_model
 from echelon.loss_counts import Term, given_again, read_counts, recount
-from echelon.profiler.random_state import random_states
-from echelon.profiler.trial_context import one_process
 from echelon.tree import tensors
+from echelon.trials.random_state import random_states
+from echelon.trials.trial_context import one_process
 
 Ratios = tuple[float, ...]
 #: Relative rounding of counts that are sums of float32.

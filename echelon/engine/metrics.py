@@ -21,10 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.logits import Logits
+from echelon.engine.parallel.vocab_parallel import Logits
 from echelon.errors import JobError
 from echelon.loss_counts import ModelOutput, given_again
-from echelon.profiler.random_state import random_states
+from echelon.trials.random_state import random_states
 
 #: How a metric is added up: pairs and means batch by batch, others over the whole set.
 Kind = Literal["pair", "mean", "whole"]

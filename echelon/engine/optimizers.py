@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from echelon.engine.groups import is_plain, settings
-from echelon.engine.ranks import Group
-from echelon.engine.schedule_state import require_steps
-from echelon.engine.whole_optimizer import WholeOptimizer
+from echelon.engine.checkpoint.param_group_state import is_plain, settings
+from echelon.engine.checkpoint.schedule_state import require_steps
+from echelon.engine.parallel.whole_tensor_optimizer import WholeOptimizer
+from echelon.engine.process_groups import Group
 from echelon.errors import JobError, PlanError
 from echelon.job import Job, call_optimizer
 from echelon.plan.plan import Plan
-from echelon.profiler.optimizer import FUSED, FUSED_SHARDED
-from echelon.profiler.trial_context import without_trace
+from echelon.profiler.profile_optimizer import FUSED, FUSED_SHARDED
+from echelon.trials.trial_context import without_trace
 
 #: Torch's word for an optimizer without parameters.
 _EMPTY = "empty parameter list"

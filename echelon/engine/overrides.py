@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.engine import schedule_state
-from echelon.engine.groups import is_plain, names, settings
+from echelon.engine.checkpoint import schedule_state
+from echelon.engine.checkpoint.param_group_state import is_plain, names, settings
+from echelon.engine.checkpoint.schedule_state import takes_metric
 from echelon.engine.optimizers import make_schedules
-from echelon.engine.schedule_state import takes_metric
 from echelon.errors import JobError
 
 if TYPE_CHECKING:

@@ -21,17 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import Micro, StepBatch
-from echelon.engine import checkpoint, norm, state
-from echelon.engine.agreement import Agreement
-from echelon.engine.assemble import Assembly, takes_sparse
-from echelon.engine.attributes import Attributes
-from echelon.engine.averages import Averages, divisor, doubts, nothing, weighed
-from echelon.engine.build import broadcast
+from echelon.engine import grad_clip, run_state
+from echelon.engine.backends.launch_servers import Elsewhere
+from echelon.engine.backends.parameter_server import Hub
+from echelon.engine.buffer_rollback import Rollback
+from echelon.engine.buffer_rule_check import StateRules
+from echelon.engine.build_model import Assembly, takes_sparse
+from echelon.engine.checkpoint import save_load
+from echelon.engine.checkpoint.function_state import loss_parameters, unchanged
+from echelon.engine.checkpoint.read_history import ReadHistory
+from echelon.engine.checkpoint.run_attributes import Attributes
+from echelon.engine.checkpoint.schedule_state import takes_metric
+from echelon.engine.checkpoint.state_check import require_storable, require_storable_state
+from echelon.engine.coordinated_stop import Agreement
+from echelon.engine.data_setup import Mover, open_intake, own_generators, seed_step
 from echelon.engine.evaluate import evaluate
 from echelon.engine.evaluated_loss import measured, recounted
-from echelon.engine.function_state import loss_parameters, unchanged
-from echelon.engine.intake import Mover, open_intake, own_generators, seed_step
-from echelon.engine.keeper import Elsewhere
+from echelon.engine.init_model import broadcast
+from echelon.engine.loss_weights import Averages, divisor, doubts, nothing, weighed
 from echelon.engine.metrics import Kind
 from echelon.engine.optimizers import (
     adopt,
@@ -42,32 +49,26 @@ from echelon.engine.optimizers import (
     settings_alone,
     stepped_sparse,
 )
-from echelon.engine.outcome import Later, Step
-from echelon.engine.pipeline import Pipeline, add_up
+from echelon.engine.parallel.fsdp import forget_meshes
+from echelon.engine.parallel.max_norm_sync import agree
+from echelon.engine.parallel.pipeline_parallel import Pipeline, add_up
+from echelon.engine.parallel.whole_tensor_optimizer import whole_optimizers
 from echelon.engine.precision import LossScale, autocast, switch
-from echelon.engine.ranks import Group, Ranks
-from echelon.engine.read_history import ReadHistory
-from echelon.engine.renorm import agree
-from echelon.engine.replacements import Replacements
-from echelon.engine.rollback import Rollback
+from echelon.engine.process_groups import Group, Ranks
+from echelon.engine.replaced_parameters import Replacements
+from echelon.engine.run_state import State
 from echelon.engine.schedule_reads import ScheduleReads
-from echelon.engine.schedule_state import takes_metric
-from echelon.engine.served import Hub
-from echelon.engine.shard import forget_meshes
-from echelon.engine.shared_state import SharedState
-from echelon.engine.state import State
-from echelon.engine.state_check import require_storable, require_storable_state
-from echelon.engine.state_rules import StateRules
-from echelon.engine.statistics import StepStatistics
+from echelon.engine.shared_state_check import SharedState
+from echelon.engine.step_metrics import StepStatistics
+from echelon.engine.step_result import Later, Step
 from echelon.engine.watch import Watch
-from echelon.engine.whole_optimizer import whole_optimizers
 from echelon.errors import DivergenceError, PlanError, TrainingError
 from echelon.job import Job, call_loss, call_model, make_dense
 from echelon.loss_counts import given_again
 from echelon.plan.plan import Plan
-from echelon.profiler.random_state import random_states
-from echelon.profiler.trial_context import one_process
 from echelon.tree import tensors
+from echelon.trials.random_state import random_states
+from echelon.trials.trial_context import one_process
 from echelon.world import World, usable_cores
 
 
@@ -602,8 +603,8 @@ class Run:
         return loss
 
     def _scale_gradients(self, factor: float | Tensor) -> None:
-        norm.scale(norm.gradients(self.assembly.parameters), factor)
-        for grad in norm.gradients(self.loss_parameters.values()):  # they may be on another device
+        grad_clip.scale(grad_clip.gradients(self.assembly.parameters), factor)
+        for grad in grad_clip.gradients(self.loss_parameters.values()):  # they may be on another device
             grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
         if self.hub is not None:
             self.hub.scale(factor)
@@ -617,9 +618,9 @@ class Run:
             size = self.norm()
             skipped = self.loss_scale is not None and not self._are_finite(size)
             if self.job.clip is not None and not skipped:
-                norm.clip(norm.gradients(self.assembly.parameters), size, self.job.clip)
+                grad_clip.clip(grad_clip.gradients(self.assembly.parameters), size, self.job.clip)
                 if self.hub is not None:
-                    self.hub.scale(norm.shortening(size, self.job.clip))
+                    self.hub.scale(grad_clip.shortening(size, self.job.clip))
         if self.hub is not None:
             self.hub.push(skipped=skipped)
             for value in self.hub.dense.values():
@@ -660,7 +661,7 @@ class Run:
 
     def _are_finite(self, size: Tensor) -> bool:
         """Whether all gradients are; `size`: the norm of the model's."""
-        rest = norm.gradients(self.loss_parameters.values())
+        rest = grad_clip.gradients(self.loss_parameters.values())
         return math.isfinite(size.item()) and all(bool(grad.isfinite().all()) for grad in rest)
 
     def norm(self) -> Tensor:
@@ -670,12 +671,12 @@ class Run:
             for value, count in zip(self.assembly.parameters, self.assembly.copies, strict=True)
             if value.grad is not None
         ]
-        dense = norm.gradients(self.assembly.parameters)
+        dense = grad_clip.gradients(self.assembly.parameters)
         if self.hub is None:
-            return norm.total_norm(dense, copies, self.ranks, alike=self.assembly.pipeline is None)
+            return grad_clip.total_norm(dense, copies, self.ranks, alike=self.assembly.pipeline is None)
         if self.hub.dense:  # each rank has its own part of these gradients
             dense = [self._together.sum(grad.clone()) for grad in dense]
-        whole = norm.total_norm(dense, copies, self.ranks)
+        whole = grad_clip.total_norm(dense, copies, self.ranks)
         return (whole.double().square() + self.hub.square()).sqrt().to(whole.dtype)
 
     def _rates(self) -> list[float | Tensor]:
@@ -751,7 +752,7 @@ class Run:
 
     def gather(self) -> State | None:
         """The whole state on rank 0, None elsewhere."""
-        return state.gather(self)
+        return run_state.gather(self)
 
     @property
     def changing(self) -> dict[str, tuple[int, ...]] | None:
@@ -764,7 +765,7 @@ class Run:
 
     def held(self) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state that this rank keeps."""
-        return state.held(self)
+        return run_state.held(self)
 
     @property
     def tells(self) -> bool:
@@ -808,12 +809,12 @@ class Run:
         """Write a checkpoint; returns its bytes. What ranks must hold alike is compared before."""
         self.settle()
         self.watch.compare(self.step_number)
-        return checkpoint.save(self, Path(folder))
+        return save_load.save(self, Path(folder))
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever plan wrote it."""
         fresh = self.step_number == 0
-        stored = checkpoint.load(self, Path(folder))
+        stored = save_load.load(self, Path(folder))
         if fresh:
             self.read_history.restore(stored)
         else:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from echelon.engine.layout import Piece
-from echelon.engine.whole_optimizer import WholeOptimizer
+from echelon.engine.parallel.shard_layout import Piece
+from echelon.engine.parallel.whole_tensor_optimizer import WholeOptimizer
 from echelon.errors import DivergenceError
 from echelon.plan.plan import Plan
 

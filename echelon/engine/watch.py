@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from echelon.data.loader import StepBatch
-from echelon.engine.function_state import in_words, places_apart
-from echelon.engine.ranks import Group
-from echelon.engine.replicas import Replicas, equal, same
-from echelon.engine.tensor import OwnForward
+from echelon.engine.checkpoint.function_state import in_words, places_apart
+from echelon.engine.parallel.tensor_parallel import OwnForward
+from echelon.engine.process_groups import Group
+from echelon.engine.replica_check import Replicas, equal, same
 from echelon.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class _Calls:
         return note
 
     def _gather(self, number: int) -> Callable[[nn.Module, Any], None]:
-        from echelon.engine.shard import is_sharded
+        from echelon.engine.parallel.fsdp import is_sharded
 
         def note(unit: nn.Module, _: Any) -> None:
             if is_sharded(unit):  # else its parameters are here already, and nothing is exchanged

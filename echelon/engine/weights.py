@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name for this arithmetic
 
-from echelon.engine.keeper import FOLDER
-from echelon.engine.layout import Piece, regions, whole_shape
-from echelon.engine.stored import MANIFEST, open_stored
+from echelon.engine.backends.launch_servers import FOLDER
+from echelon.engine.checkpoint.checkpoint_reader import MANIFEST, open_stored
+from echelon.engine.parallel.shard_layout import Piece, regions, whole_shape
 from echelon.errors import CheckpointError, EchelonError, JobError
-from echelon.plan.seal import LIMIT, parse_object
+from echelon.plan.sealed_json import LIMIT, parse_object
 
 Read = Callable[[slice | None], Tensor]
 #: Under which a checkpoint holds the model's tensors; the optimizer's are beside them.
@@ -158,7 +158,7 @@ def _open_checkpoint(folder: Path) -> _Checkpoint:
 
 def _fill_table(target: Tensor, folder: Path, name: str) -> None:
     """A table whole, from what servers wrote of it."""
-    from echelon.server.export import every_row
+    from echelon.server.store.table_export import every_row
 
     if isinstance(target, DTensor):
         raise JobError(

@@ -22,20 +22,20 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from echelon.errors import EchelonError, LaunchError, PlanError, UnpartedState, UnprovedPlan
-from echelon.flow.identity import cover
-from echelon.flow.prepare import PlanLike, Prepared, Subject, prepare, read_plan
-from echelon.flow.start import DISPROVED
-from echelon.flow.watchdog import bounded
-from echelon.launchers.handover import in_words
+from echelon.flow.deadlock_watchdog import bounded
+from echelon.flow.job_identity import cover
+from echelon.flow.resolve_plan import PlanLike, Prepared, Subject, prepare, read_plan
+from echelon.flow.spawn import DISPROVED
+from echelon.launchers.rank_ipc import in_words
 from echelon.plan.check import require, undivided
+from echelon.plan.document_cache import Store
 from echelon.plan.plan import Plan
-from echelon.plan.store import Store
 from echelon.world import World, cache_folder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from echelon.engine.ranks import Ranks
+    from echelon.engine.process_groups import Ranks
     from echelon.job import Job
     from echelon.plan.certificate import Certificate
 
@@ -78,7 +78,7 @@ def require_proof(subject: Subject, prepared: Prepared, world: World, *, verify:
         return Verdict()
     if not verify:
         return Verdict(line=_OFF, skipped=True)
-    from echelon.engine.ranks import Ranks, shared_store
+    from echelon.engine.process_groups import Ranks, shared_store
 
     ranks = Ranks(world)  # also so that the proof's own runs need not meet again and again
     errors: dist.Store | None = None
@@ -130,8 +130,8 @@ def bound(job: Job, prepared: Prepared) -> float:
 
 
 def _verify(subject: Subject, prepared: Prepared, ranks: Ranks, limit: float) -> Certificate:
+    from echelon.verifier.fingerprints import job_hash
     from echelon.verifier.frozen_data import freeze
-    from echelon.verifier.identity import job_hash
     from echelon.verifier.verify import verify
 
     plan, world = prepared.plan, ranks.world
@@ -186,7 +186,7 @@ def _judged(certificate: Certificate, plan: Plan, *, seconds: float) -> Verdict:
 
 def _known(subject: Subject, plan: Plan) -> Certificate | None:
     from echelon.plan.certificate import Certificate
-    from echelon.verifier.identity import versions
+    from echelon.verifier.fingerprints import versions
 
     return Store(cache_folder()).get(
         Certificate, _key(subject, plan), versions=versions(), environment=os.environ, arguments=subject.arguments()
@@ -195,7 +195,7 @@ def _known(subject: Subject, plan: Plan) -> Certificate | None:
 
 def keep(subject: Subject, certificate: Certificate) -> None:
     """Remember the verdict for later starts from the same inputs."""
-    from echelon.verifier.identity import versions
+    from echelon.verifier.fingerprints import versions
 
     try:
         inputs = subject.read_inputs()

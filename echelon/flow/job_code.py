@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from echelon.data.packed.fingerprint import Walk, is_own
 from echelon.errors import EchelonError
-from echelon.plan.inputs import ABSENT, digest_file
+from echelon.plan.input_digests import ABSENT, digest_file
 
 #: Bytes of arrays that are hashed whole (0.3 s); of larger ones, the number and the size of the blocks that are.
 _WHOLE, _BLOCKS, _BLOCK = 256 << 20, 4096, 16 << 10
@@ -89,7 +89,7 @@ def describe_data(value: Any) -> str:
 
 def describe_weights(path: str | Path) -> str:
     """What `weights=` names, by content: a file, an index and its files, or the checkpoint of a folder."""
-    from echelon.engine.stored import read_manifest
+    from echelon.engine.checkpoint.checkpoint_reader import read_manifest
     from echelon.engine.weights import checkpoint_of, shards
 
     path = Path(path)

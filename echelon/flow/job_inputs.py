@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from echelon.plan.inputs import ABSENT, digest_file, digest_folder, digest_variable, hashed
-from echelon.plan.store import user_files
+from echelon.plan.document_cache import user_files
+from echelon.plan.input_digests import ABSENT, digest_file, digest_folder, digest_variable, hashed
 from echelon.world import WORLD_SIZES, cache_folder
 
 #: So many files and folders are digested by content; a job that opens more (one file per image) is digested by the sizes of the rest.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import CheckpointError, JobError
-from echelon.flow.folder import RunFolder
-from echelon.flow.identity import remember_changes
+from echelon.flow.job_identity import remember_changes
+from echelon.flow.run_folder import RunFolder
 from echelon.flow.run_settings import (
     Changes,
     JobRecord,
@@ -26,7 +26,7 @@ from echelon.flow.run_settings import (
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-    from echelon.flow.prepare import Subject
+    from echelon.flow.resolve_plan import Subject
 
 _STEP = re.compile(r"step-([0-9]+)")
 
@@ -36,7 +36,7 @@ class Resumption:
 
     def __init__(self, run: Run, subject: Subject) -> None:
         from echelon.engine.overrides import fresh_settings
-        from echelon.verifier.identity import job_hash
+        from echelon.verifier.fingerprints import job_hash
 
         self._run, self._fresh, self._changes = run, fresh_settings(run), Changes()
         self._record = JobRecord(
@@ -154,7 +154,7 @@ def _known_record(folder: RunFolder, saved: Sequence[str]) -> tuple[JobRecord, t
 
 
 def _stored_record(checkpoint: str) -> JobRecord:
-    from echelon.engine.stored import read_manifest
+    from echelon.engine.checkpoint.checkpoint_reader import read_manifest
 
     try:
         return JobRecord.read(read_manifest(Path(checkpoint)).get("record"))

@@ -1,6 +1,6 @@
 """What a run folder's job is set to, and what may change when it is resumed.
 
-`job.json` in a run folder keeps the job's inputs (flow/identity.py) and every resolved setting, and so does each checkpoint, for the job
+`job.json` in a run folder keeps the job's inputs (flow/job_identity.py) and every resolved setting, and so does each checkpoint, for the job
 that wrote it. A run is resumed only with the settings that it had; a changed one is applied where `override` names it, and refused
 otherwise. A longer or shorter training is no such change: it goes on, with its schedules rebuilt.
 """
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ForeignCheckpoint, JobError
-from echelon.plan.inputs import differences, digest_variable
-from echelon.plan.store import user_files
+from echelon.plan.document_cache import user_files
+from echelon.plan.input_digests import differences, digest_variable
 
 if TYPE_CHECKING:
     from echelon.engine.run import Run
-    from echelon.flow.prepare import Subject
+    from echelon.flow.resolve_plan import Subject
 
 #: A step number is a place in one order of one data set, and state belongs to one kind of optimizer and one set of parameters.
 _FIXED = re.compile(r"drop_last|optimizer\d*")
@@ -94,7 +94,7 @@ def with_variables(now: Mapping[str, str], names: Iterable[str]) -> dict[str, st
 def resolve_settings(run: Run, subject: Subject) -> dict[str, Any]:
     """Every setting of the job by name, as plain values. Every rank must call it, before a checkpoint is loaded."""
     from echelon.engine.overrides import optimizer_settings, schedule_settings
-    from echelon.flow.identity import DATA, SETTINGS
+    from echelon.flow.job_identity import DATA, SETTINGS
 
     job, identity = subject.job, subject.identity
     found: dict[str, Any] = {name: getattr(job, name) for name in (*SETTINGS, "epochs", "steps")}

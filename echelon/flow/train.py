@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import EchelonError, LaunchError, UnprovedPlan
 from echelon.events import Listener
-from echelon.flow.agree import first_launched, train_launched
-from echelon.flow.folder import require_writable
+from echelon.flow.broadcast_plan import first_launched, train_launched
 from echelon.flow.gate import attempts, bound, disproved, first_proved, require_proof
-from echelon.flow.prepare import JobLike, PlanLike, Prepared, Subject
+from echelon.flow.resolve_plan import JobLike, PlanLike, Prepared, Subject
+from echelon.flow.run_folder import require_writable
 from echelon.flow.settings import Settings, settle
-from echelon.flow.start import begin, note_done, run_script_again
-from echelon.flow.training import Trained, Training
-from echelon.launchers.handover import in_words, take_done
+from echelon.flow.spawn import begin, note_done, run_script_again
+from echelon.flow.trainer import Trained, Training
+from echelon.launchers.rank_ipc import in_words, take_done
 from echelon.world import World
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.flow.agree import agree_plan
+from echelon.flow.broadcast_plan import agree_plan
+from echelon.flow.deadlock_watchdog import bounded
 from echelon.flow.gate import LEAST
-from echelon.flow.identity import cover
-from echelon.flow.prepare import JobLike, PlanLike, Subject
-from echelon.flow.start import begin, run_script_again
-from echelon.flow.watchdog import bounded
+from echelon.flow.job_identity import cover
+from echelon.flow.resolve_plan import JobLike, PlanLike, Subject
+from echelon.flow.spawn import begin, run_script_again
 
 if TYPE_CHECKING:
     from echelon.plan.certificate import Certificate
@@ -37,8 +37,8 @@ def verify(
     prepared = agree_plan(subject, plan, world)
     if not world.launched and prepared.plan.ranks > 1:
         run_script_again(prepared)
-    from echelon.engine.ranks import shared_store
-    from echelon.verifier.identity import job_hash
+    from echelon.engine.process_groups import shared_store
+    from echelon.verifier.fingerprints import job_hash
     from echelon.verifier.verify import verify as prove
 
     digest = job_hash(subject.spec) if subject.spec else ""

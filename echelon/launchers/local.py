@@ -20,7 +20,7 @@ from types import FrameType
 
 from echelon.errors import LaunchError
 from echelon.launchers.environment import child_environment
-from echelon.launchers.handover import FAILURES, has_started, read_words
+from echelon.launchers.rank_ipc import FAILURES, has_started, read_words
 from echelon.world import STORE, World, usable_cores
 
 #: Seconds that the others get, once a rank has failed, to end by themselves; they may be writing.

@@ -11,11 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.observer.board import Board
-from echelon.observer.log import Log, read_events
+from echelon.observer.batching import Relay
+from echelon.observer.event_log import Log, read_events
 from echelon.observer.progress import Progress, Warnings
-from echelon.observer.relay import Relay
-from echelon.observer.report import write_report
+from echelon.observer.report.write import write_report
+from echelon.observer.tensorboard import Board
 
 if TYPE_CHECKING:
     from echelon.events import Listener

@@ -16,9 +16,9 @@ from rich.style import Style
 from rich.text import Text
 
 from echelon.events import Event
-from echelon.observer.pace import Pace, unhindered_rate
-from echelon.observer.screen import Screen, at_most
-from echelon.plan import figures
+from echelon.observer.eta import Pace, unhindered_rate
+from echelon.observer.terminal import Screen, at_most
+from echelon.plan import format_units
 
 if TYPE_CHECKING:
     from echelon.plan.forecast import Forecast
@@ -172,9 +172,9 @@ def start_line(data: Mapping[str, Any]) -> str:
     if data.get("device"):
         parts[-1] += f" on {data['device']}"
     if data.get("parameters"):
-        parts.append(f"{figures.count(data['parameters'])} parameters")
+        parts.append(f"{format_units.count(data['parameters'])} parameters")
     if data.get("samples"):
-        parts.append(f"{figures.count(data['samples'])} samples")
+        parts.append(f"{format_units.count(data['samples'])} samples")
     if data.get("batch"):
         parts.append(f"batch {data['batch']:,}")
     if data.get("steps"):
@@ -192,17 +192,17 @@ def status_line(event: Event, pace: Pace, epochs: int | None) -> str:
 def evaluation_line(event: Event) -> str:
     """What an evaluation found."""
     data = event.data
-    metrics = ", ".join(f"{name} {figures.number(value)}" for name, value in data.get("metrics", {}).items())
-    facts = [f"{figures.count(data['samples'])} samples"] if data.get("samples") else []
-    facts += [figures.seconds(data["seconds"])] if data.get("seconds") is not None else []
+    metrics = ", ".join(f"{name} {format_units.number(value)}" for name, value in data.get("metrics", {}).items())
+    facts = [f"{format_units.count(data['samples'])} samples"] if data.get("samples") else []
+    facts += [format_units.seconds(data["seconds"])] if data.get("seconds") is not None else []
     return f"evaluation at step {event.step:,}: {metrics or 'no metrics'}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def checkpoint_line(event: Event) -> str:
     """What was saved, and where."""
     data = event.data
-    facts = [figures.size(data["bytes"])] if data.get("bytes") else []
-    facts += [figures.seconds(data["seconds"])] if data.get("seconds") is not None else []
+    facts = [format_units.size(data["bytes"])] if data.get("bytes") else []
+    facts += [format_units.seconds(data["seconds"])] if data.get("seconds") is not None else []
     facts += ["best so far"] if data.get("best") else []
     return f"checkpoint {data.get('path', '')}" + (f" ({', '.join(facts)})" if facts else "")
 
@@ -220,14 +220,14 @@ def end_line(event: Event, pace: Pace, latest: Event | None, metrics: Mapping[st
         return str(message)  # there was nothing left to do
     parts = [f"{reason} after step {pace.step:,}"]
     if data.get("seconds") is not None:
-        parts.append(figures.seconds(data["seconds"]))
+        parts.append(format_units.seconds(data["seconds"]))
     if latest is not None:
-        parts.append(f"loss of the last step {figures.number(latest.data.get('loss'))}")
+        parts.append(f"loss of the last step {format_units.number(latest.data.get('loss'))}")
     if metrics:
-        told = ", ".join(f"{name} {figures.number(value)}" for name, value in metrics.items())
+        told = ", ".join(f"{name} {format_units.number(value)}" for name, value in metrics.items())
         parts.append(f"last evaluation ({told})")
     if pace.rate is not None:
-        parts.append(figures.rate(pace.rate))
+        parts.append(format_units.rate(pace.rate))
     line = ", ".join(parts)
     # Why it failed is said by whoever the error reaches, once.
     return f"{line}: {message}" if message and reason != "failed" else line
@@ -237,11 +237,11 @@ def _words(event: Event, pace: Pace, epochs: int | None) -> tuple[str, str]:
     epoch = event.data.get("epoch", 0) + 1
     parts = [f"{pace.step:,}/{pace.total:,}" if pace.total else f"{pace.step:,}"]
     if pace.loss is not None:
-        parts.append(f"loss {figures.number(pace.loss)}")
+        parts.append(f"loss {format_units.number(pace.loss)}")
     if pace.rate is not None:
-        parts.append(figures.rate(pace.rate))
+        parts.append(format_units.rate(pace.rate))
     if pace.efficiency is not None:
-        parts.append(f"efficiency {figures.share(pace.efficiency)} of forecast")
+        parts.append(f"efficiency {format_units.share(pace.efficiency)} of forecast")
     if pace.left is not None:
-        parts.append(f"{figures.clock(pace.left)} left")
+        parts.append(f"{format_units.clock(pace.left)} left")
     return f"epoch {epoch}/{epochs}" if epochs else f"epoch {epoch}", "  ".join(parts)

@@ -44,7 +44,7 @@ from typing import Any
 
 from echelon.errors import DocumentError
 from echelon.plan.cluster import Cluster, Device, Node, Sheet, Wire
-from echelon.plan.sheets import BETWEEN, DEVICES, INSIDE, PRICES, PROCESSORS, USUAL, WATTS
+from echelon.plan.datasheets import BETWEEN, DEVICES, INSIDE, PRICES, PROCESSORS, USUAL, WATTS
 
 _TERA, _GIGA = 1e12, 1e9
 #: Of a card's name-plate memory (in GiB) what torch sees: "80GB" cards show about 79 GiB.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
-from echelon.plan.inputs import differences
+from echelon.plan.input_digests import differences
 from echelon.plan.plan import Plan
 
 #: What a plan was compared with: one device, one process on the host's CPU, or another plan.

@@ -9,17 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 from echelon.errors import NothingToCut, PlanError
-from echelon.plan.check_served import alone as _served_alone
-from echelon.plan.check_served import check_served
+from echelon.plan.batch_split import largest_micro, largest_share, rounds
+from echelon.plan.check_parameter_server import alone as _served_alone
+from echelon.plan.check_parameter_server import check_served
 from echelon.plan.cluster import Cluster
-from echelon.plan.cuts import cut_bytes
+from echelon.plan.describe import cut_bytes
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.problem import Problem as Problem  # whoever checks reads them
 from echelon.plan.profile import Profile, Rule
-from echelon.plan.split import largest_micro, largest_share, rounds
 from echelon.plan.stages import INTERLEAVING, UNCUT, bound, stage_count
-from echelon.plan.whole_tensors import gathered_axes, one_owner
+from echelon.plan.whole_tensor_rules import gathered_axes, one_owner
 
 #: More ranks than cores prove numbers and memory, not speed; beyond this many per core a machine only thrashes.
 RANKS_PER_CORE = 8

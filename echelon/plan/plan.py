@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 from echelon.plan.codec import Document
 from echelon.plan.mesh import Mesh
+from echelon.plan.parameter_server import ROWS, Served
 from echelon.plan.placement import Placement, Uncut
-from echelon.plan.segment import Segment
-from echelon.plan.served import ROWS, Served
+from echelon.plan.sequence_segment import Segment
 
 #: fp8: products of repeated blocks in it, all else in bf16; it is forecast and not executed yet.
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]

@@ -123,8 +123,8 @@ def _meant(name: str) -> str:
 
 def explain(plan: Plan, batch: int | None = None) -> str:
     """The plan in words, one decision a line."""
-    from echelon.plan.cuts import runs
-    from echelon.plan.split import largest_micro, rounds
+    from echelon.plan.batch_split import largest_micro, rounds
+    from echelon.plan.describe import runs
     from echelon.plan.stages import stage_count
 
     ranks, dp = plan.ranks, plan.mesh.dp

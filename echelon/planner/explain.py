@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from echelon.errors import PlanError
 from echelon.plan.check import check
 from echelon.plan.cluster import Cluster
-from echelon.plan.figures import seconds as _seconds
-from echelon.plan.figures import size as _bytes
 from echelon.plan.forecast import Forecast
+from echelon.plan.format_units import seconds as _seconds
+from echelon.plan.format_units import size as _bytes
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner.candidate import Candidate

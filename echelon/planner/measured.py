@@ -24,10 +24,10 @@ from echelon.plan.profile import Profile
 from echelon.plan.stages import find_stages
 from echelon.planner.candidate import Candidate, Complete
 from echelon.planner.goal import Costs
-from echelon.planner.served import served_plans
+from echelon.planner.server_plans import served_plans
 from echelon.planner.space import powers
-from echelon.simulator.cost import operator_seconds
-from echelon.simulator.load import load_of, require_one_kind
+from echelon.simulator.cost.curves import operator_seconds
+from echelon.simulator.node_load import load_of, require_one_kind
 from echelon.simulator.step import price
 
 #: The tensor axis talks in every block: beyond one machine's usual devices it is not searched.

@@ -14,8 +14,8 @@ from typing import get_args
 from echelon.errors import PlanError
 from echelon.plan.check import require
 from echelon.plan.cluster import Cluster
-from echelon.plan.figures import seconds
 from echelon.plan.forecast import Forecast
+from echelon.plan.format_units import seconds
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Profile
 from echelon.plan.stages import bound, find_stages
@@ -23,8 +23,8 @@ from echelon.planner import measured
 from echelon.planner.candidate import WORTH, Candidate, Complete, simplest_first
 from echelon.planner.goal import Costs, Goal
 from echelon.planner.measured import Machine
-from echelon.planner.shardings import choose
 from echelon.planner.space import Space, best, devices_needed, with_servers, with_shares
+from echelon.planner.tp_selection import choose
 from echelon.simulator.step import by_sheet, price
 
 #: So many reasons are told when all plans are refused.

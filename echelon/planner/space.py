@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from itertools import count, cycle, islice, product
 
 from echelon.errors import PlanError
+from echelon.plan.batch_split import rounds, sizes
 from echelon.plan.check import check
 from echelon.plan.cluster import Cluster, Wire
 from echelon.plan.forecast import Forecast
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan, Precision, Recompute, Schedule
 from echelon.plan.profile import Profile
-from echelon.plan.split import rounds, sizes
 from echelon.plan.stages import INTERLEAVING, VIRTUAL, bound, divide
 from echelon.planner.goal import Costs, Goal
-from echelon.planner.served import served_plans, worth
-from echelon.simulator.quotes import Quotes
+from echelon.planner.server_plans import served_plans, worth
+from echelon.simulator.plan_pricer import Quotes
 from echelon.simulator.step import distinct, on_ranks, simulate
 
 #: The tensor axis talks in every block: beyond the devices that share a fast link it is not searched.

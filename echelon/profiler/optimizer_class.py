@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from echelon.errors import EchelonError, JobError
 from echelon.job import Job, call_optimizer
 from echelon.plan.profile import Reads
-from echelon.profiler.coupling import first_line
-from echelon.profiler.random_state import outside_torch, random_states
-from echelon.profiler.trial_context import without_trace
+from echelon.profiler.sample_coupling import first_line
+from echelon.trials.random_state import outside_torch, random_states
+from echelon.trials.trial_context import without_trace
 
 #: Longest sides of stand-ins by dim, and of a second trial with larger ones: Google's Adafactor factors matrices whose sides are 128 or
 #: longer, 8-bit Adam quantises parameters of 4096 elements or more.

@@ -14,18 +14,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.server.client import Client, connect
-    from echelon.server.embedded import Servers
-    from echelon.server.kinds import Dense, Init, Rule, Table
+    from echelon.server.client.client import Client, connect
+    from echelon.server.local_servers import Servers
+    from echelon.server.protocol.specs import Dense, Init, Rule, Table
 
 _HOMES = {
-    "Servers": "embedded",
-    "connect": "client",
-    "Client": "client",
-    "Table": "kinds",
-    "Dense": "kinds",
-    "Rule": "kinds",
-    "Init": "kinds",
+    "Servers": "local_servers",
+    "connect": "client.client",
+    "Client": "client.client",
+    "Table": "protocol.specs",
+    "Dense": "protocol.specs",
+    "Rule": "protocol.specs",
+    "Init": "protocol.specs",
 }
 
 __all__ = ["Servers", "connect", "Client", "Table", "Dense", "Rule", "Init"]

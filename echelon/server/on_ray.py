@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, LaunchError, ServerError
-from echelon.server import wire
-from echelon.server.actors import Result, Seat, Work, Worker
-from echelon.server.client import Client
+from echelon.server.client.client import Client
 from echelon.server.controller import SERVER_LEASE
-from echelon.server.embedded import require_sense
-from echelon.server.saying import say
-from echelon.server.secret import make_secret
-from echelon.server.spread import Node, choose, crowded
+from echelon.server.local_servers import require_sense
+from echelon.server.log import say
+from echelon.server.node_placement import Node, choose, crowded
+from echelon.server.protocol import wire
+from echelon.server.protocol.auth import make_secret
+from echelon.server.ray_actors import Result, Seat, Work, Worker
 from echelon.server.status import ask, request
 
 #: Seconds until all servers must be in the map: cold nodes compile first.

@@ -6,10 +6,10 @@ import socket
 from typing import Any
 
 from echelon.errors import ServerError
-from echelon.plan.figures import size
-from echelon.server import wire
-from echelon.server.loop import split
-from echelon.server.secret import ADMIN, greet
+from echelon.plan.format_units import size
+from echelon.server.protocol import wire
+from echelon.server.protocol.auth import ADMIN, greet
+from echelon.server.protocol.event_loop import split
 
 MORE = "start another with `echelon serve --controller HOST:PORT --secret-file FILE`"
 

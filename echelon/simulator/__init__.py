@@ -1,6 +1,6 @@
 """(Profile, Cluster, Plan) -> Forecast. Pure; "fits" is decided here."""
 
-from echelon.simulator.stack import Stack
 from echelon.simulator.step import simulate
+from echelon.simulator.training_stack import Stack
 
 __all__ = ["Stack", "simulate"]

@@ -8,8 +8,8 @@ from echelon.plan.cluster import rounded
 from echelon.plan.forecast import Memory
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Moment, Profile
-from echelon.simulator.load import Load
-from echelon.simulator.whole_tensors import owner_bytes
+from echelon.simulator.node_load import Load
+from echelon.simulator.whole_tensor_cost import owner_bytes
 
 #: How far a peak may lie from the forecast: replicated plans, and sharded ones whose gathered copies come and go.
 _SPREAD = {False: 0.08, True: 0.12}

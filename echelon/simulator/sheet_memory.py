@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.plan.forecast import Memory
-from echelon.simulator.fitted import Fitted
-from echelon.simulator.layout import Layout
-from echelon.simulator.whole_tensors import owned
+from echelon.simulator.calibration import Fitted
+from echelon.simulator.plan_layout import Layout
+from echelon.simulator.whole_tensor_cost import owned
 
 #: Blocks whose parameters are gathered at once under zero=3: the one at work and the one fetched ahead.
 _GATHERED = 2

@@ -10,14 +10,21 @@ from echelon.plan.cluster import Cluster
 from echelon.plan.forecast import Time
 from echelon.plan.plan import Plan
 from echelon.plan.profile import WIDTH
-from echelon.simulator.fitted import Fitted
-from echelon.simulator.layout import Layout
-from echelon.simulator.order import least, length
-from echelon.simulator.sheet import NARROW, attention_seconds, lines_of, precision_of, product_seconds, stream_seconds
-from echelon.simulator.stack import Stack
-from echelon.simulator.whole_tensors import MESSAGES, owned
-from echelon.simulator.wires import Wires, wires_of
-from echelon.simulator.work import Op
+from echelon.simulator.calibration import Fitted
+from echelon.simulator.cost.network import Wires, wires_of
+from echelon.simulator.cost.roofline import (
+    NARROW,
+    attention_seconds,
+    lines_of,
+    precision_of,
+    product_seconds,
+    stream_seconds,
+)
+from echelon.simulator.model_summary import Op
+from echelon.simulator.pipeline_order import least, length
+from echelon.simulator.plan_layout import Layout
+from echelon.simulator.training_stack import Stack
+from echelon.simulator.whole_tensor_cost import MESSAGES, owned
 
 #: Bytes/s at which samples come from the host while the device computes: PCIe 3.0 x16, the slowest of the catalogue's machines.
 _HOST = 12e9

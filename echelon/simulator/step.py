@@ -6,28 +6,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from echelon.errors import PlanError
+from echelon.plan.batch_split import sizes
 from echelon.plan.cluster import Cluster, Device
 from echelon.plan.forecast import Forecast, Time
 from echelon.plan.plan import Plan, Precision
 from echelon.plan.profile import Operator, Phase, Profile
-from echelon.plan.split import sizes
-from echelon.simulator.again import computed_again
-from echelon.simulator.cost import message_seconds, operator_seconds, optimizer_seconds, stream_seconds
-from echelon.simulator.distil import distil
-from echelon.simulator.exchange import pipeline_seconds, talk, tensor_seconds
-from echelon.simulator.fitted import Fitted, digest, fitted
-from echelon.simulator.host import Stretch, adding_up, held_up, issuing, updating
-from echelon.simulator.layout import lay_out
-from echelon.simulator.load import Load, load_of, require_one_kind
+from echelon.simulator.calibration import Fitted, digest, fitted
+from echelon.simulator.collectives import pipeline_seconds, talk, tensor_seconds
+from echelon.simulator.cost.curves import message_seconds, operator_seconds, optimizer_seconds, stream_seconds
+from echelon.simulator.launch_bound import Stretch, adding_up, held_up, issuing, updating
 from echelon.simulator.memory import memory
-from echelon.simulator.part import Part, parts
-from echelon.simulator.schedule import waiting
-from echelon.simulator.served import lean, of_ranks, with_servers, with_tables
-from echelon.simulator.shares import Shares
+from echelon.simulator.node_load import Load, load_of, require_one_kind
+from echelon.simulator.parameter_server_cost import lean, of_ranks, with_servers, with_tables
+from echelon.simulator.pipeline_schedule import waiting
+from echelon.simulator.plan_layout import lay_out
+from echelon.simulator.rank_profile import Part, parts
+from echelon.simulator.rank_shares import Shares
+from echelon.simulator.recomputation import computed_again
 from echelon.simulator.sheet_memory import fullest
 from echelon.simulator.sheet_step import Placed, step_time
-from echelon.simulator.stack import Stack
-from echelon.simulator.whole_tensors import MESSAGES, owned, trained_share
+from echelon.simulator.summarize_profile import distil
+from echelon.simulator.training_stack import Stack
+from echelon.simulator.whole_tensor_cost import MESSAGES, owned, trained_share
 
 #: How far a step may lie from the forecast (the bound that bench/forecast holds it to).
 _SPREAD = 0.25

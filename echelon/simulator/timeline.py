@@ -10,16 +10,16 @@ from echelon.plan.forecast import Memory
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.stages import stage_count
-from echelon.simulator.fitted import fitted
-from echelon.simulator.load import load_of, require_one_kind
+from echelon.simulator.calibration import fitted
 from echelon.simulator.memory import memory
-from echelon.simulator.order import walk
-from echelon.simulator.part import parts
-from echelon.simulator.schedule import runs_as
+from echelon.simulator.node_load import load_of, require_one_kind
+from echelon.simulator.pipeline_order import walk
+from echelon.simulator.pipeline_schedule import runs_as
+from echelon.simulator.rank_profile import parts
 from echelon.simulator.sheet_memory import held_by_ranks, put_together
 from echelon.simulator.sheet_step import stage_seconds
-from echelon.simulator.stack import Stack
 from echelon.simulator.step import by_sheet, forecast_of, laid_out, rank_times
+from echelon.simulator.training_stack import Stack
 
 #: Micro-batches that are shown: a longer step repeats itself.
 SHOWN = 24

@@ -1,7 +1,7 @@
 """The proof that a plan computes what one device computes.
 
 reference.py   one device, plain PyTorch, float64: the truth; recipe.py and feed.py: how it reads a job and its data
-survey.py      what still draws or rounds with dropout off and casts lifted (profiler/still.py, the same way in both runs)
+survey.py      what still draws or rounds with dropout off and casts lifted (trials/determinism.py, the same way in both runs)
 compare.py     how far two sets of tensors are apart
 noise.py       what rounding alone may do: the parameters under Adam, parts that stay in float32
 drift.py       the plan's own precision: what rounding may do there, and what it does not

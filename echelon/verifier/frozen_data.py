@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from echelon.data.source import is_stream, open_source
-from echelon.engine.ranks import Ranks
+from echelon.engine.process_groups import Ranks
 from echelon.job import Job
-from echelon.profiler.data_state import unread
-from echelon.verifier.feed import open_feed
+from echelon.trials.dataset_state import unread
+from echelon.verifier.reference_data import open_feed
 
 
 class FrozenSamples(Dataset[Any]):

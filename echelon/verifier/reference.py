@@ -25,19 +25,19 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from echelon.job import Job, call_loss, call_model, lift
+from echelon.plan.batch_split import split
 from echelon.plan.plan import Plan
-from echelon.plan.split import split
-from echelon.profiler.build import call_factory
-from echelon.profiler.isolation import Isolated
-from echelon.profiler.lazy import initialise_lazy
-from echelon.profiler.random_state import random_states
-from echelon.profiler.still import UPDATE, seed_build, seed_samples
-from echelon.profiler.trial_context import trial_context
-from echelon.verifier import recipe
-from echelon.verifier.feed import Feed
-from echelon.verifier.identity import model_hash
-from echelon.verifier.mark import Mark
-from echelon.verifier.outputs import Given, Outputs, hookable, listening, marked
+from echelon.trials.determinism import UPDATE, seed_build, seed_samples
+from echelon.trials.isolation import Isolated
+from echelon.trials.lazy_modules import initialise_lazy
+from echelon.trials.random_state import random_states
+from echelon.trials.shape_model import call_factory
+from echelon.trials.trial_context import trial_context
+from echelon.verifier import job_reader
+from echelon.verifier.compare_outputs import Given, Outputs, hookable, listening, marked
+from echelon.verifier.fingerprints import model_hash
+from echelon.verifier.reference_data import Feed
+from echelon.verifier.tensor_checksum import Mark
 from echelon.world import usable_cores
 
 #: Parameters from which on threads are worth their start.
@@ -87,15 +87,15 @@ class Reference:
             seed_build(job.seed)
             made = self.job.model if isinstance(self.job.model, nn.Module) else call_factory(self.job.model)
             initialise_lazy(made, self.job)
-            recipe.fill(made, self.job)
+            job_reader.fill(made, self.job)
             self.fingerprint = model_hash(made)  # of the model as it is, before float64
             self.model: nn.Module = (made if dtype is None else lift(made, dtype)).to(self.device).train()
             if shake:
                 _shake(self.model, shake)
             self._names = frozenset(name for name, _ in self.model.named_parameters())
-            self.optimizers = recipe.optimizers(self.job, self.model)
-            self.schedules = recipe.schedules(self.job, self.optimizers, feed.total)
-            self._others = recipe.loss_parameters(self.model, self.optimizers)
+            self.optimizers = job_reader.optimizers(self.job, self.model)
+            self.schedules = job_reader.schedules(self.job, self.optimizers, feed.total)
+            self._others = job_reader.loss_parameters(self.model, self.optimizers)
         #: Whether draws that cannot be held follow from the micro-batch: the plan's are then run one after another.
         self.seeded = False
         #: Module path -> when the first forward entered it.
@@ -146,18 +146,18 @@ class Reference:
             norm = _clipped(list(self.model.parameters()), self.job.clip)
         gradients |= {name: _copied(value.grad) for name, value in self._others.items()}
         rates = tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
-        groups = recipe.groups(self.model, self.optimizers)
+        groups = job_reader.groups(self.model, self.optimizers)
         with self._active():
             with UPDATE() as held:
                 for optimizer in self.optimizers:
                     optimizer.step()
             self.held_update |= held.changed
             for schedule in self.schedules:
-                schedule.step(float(loss)) if recipe.wants_loss(schedule) else schedule.step()
+                schedule.step(float(loss)) if job_reader.wants_loss(schedule) else schedule.step()
         self.last = Record(
             step=number, loss=loss, norm=norm, gradients=gradients,
             parameters=dict(self.model.named_parameters()) | self._others,
-            buffers=dict(self.model.named_buffers()), optimizer=recipe.optimizer_state(self.model, self.optimizers),
+            buffers=dict(self.model.named_buffers()), optimizer=job_reader.optimizer_state(self.model, self.optimizers),
             rates=rates, groups=groups, outputs=self._outputs,
         )  # fmt: skip
         self._outputs = {}
@@ -211,7 +211,7 @@ class Reference:
 
     def batch(self, number: int, piece: np.ndarray) -> Any:
         """These positions of step `number`'s batch. Not to be read inside `still`: data sets may draw and cast as they like."""
-        return recipe.cast(self.feed.take(number, piece), self.device, self._dtype)
+        return job_reader.cast(self.feed.take(number, piece), self.device, self._dtype)
 
     def loss(self, batch: Any, samples: int) -> tuple[Tensor, float]:
         """What a batch of so many samples adds to the loss, as a sum, and what it counts."""

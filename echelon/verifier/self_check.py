@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from echelon.data.digest import digest
+from echelon.data.sample_digest import digest
 from echelon.plan.certificate import Finding
-from echelon.verifier import noise
-from echelon.verifier.basis import Referee
-from echelon.verifier.case import Case
+from echelon.verifier import tolerances
 from echelon.verifier.compare import BROKEN, Difference
-from echelon.verifier.diagnose import first
-from echelon.verifier.look import expected_outputs
-from echelon.verifier.noise import Slack, copied
+from echelon.verifier.context import Referee
+from echelon.verifier.diagnose_failure import expected_outputs
+from echelon.verifier.first_divergence import first
+from echelon.verifier.single_device import Case
+from echelon.verifier.tolerances import Slack, copied
 
 #: Not finite in both runs: a fault of the job, and the same fault in both.
 _SAME = ("neither run is finite", "it holds NaN")
@@ -54,7 +54,7 @@ def _numbers(case: Case, steps: Sequence[int], proof: Referee) -> Unsteady | Non
     one, other = case.reference(), case.reference()
     slack = Slack(copied(dict(one.model.named_parameters())))
     for step in steps:
-        made = noise.differences(one.step(step), other.step(step), slack)
+        made = tolerances.differences(one.step(step), other.step(step), slack)
         found = [each for each in made if each.why not in _SAME]
         worst = first(found, case.bounds, proof.order)
         if worst is not None:

@@ -29,34 +29,34 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import StepBatch
-from echelon.engine.attributes import ModelState, model_snapshot, set_trainable, trainable
-from echelon.engine.held_state import Changes
-from echelon.engine.intake import own_generators
-from echelon.engine.layout import local
-from echelon.engine.model_state import has_extra_state
-from echelon.engine.outcome import Step
+from echelon.engine.checkpoint.held_state import Changes
+from echelon.engine.checkpoint.model_extra_state import has_extra_state
+from echelon.engine.checkpoint.run_attributes import ModelState, model_snapshot, set_trainable, trainable
+from echelon.engine.data_setup import own_generators
+from echelon.engine.parallel.shard_layout import local
 from echelon.engine.precision import autocast
 from echelon.engine.run import Run
-from echelon.engine.state import whole
+from echelon.engine.run_state import whole
+from echelon.engine.step_result import Step
 from echelon.errors import DivergenceError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.profiler.coupling import first_line
-from echelon.profiler.data_state import unread
-from echelon.profiler.isolation import Isolated
-from echelon.profiler.patches import Patches
-from echelon.profiler.snapshot import Snapshot
-from echelon.profiler.still import Stillness, silenced
+from echelon.profiler.sample_coupling import first_line
 from echelon.tree import copy_tensors
-from echelon.verifier import noise
-from echelon.verifier.collation import as_ranks_collate
+from echelon.trials.dataset_state import unread
+from echelon.trials.determinism import Stillness, silenced
+from echelon.trials.isolation import Isolated
+from echelon.trials.snapshot import Snapshot
+from echelon.trials.torch_patches import Patches
+from echelon.verifier import tolerances
+from echelon.verifier.batch_collation import as_ranks_collate
 from echelon.verifier.compare import BROKEN, Bounds, Difference, compare, wide
-from echelon.verifier.drift import ALLOWED
-from echelon.verifier.feed import Feed, ReadOnce, open_feed
+from echelon.verifier.precision_drift import ALLOWED
+from echelon.verifier.reduced_job import rate
 from echelon.verifier.reference import Reference
-from echelon.verifier.sampling import rate
-from echelon.verifier.spot_batch import collect_parts, fewer, joined_parts, misreading_rank, reads_the_same
+from echelon.verifier.reference_data import Feed, ReadOnce, open_feed
+from echelon.verifier.spot_check_batch import collect_parts, fewer, joined_parts, misreading_rank, reads_the_same
 
 #: The gate has looked at the steps before this one.
 FIRST = 3
@@ -385,7 +385,7 @@ class SpotChecks:
             return None
         differences = _differences(loss, found, truth, gradients, step)
         bounds = Bounds(least=ALLOWED[self._run.precision])
-        zero = set(noise.zeros(gradients))
+        zero = set(tolerances.zeros(gradients))
         beyond = [each for each in differences if not bounds.hold(each) and each.name not in zero]
         if not beyond:
             self.agreed = step + 1

@@ -16,37 +16,37 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from echelon.engine.ranks import Ranks
-from echelon.engine.read_order import require_independent_samples
+from echelon.engine.process_groups import Ranks
+from echelon.engine.read_order_check import require_independent_samples
 from echelon.errors import EchelonError, PlanError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.check import parts_batches, require
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
-from echelon.profiler.coupling import first_line
-from echelon.profiler.isolation import Isolated
-from echelon.profiler.still import Stillness
-from echelon.profiler.trial_context import without_trace
-from echelon.verifier import noise
-from echelon.verifier.basis import Basis, Referee
-from echelon.verifier.case import Case
-from echelon.verifier.collation import Parted, as_ranks_collate
+from echelon.profiler.sample_coupling import first_line
+from echelon.trials.determinism import Stillness
+from echelon.trials.isolation import Isolated
+from echelon.trials.trial_context import without_trace
+from echelon.verifier import tolerances
+from echelon.verifier.batch_collation import Parted, as_ranks_collate
+from echelon.verifier.candidate_run import Trial
+from echelon.verifier.choose_reference import Footing, asked, choose, free, require_whole, surely_fits
 from echelon.verifier.compare import Bounds, findings
-from echelon.verifier.drift import ALLOWED, GROSS
-from echelon.verifier.feed import Feed, open_feed
-from echelon.verifier.footing import Footing, asked, choose, free, require_whole, surely_fits
-from echelon.verifier.identity import versions
-from echelon.verifier.look import Look, look
-from echelon.verifier.loss_state import ReadState, find_read_state
-from echelon.verifier.mark import copies
-from echelon.verifier.outputs import listed
-from echelon.verifier.peer import Peer, Versus
-from echelon.verifier.regrouped import require_separable_loss
-from echelon.verifier.sampling import Sample, affordable_flops, smaller
+from echelon.verifier.compare_outputs import listed
+from echelon.verifier.context import Basis, Referee
+from echelon.verifier.diagnose_failure import Look, look
+from echelon.verifier.fingerprints import versions
+from echelon.verifier.loss_state_check import ReadState, find_read_state
+from echelon.verifier.plan_reference import Peer, Versus
+from echelon.verifier.precision_drift import ALLOWED, GROSS
+from echelon.verifier.reduced_job import Sample, affordable_flops, smaller
+from echelon.verifier.reference_data import Feed, open_feed
+from echelon.verifier.regrouping_check import require_separable_loss
 from echelon.verifier.self_check import Unsteady, self_check
-from echelon.verifier.served import in_step, most_ahead, with_bound
-from echelon.verifier.trial import Trial
+from echelon.verifier.single_device import Case
+from echelon.verifier.staleness import in_step, most_ahead, with_bound
+from echelon.verifier.tensor_checksum import copies
 from echelon.world import World, read_world
 
 T = TypeVar("T")
@@ -269,7 +269,7 @@ def _beside(
                 truth = basis.take()
                 start = truth.start
             if basis is not None:
-                began, order = noise.copied(start), truth.reference.order if truth else peer.order if peer else {}
+                began, order = tolerances.copied(start), truth.reference.order if truth else peer.order if peer else {}
                 proof, drift = (Referee(basis, began, order, exact=each) for each in (True, False))
                 proof.begin(before, steps[0])
         # The first step tells the drift, but for fp16: its loss scale may skip some before it has settled.

@@ -13,7 +13,7 @@ from bench.adversary.candidate import Outcome, Reused
 from bench.adversary.spec import catalogue
 from bench.adversary.verdict import Judge, decide, words_of
 from echelon.data.order import Order
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 
 FOLDER = Path(bench.adversary.__file__).parent
 SLICE = (

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from bench.axes import PLANS, race_axis
-from bench.byhand import BY_HAND
+from bench.handwritten import BY_HAND
 from bench.workloads import WORKLOADS, HeadGPT, Workload, tokens
 from echelon.engine.run import Run
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
-from tests.whole import only_whole
+from tests.sampling import only_whole
 
 SMALL = Workload(
     name="small",

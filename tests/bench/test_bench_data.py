@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import data, loaders, waiting
-from bench.apart import forget, in_memory, main
-from tests.whole import only_whole
+from bench import data, data_stall, loaders
+from bench.cold_readers import forget, in_memory, main
+from tests.sampling import only_whole
 
 
 def test_forgotten_pages_are_not_in_memory(tmp_path: Path) -> None:
@@ -67,6 +67,6 @@ def test_readers_take_turns_and_run_apart(tmp_path: Path, monkeypatch: pytest.Mo
 
 @only_whole
 def test_waiting_is_a_share_of_the_step(tmp_path: Path) -> None:
-    assert waiting.main(["--tiny", "--workers", "1", "--json", str(tmp_path / "j")]) == 0
+    assert data_stall.main(["--tiny", "--workers", "1", "--json", str(tmp_path / "j")]) == 0
     rows = json.loads((tmp_path / "j").read_text())["rows"]
     assert [0 <= row["value"] <= 1 for row in rows] == [True, True]

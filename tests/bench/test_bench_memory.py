@@ -8,8 +8,8 @@ from bench.memory import CUT, LIMIT, _states, hold
 from bench.workloads import WORKLOADS
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
-from tests.whole import only_whole
+from echelon.testing.rank_pool import Pool
+from tests.sampling import only_whole
 
 
 @only_whole  # `python -m bench.memory` measures it

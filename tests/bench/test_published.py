@@ -33,11 +33,11 @@ from bench.published.scores import (
 from echelon.errors import EchelonError
 from echelon.plan import catalogue
 from echelon.profiler import profile as trace
-from echelon.simulator import fitted as constants
-from echelon.simulator.distil import distil
-from echelon.simulator.fitted import Fitted, fitted, rounded
+from echelon.simulator import calibration as constants
+from echelon.simulator.calibration import Fitted, fitted, rounded
 from echelon.simulator.sheet_memory import held_by_ranks, put_together, reserved
-from tests.whole import only_whole, some
+from echelon.simulator.summarize_profile import distil
+from tests.sampling import only_whole, some
 
 SMALL: dict[str, Any] = {
     "arch": "llama", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 320, "seq_len": 32, "gated_mlp": True,

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli.app import app
-from echelon.data.packed.cache import Cache
+from echelon.data.packed.remote_cache import Cache
+from echelon.plan.document_cache import Store, installed_versions
 from echelon.plan.plan import Plan
-from echelon.plan.store import Store, installed_versions
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.engine.run import Run
-from echelon.flow.folder import RunFolder
+from echelon.flow.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.world import World
 from tests.engine.jobs import mlp

@@ -17,7 +17,7 @@ from echelon.cli.app import app
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
 from tests.machine import environment
-from tests.whole import WHOLE, only_whole
+from tests.sampling import WHOLE, only_whole
 
 JOB = str(Path(__file__).with_name("job.py"))
 

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.damage import mutated
-from bench.mixed import WAYS, make, outcome
+from bench.sample_dataset import WAYS, make, outcome
 from echelon.data import Packed, open_source
-from echelon.data.packed import reader, rows
-from echelon.data.packed.blocks import folded
+from echelon.data.packed import reader, row_reader
+from echelon.data.packed.block_layout import folded
 from echelon.data.packed.from_samples import Values
-from echelon.data.packed.look import damages
+from echelon.data.packed.inspect import damages
 from echelon.data.packed.manifest import hash_of
 from echelon.data.packed.pack import pack
 from echelon.errors import DataError
@@ -81,14 +81,14 @@ def test_two_threads_that_meet_in_a_block_leave_no_other_unchecked(
     """Training and evaluation may read parts of one data set at the same time."""
     images(tmp_path / "set", 2, 200)
     data, meeting = Packed(tmp_path / "set"), threading.Barrier(2)
-    real = rows.damage
+    real = row_reader.damage
 
     def together(*arguments: Any) -> str | None:
         with contextlib.suppress(threading.BrokenBarrierError):
             meeting.wait(0.2)
         return real(*arguments)
 
-    monkeypatch.setattr(rows, "damage", together)
+    monkeypatch.setattr(row_reader, "damage", together)
     threads = [threading.Thread(target=data.batch, args=(np.arange(50),)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -115,13 +115,13 @@ def test_a_file_that_comes_back_while_damage_is_looked_for_is_left_out_all_the_s
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole / "shard-00001.arrow").rename(whole / "gone")
-    looks: list[rows.File] = []
+    looks: list[row_reader.File] = []
 
-    def wrong(file: rows.File) -> str | None:
+    def wrong(file: row_reader.File) -> str | None:
         looks.append(file)
         if len(looks) == 9:
             (whole / "gone").rename(whole / "shard-00001.arrow")
-        return rows.wrong(file)
+        return row_reader.wrong(file)
 
     monkeypatch.setattr(reader, "wrong", wrong)
     with pytest.warns(UserWarning, match="100 of 400 samples are skipped in 1 damaged part, "):

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
 from echelon.plan.plan import Plan
-from echelon.verifier.feed import open_feed
+from echelon.verifier.reference_data import open_feed
 from echelon.world import World
 from tests.flow.jobs import make
 

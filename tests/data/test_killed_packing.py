@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.kills import kill_packing, kill_readers, unbroken
-from bench.mixed import make
+from bench.kill_tests import kill_packing, kill_readers, unbroken
+from bench.sample_dataset import make
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from echelon.data import order as orders_module
 from echelon.data.order import Order
-from echelon.data.permute import Keyed, shuffled
+from echelon.data.shuffle import Keyed, shuffled
 from echelon.errors import DataError
-from echelon.plan.split import split
+from echelon.plan.batch_split import split
 
 QUICK = settings(deadline=None, max_examples=100)  # no deadline: the machine may be busy
 

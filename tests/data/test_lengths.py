@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from echelon.data import Loader, Packed, open_source
 from echelon.data.order import Bucketed
-from echelon.data.packed.filled import layout
 from echelon.data.packed.from_samples import Values
 from echelon.data.packed.pack import pack
+from echelon.data.packed.sequence_packing import layout
 from echelon.errors import DataError
 
 QUICK = settings(deadline=None, max_examples=60)

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from echelon.data.gather import gather_of
+from echelon.data.column_gather import gather_of
 from echelon.data.loader import Loader, Micro, StepBatch, _fitting_batch, evaluation_batches
 from echelon.data.order import Order
 from echelon.data.source import Samples, Source, Tensors, open_source
 from echelon.errors import DataError
-from echelon.plan.split import split
+from echelon.plan.batch_split import split
 
 QUICK = settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
 

@@ -24,8 +24,8 @@ from echelon.cli import pack as cli
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, open_source
 from echelon.data.packed import from_text
-from echelon.data.packed.detect import open_origin
-from echelon.data.packed.origin import Origin
+from echelon.data.packed.detect_format import open_origin
+from echelon.data.packed.packing_source import Origin
 
 MNIST = Path(__file__).parents[3] / "shared/data/mnist"
 

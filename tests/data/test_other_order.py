@@ -18,7 +18,7 @@ from echelon.data import order as orders
 from echelon.data.order import Bucketed, Order
 from echelon.data.packed.from_samples import Values
 from echelon.data.packed.pack import pack
-from echelon.engine.stored import MANIFEST
+from echelon.engine.checkpoint.checkpoint_reader import MANIFEST
 from echelon.errors import ForeignCheckpoint, JobError
 from tests.flow.jobs import make
 

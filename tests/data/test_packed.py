@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from echelon.data import Loader, Packed, evaluation_batches, open_source
-from echelon.data.packed import rows
+from echelon.data.packed import row_reader
 from echelon.data.packed.from_arrays import Arrays
 from echelon.data.packed.from_samples import Values
 from echelon.data.packed.manifest import Manifest
+from echelon.data.packed.mmap_region import HUGE, even_gaps
 from echelon.data.packed.pack import pack
-from echelon.data.packed.region import HUGE, even_gaps
 from echelon.errors import DataError
-from echelon.profiler.example import Example
+from echelon.trials.example_batch import Example
 from tests.flow.jobs import make
 
 pytestmark = [  # what torch says of worker processes on a small machine, and Python 3.12 of fork
@@ -141,7 +141,7 @@ def test_gaps_lay_files_in_step(files: list[tuple[int, int]], item: int, page: i
 def test_files_larger_than_a_huge_page_are_read_the_same_where_they_fit_into_memory_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
 ) -> None:
-    monkeypatch.setattr(rows, "usable_memory", lambda: memory)
+    monkeypatch.setattr(row_reader, "usable_memory", lambda: memory)
     values = np.random.default_rng(0).integers(0, 256, (3001, 3, 32, 32), dtype=np.uint8)
     pack(
         Arrays({"image": values, "label": np.arange(3001)}, {"tuple": ["image", "label"]}, {}),
@@ -481,7 +481,7 @@ def test_two_packings_of_different_sources_never_mix_in_a_folder(tmp_path: Path)
 
 
 def test_one_who_waits_long_for_another_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.data.packed.share._PATIENCE", 0.2)
+    monkeypatch.setattr("echelon.data.packed.locked_tasks._PATIENCE", 0.2)
     slow = Waiting({"x": np.zeros(40, np.int64)}, {"tuple": ["x"]}, {"at": str(tmp_path / "go")})
     first = multiprocessing.get_context("fork").Process(
         target=pack, args=(slow, tmp_path / "set"), kwargs={"shards": 2}

@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.data import Loader, Packed, evaluation_batches, open_source
-from echelon.data.packed.cache import Cache
+from echelon.data.packed.file_locks import locked, taken, unlock
 from echelon.data.packed.from_samples import Values
-from echelon.data.packed.locks import locked, taken, unlock
 from echelon.data.packed.pack import pack
-from echelon.data.packed.store import Store
+from echelon.data.packed.remote_cache import Cache
+from echelon.data.packed.remote_store import Store
 from echelon.errors import CacheFullError, DataError
 from tests.data.test_damage import rewritten
 from tests.data.test_packed import PIXELS, images

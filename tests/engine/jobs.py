@@ -14,15 +14,15 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from echelon.engine.run import Run
-from echelon.engine.statistics import StepStatistics
+from echelon.engine.step_metrics import StepStatistics
 from echelon.errors import EchelonError
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
 from echelon.world import World
-from tests.engine.staged import (
+from tests.engine.pp_models import (
     Auxiliary,
     Counting,
     Counts,

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from echelon.engine.run import Run
 from echelon.errors import EchelonError
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.world import World
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.engine.layout import Piece, regions
-from echelon.engine.pipeline import add_up
-from echelon.engine.ranks import Ranks
-from echelon.engine.tensor import Axis, cut, install, pieces
+from echelon.engine.parallel.pipeline_parallel import add_up
+from echelon.engine.parallel.shard_layout import Piece, regions
+from echelon.engine.parallel.tensor_parallel import Axis, cut, install, pieces
+from echelon.engine.process_groups import Ranks
+from echelon.partition.find_sequence_parallel import find_segments
+from echelon.partition.find_tp import shard
 from echelon.plan.mesh import Mesh
-from echelon.profiler.sequence import find_segments
-from echelon.profiler.sharding import shard
 from echelon.world import World
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.engine.agreement import Agreement
-from echelon.engine.keeper import Elsewhere
-from echelon.engine.ranks import Ranks
+from echelon.engine.backends.launch_servers import Elsewhere
+from echelon.engine.coordinated_stop import Agreement
+from echelon.engine.process_groups import Ranks
 from echelon.engine.run import Run
+from echelon.plan.parameter_server import Served
 from echelon.plan.plan import Plan
-from echelon.plan.served import Served
 from echelon.plan.text import from_text
 from echelon.world import World
 from tests.verifier.proofs import make_job

@@ -25,11 +25,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from echelon.engine.checkpoint.json_values import encode
 from echelon.engine.run import Run
-from echelon.engine.values import encode
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.testing.models import MLP
 from echelon.world import World
 from tests.engine.jobs import mlp

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import evaluated, resumed, saved, trained
-from tests.whole import one_of_each, pairs, some
+from tests.sampling import one_of_each, pairs, some
 
 BOUND = 1e-9
 AXES = [

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from echelon.engine.checkpoint.checkpoint_reader import FORMAT, MANIFEST, read_manifest
+from echelon.engine.checkpoint.tensor_storage import INDEX
 from echelon.engine.run import Run
-from echelon.engine.stored import FORMAT, MANIFEST, read_manifest
-from echelon.engine.tensor_files import INDEX
 from echelon.errors import CheckpointError, ForeignCheckpoint
 from echelon.plan.plan import Plan
-from echelon.plan.seal import seal
-from echelon.testing.ranks import Pool
+from echelon.plan.sealed_json import seal
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS, resumed, saved, trained
-from tests.whole import pairs, some
+from tests.sampling import pairs, some
 
 STEPS = 2
 
@@ -227,7 +227,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     # The real device that is always full stands in for the disk: every write ends in ENOSPC.
-    monkeypatch.setattr("echelon.engine.tensor_files._create", lambda path: Path("/dev/full").open("wb"))  # noqa: SIM115
+    monkeypatch.setattr("echelon.engine.checkpoint.tensor_storage._create", lambda path: Path("/dev/full").open("wb"))  # noqa: SIM115
     with pytest.raises(CheckpointError, match="the disk is full"):
         run.save(tmp_path / "here")
     assert list(tmp_path.iterdir()) == []

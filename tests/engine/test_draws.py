@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.testing.ranks import Pool
-from tests.engine.drawn import masks, resumed, trained
+from echelon.testing.rank_pool import Pool
+from tests.engine.rng_models import masks, resumed, trained
 from tests.zoo.prove import completed
 
 

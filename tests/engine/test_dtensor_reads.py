@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from echelon.engine.dtensor_reads import read_whole
 from echelon.engine.run import Run
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS
 

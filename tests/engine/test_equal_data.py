@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from echelon.data.digest import digest
+from echelon.data.sample_digest import digest
 from echelon.engine.run import Run
 from echelon.errors import DataError
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import DATA, classes, mlp, numbers
 

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from echelon.engine.metrics import Part, UnjoinableError, classify, joined
 from echelon.engine.run import Run
 from echelon.errors import JobError
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import classes, mlp, numbers
-from tests.whole import some
+from tests.sampling import some
 
 METRICS = {
     "number": lambda output, batch: 3.5,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.foresight import Foresight, find
-from echelon.engine.lookup import Rows, Standin, install
+from echelon.engine.backends.id_prefetch import Foresight, find
+from echelon.engine.backends.remote_embedding import Rows, Standin, install
 from echelon.errors import PlanError, TrainingError
-from echelon.plan.served import Served
+from echelon.plan.parameter_server import Served
 
 IDS = torch.arange(60).reshape(10, 6)
 

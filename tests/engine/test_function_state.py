@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.attributes import ModelState
-from echelon.engine.function_state import FunctionState, unchanged
+from echelon.engine.checkpoint.function_state import FunctionState, unchanged
+from echelon.engine.checkpoint.run_attributes import ModelState
 from echelon.engine.run import Run
 from echelon.errors import JobError
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.profiler.isolation import Isolated
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
+from echelon.trials.isolation import Isolated
 from echelon.world import World
 from tests.engine.jobs import mlp
 

@@ -13,7 +13,7 @@ from echelon.engine.run import Run
 from echelon.errors import ForeignCheckpoint, JobError
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS, rates, saved, trained
 

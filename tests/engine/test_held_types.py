@@ -21,14 +21,14 @@ from torch.optim import SGD, Optimizer
 
 from echelon.engine.run import Run
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.testing.models import MLP
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import mlp, numbers
-from tests.whole import WHOLE, pairs
+from tests.sampling import WHOLE, pairs
 
 STEPS = 2
 

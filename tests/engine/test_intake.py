@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from echelon.engine.intake import Mover
+from echelon.engine.data_setup import Mover
 
 
 class Pair(NamedTuple):

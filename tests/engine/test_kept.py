@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine import kept
 

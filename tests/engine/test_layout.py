@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.engine.layout import Piece, Spread, regions
+from echelon.engine.parallel.shard_layout import Piece, Spread, regions
 from echelon.plan.placement import shares
 
 sizes = st.integers(1, 9)

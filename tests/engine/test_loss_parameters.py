@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.engine.function_state import loss_parameters
+from echelon.engine.checkpoint.function_state import loss_parameters
 from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.profiler.optimizer_class import classify, made_for
 from echelon.testing.models import MLP
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import mlp

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from echelon.engine.run import Run
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import classes, mlp, numbers
-from tests.whole import one_of_each
+from tests.sampling import one_of_each
 
 
 class Running:

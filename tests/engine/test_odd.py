@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from echelon import Job
-from echelon.flow.prepare import Subject
+from echelon.flow.resolve_plan import Subject
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.odd import outcome, outcomes, settled
-from tests.whole import some
+from tests.sampling import some
 
 #: (job, plan, the plan that it runs under: None where it is the same, a word of why)
 CASES = [

@@ -13,12 +13,12 @@ from torch.utils.data import Dataset
 
 from echelon.engine.run import Run
 from echelon.job import Job, call_optimizer
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.complete import complete
 from echelon.testing.models import MLP
-from echelon.testing.ranks import Pool, RankError
+from echelon.testing.rank_pool import Pool, RankError
 from echelon.world import World
 from tests.engine.jobs import mlp
 

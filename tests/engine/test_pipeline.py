@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from echelon.engine.absent import absent
+from echelon.engine.parallel.placeholder_tensor import absent
 from echelon.engine.run import Run
 from echelon.errors import PlanError
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool, RankError
+from echelon.testing.rank_pool import Pool, RankError
 from echelon.world import World
 from tests.engine.jobs import DATA, JOBS, trained
 

@@ -16,7 +16,7 @@ from echelon.engine.run import Run
 from echelon.errors import TrainingError
 from echelon.job import Job
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import mlp, tokens
 

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from echelon.engine.exchange import Exchange
-from echelon.engine.ranks import Ranks, choose_backend, shared_store
+from echelon.engine.parallel.gradient_allreduce import Exchange
+from echelon.engine.process_groups import Ranks, choose_backend, shared_store
 from echelon.engine.run import Run
 from echelon.errors import WorldError
 from echelon.plan.plan import Plan
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS
 

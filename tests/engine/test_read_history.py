@@ -13,7 +13,7 @@ from echelon.data import Packed
 from echelon.data.loader import Loader
 from echelon.data.packed.from_arrays import Arrays
 from echelon.data.packed.pack import pack
-from echelon.engine import read_history
+from echelon.engine.checkpoint import read_history
 from echelon.engine.run import Run
 from echelon.job import Job
 from echelon.plan.text import from_text

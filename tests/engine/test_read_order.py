@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from echelon.engine import read_order
-from echelon.engine.read_order import require_independent_samples
+from echelon.engine import read_order_check
+from echelon.engine.read_order_check import require_independent_samples
 from echelon.errors import VerificationError
-from echelon.profiler.data_state import DataState, unread
+from echelon.trials.dataset_state import DataState, unread
 from tests.engine.jobs import mlp
 from tests.engine.stateful_datasets import (
     LEAVES_FILES_OPEN,
@@ -76,7 +76,7 @@ def test_samples_that_depend_on_earlier_readings_are_found(kind: type[Plain]) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Read, Cached, Drawing, DrawingElsewhere, Failing])
 def test_others_are_not_taken_for_such(kind: type[Plain]) -> None:
-    assert read_order.history_dependence(mlp(data=kind(), batch=8, epochs=2)) is None
+    assert read_order_check.history_dependence(mlp(data=kind(), batch=8, epochs=2)) is None
 
 
 def test_a_file_that_a_trial_opened_is_opened_again() -> None:
@@ -133,7 +133,7 @@ def test_collation_in_a_trial_leaves_no_trace() -> None:
 
 
 def test_what_is_too_large_to_be_put_back_is_seen_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.profiler.data_state._COPIED", 64)
+    monkeypatch.setattr("echelon.trials.dataset_state._COPIED", 64)
     data = InPlace()
     held = DataState(data)
     assert not held.unrestorable()
@@ -144,7 +144,7 @@ def test_what_is_too_large_to_be_put_back_is_seen_to_change(monkeypatch: pytest.
 
 
 def test_further_readings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_order, "_MORE", 8)
+    monkeypatch.setattr(read_order_check, "_MORE", 8)
     most = 0
 
     class Watched(Read):

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from echelon.engine.recompute import recompute
+from echelon.engine.activation_checkpoint import recompute
 from echelon.engine.run import Run
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan, Recompute
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.complete import complete
 from echelon.simulator import simulate
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
-from tests.engine.again import JOBS, careless, gpt, peak, trained
+from tests.engine.recompute_jobs import JOBS, careless, gpt, peak, trained
+from tests.sampling import pairs, some
 from tests.simulator.cases import make_cluster
-from tests.whole import pairs, some
 
 ALONE = World()
 

@@ -8,9 +8,9 @@ import pytest
 
 from echelon.plan.certificate import Certificate
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from tests.engine.sequences import CASES, Compared, compare
-from tests.whole import only_whole, some
+from tests.sampling import only_whole, some
 from tests.zoo.prove import completed, prove_plan
 
 

@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from echelon.engine.build import unmade
-from echelon.engine.rules import rule_of
+from echelon.engine.backends.server_optimizers import rule_of
+from echelon.engine.init_model import unmade
 from echelon.engine.weights import export_weights
 from echelon.errors import ForeignCheckpoint, JobError
-from echelon.plan.served import Served
-from echelon.testing.ranks import Pool
+from echelon.plan.parameter_server import Served
+from echelon.testing.rank_pool import Pool
 from tests.engine.served import stop_together, train
 
 pytest.importorskip("numba")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import trained
 from tests.engine.test_step import BOUND, difference

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.engine.checkpoint.json_values import Unstorable, decode, encode, from_inline, inline
 from echelon.engine.run import Run
-from echelon.engine.values import Unstorable, decode, encode, from_inline, inline
 from echelon.errors import ForeignCheckpoint, JobError
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool, RankError
+from echelon.testing.rank_pool import Pool, RankError
 from echelon.world import World
 from tests.engine.jobs import mlp
 from tests.engine.stateful import STATEFUL, Switching, after, refused, sgd, until
-from tests.whole import some
+from tests.sampling import some
 
 STEPS = 2
 WHOLE = [

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine.build import fingerprint
+from echelon.engine.init_model import fingerprint
 from echelon.engine.run import Run
 from echelon.errors import PlanError
 from echelon.plan.plan import Plan
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World, usable_cores
 from tests.engine.jobs import JOBS as JOBS_BY_NAME
 from tests.engine.jobs import Averages, mlp, trained
-from tests.whole import pairs
+from tests.sampling import pairs
 
 BOUND = 1e-9
 ON_CPU = pytest.mark.skipif(

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.planner.shardings import groups, without
+from echelon.planner.tp_selection import groups, without
 from echelon.profiler import profile
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import JOBS, losses_of
-from tests.engine.parts import CASES, Compared, compare, load, save, strange
+from tests.engine.tp_models import CASES, Compared, compare, load, save, strange
 from tests.zoo.prove import completed
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine import unequal
-from tests.whole import some
+from tests.sampling import some
 
 
 def _differs(found: Any, name: str) -> str:

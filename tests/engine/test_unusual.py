@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from echelon.engine.exchange import Exchange
+from echelon.engine.parallel.gradient_allreduce import Exchange
 from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Mesh, Plan
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.engine.jobs import JOBS, classes, failure, mlp, trained
-from tests.engine.staged import Hooked
-from tests.whole import some
+from tests.engine.pp_models import Hooked
+from tests.sampling import some
 from tests.zoo import ZOO, prove
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.engine.replicas import checksum, equal
+from echelon.engine.replica_check import checksum, equal
 from echelon.engine.watch import digest
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from tests.engine import apart
 
 

@@ -14,14 +14,14 @@ from torch import nn
 from echelon.engine.run import Run
 from echelon.engine.weights import checkpoint_of
 from echelon.errors import CheckpointError, JobError
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.testing.models import GPT, MLP
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.engine.jobs import mlp, tokens
-from tests.whole import some
+from tests.sampling import some
 
 MODEL = {"vocab": 32, "context": 9, "width": 16, "layers": 2, "heads": 2}
 

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from echelon.engine.intake import seed_step
+from echelon.engine.data_setup import seed_step
+from echelon.engine.parallel.whole_tensor_optimizer import deal
 from echelon.engine.run import Run
-from echelon.engine.whole_optimizer import deal
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests import optimizers as own
 from tests.optimizers import matrices_and_rest
-from tests.whole import only_whole, some
+from tests.sampling import only_whole, some
 
 STEPS, SEED = 7, 3
 DATA = TensorDataset(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.resume import EVERY, break_and_resume, cells, same_bits
-from tests.whole import only_whole
+from tests.sampling import only_whole
 
 
 @pytest.mark.slow

@@ -23,13 +23,13 @@ from echelon.engine.run import Run
 from echelon.errors import DivergenceError, LaunchError, PlanError, UnprovedPlan
 from echelon.events import Event
 from echelon.flow import gate
-from echelon.flow.folder import RunFolder
-from echelon.flow.prepare import Prepared, Subject
+from echelon.flow.resolve_plan import Prepared, Subject
+from echelon.flow.run_folder import RunFolder
 from echelon.observer import read_events
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler import coupling
-from echelon.testing.ranks import Pool, RankError
+from echelon.profiler import sample_coupling
+from echelon.testing.rank_pool import Pool, RankError
 from echelon.verifier import spot_check
 from echelon.world import World
 from tests.flow.jobs import (
@@ -45,7 +45,7 @@ from tests.flow.jobs import (
     trained_alone,
     trained_on_ranks,
 )
-from tests.whole import some
+from tests.sampling import some
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def test_behaviour_that_begins_late_stops_the_run(
 ) -> None:
     if samples == "some":
         monkeypatch.setattr(spot_check, "EACH", 1e-12)
-    monkeypatch.setattr(coupling, "LATER", 0)
+    monkeypatch.setattr(sample_coupling, "LATER", 0)
     job = make(model=lambda: Late(20), epochs=12)
     with pytest.raises(DivergenceError, match=r"step \d+: .* off what one device computes"):
         train(tmp_path / "run", job, "dp=1 micro=4", every=2)
@@ -176,7 +176,7 @@ def test_behaviour_that_begins_late_stops_the_run(
 
 def test_auto_goes_on_from_the_last_checkpoint_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second plan is proved at first, computes something else later, and is left with what it trained until then."""
-    monkeypatch.setattr(coupling, "LATER", 0)
+    monkeypatch.setattr(sample_coupling, "LATER", 0)
     job = make(model=lambda: Late(20), epochs=12)
     texts = ("dp=1 micro=4", "dp=1")
     monkeypatch.setattr(sys.modules["echelon.flow.train"], "attempts", lambda *_, **__: plans(*texts))
@@ -563,7 +563,7 @@ def test_a_plan_is_proved_on_data_with_entropy_of_its_own(tmp_path: Path) -> Non
 
 def test_samples_are_fewer_where_time_is_short() -> None:
     from echelon.profiler import profile
-    from echelon.verifier.sampling import smaller
+    from echelon.verifier.reduced_job import smaller
 
     job = make(data=TensorDataset(torch.randn(600, 8), torch.randn(600, 1)), batch=301)
     found = profile(job)
@@ -593,7 +593,7 @@ class Blocks(nn.Module):
 @pytest.mark.slow
 def test_a_shortened_model_is_proved_for_the_whole() -> None:
     from echelon.profiler import profile
-    from echelon.verifier.sampling import smaller
+    from echelon.verifier.reduced_job import smaller
 
     job = make(model=Blocks)
     few = smaller(job, from_text("dp=1 micro=4"), profile(job), 1.0, 12)

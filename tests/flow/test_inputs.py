@@ -17,14 +17,14 @@ from torch.utils.data import Dataset
 
 from echelon.errors import VerificationError
 from echelon.flow import gate
-from echelon.flow.identity import JobIdentity
 from echelon.flow.job_code import describe_code, describe_data
+from echelon.flow.job_identity import JobIdentity
 from echelon.flow.job_inputs import Reads, recording
-from echelon.flow.prepare import Subject, prepare
+from echelon.flow.resolve_plan import Subject, prepare
 from echelon.flow.settings import Settings, defaults, resolve
 from echelon.flow.train import train
 from echelon.flow.verify import verify
-from echelon.plan.inputs import argument_parts, differences, digest_file
+from echelon.plan.input_digests import argument_parts, differences, digest_file
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
 from echelon.world import World
@@ -120,7 +120,7 @@ def test_every_input_is_named_and_only_what_changed_differs(tmp_path: Path, monk
 @pytest.mark.slow
 def test_other_processes_find_the_same_identity(tmp_path: Path) -> None:
     file = write_reading(tmp_path)
-    code = f"from echelon.flow.prepare import Subject; print(Subject({str(file)!r}).identity.digest)"
+    code = f"from echelon.flow.resolve_plan import Subject; print(Subject({str(file)!r}).identity.digest)"
     found = set()
     for rank in ("0", "1"):
         environment = os.environ | {"PYTHONHASHSEED": rank, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}

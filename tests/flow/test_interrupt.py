@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.whole import only_whole, some
+from tests.sampling import only_whole, some
 
 ROOT = Path(__file__).parents[2]
 JOB = """

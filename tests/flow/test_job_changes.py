@@ -24,9 +24,9 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 import echelon
 from echelon.errors import ForeignCheckpoint, JobError
 from echelon.events import Event
-from echelon.flow import identity
+from echelon.flow import job_identity
 from echelon.flow.job_code import describe_code, describe_data
-from echelon.flow.prepare import Subject
+from echelon.flow.resolve_plan import Subject
 from echelon.flow.train import Trained, train
 from tests.flow.jobs import STEPS, make, samples
 from tests.flow.test_resume import rated, rates_of, warnings_of
@@ -184,7 +184,7 @@ def test_an_unfinished_run_goes_on_with_an_instance_that_nobody_seeded(tmp_path:
 def test_every_field_of_a_job_counts_or_is_exempt() -> None:
     """A new field counts by its code; one that does not has a reason."""
     fields = {each.name for each in dataclasses.fields(echelon.Job)}
-    assert fields >= {*identity.SETTINGS, *identity.DATA, *identity.EXEMPT}
+    assert fields >= {*job_identity.SETTINGS, *job_identity.DATA, *job_identity.EXEMPT}
     job = make(
         inputs=lambda batch: (batch[:-1], {}), collate=default_collate, evaluation=samples(), warmup_data=0.5, weights="absent",
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), metrics={"mean": lambda output, batch: output.mean()},
@@ -192,7 +192,7 @@ def test_every_field_of_a_job_counts_or_is_exempt() -> None:
     found = {
         part.removeprefix("code ").removeprefix("setting ").partition(".")[0] for part in Subject(job).identity.parts
     }
-    assert fields - found == identity.EXEMPT.keys()
+    assert fields - found == job_identity.EXEMPT.keys()
 
 
 @pytest.mark.parametrize(

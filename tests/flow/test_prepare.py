@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from echelon.engine.run import Run
 from echelon.errors import JobError, PlanError
-from echelon.flow.prepare import Prepared, Subject, prepare, receive
+from echelon.flow.resolve_plan import Prepared, Subject, prepare, receive
 from echelon.flow.train import train
 from echelon.plan.check import require
 from echelon.plan.plan import Plan
@@ -242,12 +242,12 @@ def test_a_plan_that_is_completed_for_one_model_is_not_taken_for_another_of_the_
 def test_cuts_that_this_machine_cannot_look_for_are_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, plan = Subject(make), from_text("tp=2")
     profile = subject.profile()
-    monkeypatch.setattr("echelon.flow.prepare._PATIENCE", -1.0)
+    monkeypatch.setattr("echelon.flow.resolve_plan._PATIENCE", -1.0)
     assert subject.complete_here(plan, profile) == plan
     assert subject.complete_here(from_text("dp=2 tp=2"), profile).open
     (warning,) = subject.warnings
     assert "trying it in float64 would take" in warning
-    monkeypatch.setattr("echelon.flow.prepare._COPIES", 1e30)
+    monkeypatch.setattr("echelon.flow.resolve_plan._COPIES", 1e30)
     assert subject.complete_here(plan, profile) == plan
     assert "this machine has" in subject.warnings[-1]
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from echelon.errors import JobError
 from tests.flow.jobs import STEPS, make, samples
 from tests.flow.test_job_changes import Decaying, interrupted, quick
 from tests.flow.test_resume import rated, rates_of, warnings_of
-from tests.whole import some
+from tests.sampling import some
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "ChainedScheduler": lambda each: lr_scheduler.ChainedScheduler(

@@ -11,7 +11,7 @@ import pytest
 from echelon.events import Event
 from echelon.observer import read_events
 from tests.machine import ROOT, environment
-from tests.whole import only_whole
+from tests.sampling import only_whole
 
 
 def run(folder: Path, known_machine: Path, *command: str) -> list[Event]:

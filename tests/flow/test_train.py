@@ -15,10 +15,10 @@ import torch
 import echelon
 from echelon.errors import CheckpointError, DataError, EchelonError, ForeignCheckpoint, JobError
 from echelon.events import Event
-from echelon.flow.folder import RunFolder
+from echelon.flow.run_folder import RunFolder
 from echelon.flow.train import Trained
 from echelon.plan.certificate import Certificate
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from tests.flow.jobs import FILE, STEPS, Endless, last_loss, make, samples
 from tests.observer.runs import cluster, forecast, plan
 

@@ -15,13 +15,13 @@ from torch.distributed import all_reduce, get_world_size
 from torch.nn import functional as F
 
 import echelon
-from echelon.engine.ranks import Ranks
+from echelon.engine.process_groups import Ranks
 from echelon.flow import gate
 from echelon.observer import read_events
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.trial_context import one_process
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
+from echelon.trials.trial_context import one_process
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.flow.jobs import make

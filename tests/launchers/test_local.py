@@ -47,7 +47,7 @@ def test_ranks_hash_strings_alike_at_every_launch(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("seed", [None, "random"])
 def test_ranks_of_other_launchers_hash_strings_alike(tmp_path: Path, seed: str | None) -> None:
     """torchrun, Slurm and MPI leave each rank a random hash seed: it runs its script again with a fixed one."""
-    (tmp_path / "script.py").write_text("from echelon.flow.start import begin\nbegin('train')\nprint(hash('alpha'))")
+    (tmp_path / "script.py").write_text("from echelon.flow.spawn import begin\nbegin('train')\nprint(hash('alpha'))")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "PYTHONPATH": str(Path.cwd())}
     environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
@@ -109,7 +109,7 @@ time.sleep(60)
 def test_a_rank_tells_its_error_in_one_message(tmp_path: Path) -> None:
     text = """
 from echelon.errors import VerificationError
-from echelon.launchers.handover import leave_word
+from echelon.launchers.rank_ipc import leave_word
 if rank == 1:
     leave_word(VerificationError("it is off by a factor of 2"), rank)
     sys.exit(1)
@@ -228,7 +228,7 @@ def test_a_lost_connection_is_not_the_cause(tmp_path: Path, culprit: str, blamed
     """Rank 0 tells first that rank 1 is gone; what rank 1 died of counts, told late or not at all."""
     victim = f"leave_word({LOST}, 0); sys.exit(1)"
     text = (
-        f"from echelon.launchers.handover import leave_word\nif rank == 0:\n    {victim}\ntime.sleep(0.5)\n{culprit}\n"
+        f"from echelon.launchers.rank_ipc import leave_word\nif rank == 0:\n    {victim}\ntime.sleep(0.5)\n{culprit}\n"
     )
     with pytest.raises(LaunchError, match=blamed):
         launch(script(tmp_path, text), 2)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.observer.board import Board
-from echelon.observer.log import Log
+from echelon.observer.event_log import Log
+from echelon.observer.tensorboard import Board
 
 from .runs import STEPS_PER_EPOCH, cluster, forecast, plan, training
 

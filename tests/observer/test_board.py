@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from echelon.events import Event
-from echelon.observer import board
-from echelon.observer.board import Board
+from echelon.observer import tensorboard
+from echelon.observer.tensorboard import Board
 
 from .runs import step, training
 
 
 @pytest.fixture(autouse=True)
 def every_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_INTERVAL", 0.0)
+    monkeypatch.setattr(tensorboard, "_INTERVAL", 0.0)
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -64,14 +64,14 @@ def test_a_step_without_a_norm_and_a_loss_that_is_no_number(tmp_path: Path) -> N
 
 
 def test_points_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_INTERVAL", 3600.0)
+    monkeypatch.setattr(tensorboard, "_INTERVAL", 3600.0)
     write(tmp_path, *training(last=100, total=100))
     # The first, what was newest at each evaluation, and the last of all.
     assert [number for number, _ in scalars(tmp_path)["train/loss"]] == [1, 50, 100]
 
 
 def test_a_curve_ends_where_the_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_INTERVAL", 3600.0)
+    monkeypatch.setattr(tensorboard, "_INTERVAL", 3600.0)
     write(tmp_path, *training(last=30, total=30))
     assert scalars(tmp_path)["train/loss"][-1] == (30, pytest.approx(step(30).data["loss"]))
 
@@ -80,7 +80,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     """A file that may not grow refuses as a full disk does; the writer's own thread meets that, not us."""
     code = (
         "import resource, sys\n"
-        "from echelon.observer.board import Board\n"
+        "from echelon.observer.tensorboard import Board\n"
         "from tests.observer.runs import step, training\n"
         "board = Board(sys.argv[1])\n"
         "board(step(1))\n"

@@ -14,7 +14,7 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.events import Event
 from echelon.observer import observers, read_events
-from echelon.observer.log import Log, _line, log_path
+from echelon.observer.event_log import Log, _line, log_path
 from echelon.world import World
 
 from .runs import start, step, training
@@ -57,7 +57,7 @@ def test_a_last_line_cut_short_costs_only_itself(tmp_path: Path, cut: int) -> No
 def test_every_event_before_a_kill_is_there(tmp_path: Path) -> None:
     code = (
         "import os, sys, signal\n"
-        "from echelon.observer.log import Log\n"
+        "from echelon.observer.event_log import Log\n"
         "from echelon.events import Event\n"
         "log = Log(sys.argv[1])\n"
         "for n in range(1, 301): log(Event(kind='step', step=n, data={'loss': 1.0}))\n"

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 from echelon.errors import PlanError
-from echelon.observer.picture import draw, svg, trace
-from echelon.observer.report import write_report
+from echelon.observer.plan_figure import draw, svg, trace
+from echelon.observer.report.write import write_report
 from echelon.plan import catalogue
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
-from echelon.simulator.fitted import fitted
+from echelon.simulator.calibration import fitted
 from echelon.simulator.timeline import Timeline, timeline
 from tests.simulator.cases import cut, make_gpus, make_stack
 

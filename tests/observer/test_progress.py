@@ -16,10 +16,10 @@ from rich.console import Console
 
 from echelon.events import Event
 from echelon.observer import observers
-from echelon.observer.pace import Pace, unhindered_rate
+from echelon.observer.batching import Relay
+from echelon.observer.eta import Pace, unhindered_rate
 from echelon.observer.progress import Progress, Warnings
-from echelon.observer.relay import Relay
-from echelon.plan import figures
+from echelon.plan import format_units
 from echelon.plan.mesh import Mesh
 from echelon.world import World
 
@@ -91,7 +91,9 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
     assert re.fullmatch(pattern, status[-1])
     assert sum(line.startswith("evaluation at step") for line in lines) == 2
     assert "checkpoint runs/digits/checkpoints/step-00000100 (5.06 MB, 50.0 ms, best so far)" in lines
-    last, evaluated = (figures.number(value) for value in (step(100).data["loss"], 2 * math.exp(-100 / 110) + 0.08))
+    last, evaluated = (
+        format_units.number(value) for value in (step(100).data["loss"], 2 * math.exp(-100 / 110) + 0.08)
+    )
     assert any(
         line.startswith(
             f"finished after step 100, 5.00 s, loss of the last step {last}, last evaluation (loss {evaluated}, "
@@ -247,13 +249,13 @@ def test_quiet_ranks_still_warn() -> None:
 @pytest.mark.parametrize(
     ("show", "value", "text"),
     [
-        (figures.seconds, 0, "0 µs"), (figures.seconds, 4.2e-5, "42.0 µs"), (figures.seconds, 0.0123, "12.3 ms"), (figures.seconds, 4.5, "4.50 s"),
-        (figures.seconds, 59.99, "1 min 00 s"), (figures.seconds, 3599.6, "1 h 00 min"), (figures.seconds, 90_000, "1 d 01 h"),
-        (figures.clock, 7.4, "0:07"), (figures.clock, 3661, "1:01:01"), (figures.size, 999, "999 B"), (figures.size, 999_900, "1.00 MB"),
-        (figures.size, 4.2e9, "4.20 GB"), (figures.count, 1234, "1,234"), (figures.count, 1.5e6, "1.50 million"), (figures.count, 7.25, "7.25"),
-        (figures.share, 0.931, "93 %"), (figures.share, 0.0421, "4.2 %"), (figures.share, 0.0003, "0.03 %"), (figures.number, 0.00012345, "0.0001234"),
-        (figures.number, 2e-7, "2e-07"), (figures.number, 123456, "123,456"), (figures.number, float("nan"), "not a number"), (figures.number, None, "not a number"),
+        (format_units.seconds, 0, "0 µs"), (format_units.seconds, 4.2e-5, "42.0 µs"), (format_units.seconds, 0.0123, "12.3 ms"), (format_units.seconds, 4.5, "4.50 s"),
+        (format_units.seconds, 59.99, "1 min 00 s"), (format_units.seconds, 3599.6, "1 h 00 min"), (format_units.seconds, 90_000, "1 d 01 h"),
+        (format_units.clock, 7.4, "0:07"), (format_units.clock, 3661, "1:01:01"), (format_units.size, 999, "999 B"), (format_units.size, 999_900, "1.00 MB"),
+        (format_units.size, 4.2e9, "4.20 GB"), (format_units.count, 1234, "1,234"), (format_units.count, 1.5e6, "1.50 million"), (format_units.count, 7.25, "7.25"),
+        (format_units.share, 0.931, "93 %"), (format_units.share, 0.0421, "4.2 %"), (format_units.share, 0.0003, "0.03 %"), (format_units.number, 0.00012345, "0.0001234"),
+        (format_units.number, 2e-7, "2e-07"), (format_units.number, 123456, "123,456"), (format_units.number, float("nan"), "not a number"), (format_units.number, None, "not a number"),
     ],
 )  # fmt: skip
-def test_numbers_carry_units(show: figures.Show, value: float, text: str) -> None:
+def test_numbers_carry_units(show: format_units.Show, value: float, text: str) -> None:
     assert show(value) == text

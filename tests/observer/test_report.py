@@ -13,8 +13,8 @@ import pytest
 from echelon.errors import EchelonError
 from echelon.events import Event
 from echelon.observer import write_report
-from echelon.observer.chart import envelope, scale, smooth, thin
-from echelon.observer.log import Log, log_path
+from echelon.observer.event_log import Log, log_path
+from echelon.observer.report.charts import envelope, scale, smooth, thin
 
 from .runs import NOW, forecast, start, step, training
 

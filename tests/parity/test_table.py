@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.parity import LIMIT, Cell, Record, cells, differences, groups, reference, run
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.buckets import layout
+from echelon.plan.gradient_buckets import layout
 
 tensors = st.lists(st.tuples(st.integers(0, 8 * 2**20), st.sampled_from(["float32", "bfloat16"])), max_size=40)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.cuts import cut_bytes, cuttings, stage_shares
+from echelon.plan.describe import cut_bytes, cuttings, stage_shares
 from echelon.plan.placement import Placement, Slice, Uncut
 from echelon.plan.profile import Parameter, Visit
 from echelon.plan.stages import divide, find_stages, stage_count, stage_ranges

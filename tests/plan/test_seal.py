@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import DocumentError
-from echelon.plan.seal import format_without_seal, parse_object, read_regular, seal, unseal
+from echelon.plan.sealed_json import format_without_seal, parse_object, read_regular, seal, unseal
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from echelon.plan.check import check
+from echelon.plan.parameter_server import LARGEST, Served, choose
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Moment, Profile, Rule, Table
-from echelon.plan.served import LARGEST, Served, choose
 from echelon.plan.text import explain, from_text
 
 USERS = Table(path="users", rows=50_000, dim=16, lookups=Amount(0.0, 1.0), rule="Adagrad")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.plan.split import largest_micro, rounds, sizes, split
+from echelon.plan.batch_split import largest_micro, rounds, sizes, split
 
 ranks = st.integers(1, 64)
 

@@ -11,7 +11,7 @@ from echelon.errors import PlanError
 from echelon.plan.mesh import Mesh
 from echelon.plan.placement import Placement
 from echelon.plan.plan import Plan
-from echelon.plan.segment import Segment
+from echelon.plan.sequence_segment import Segment
 from echelon.plan.text import diff, explain, from_text, to_text
 from tests.plan.strategies import plans
 

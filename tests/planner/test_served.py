@@ -12,9 +12,9 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Moment, Operator, Parameter, Profile, Rule, Table
 from echelon.plan.text import from_text
 from echelon.planner import explain, search, why_not
-from echelon.planner.served import worth
+from echelon.planner.server_plans import worth
 from echelon.simulator import simulate
-from echelon.simulator.served import held, lean, traffic, with_tables
+from echelon.simulator.parameter_server_cost import held, lean, traffic, with_tables
 from tests.simulator.cases import make_cluster, make_gpus, make_profile
 
 

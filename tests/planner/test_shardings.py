@@ -17,7 +17,7 @@ from echelon.plan.placement import Placement, Slice
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import search
-from echelon.planner.shardings import cheapest, choose, groups, without
+from echelon.planner.tp_selection import cheapest, choose, groups, without
 from echelon.simulator import simulate
 from tests.simulator.cases import cut, make_language
 

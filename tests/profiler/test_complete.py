@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from echelon.errors import NothingToCut, PlanError
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.check import check
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.complete import complete
 from tests.engine.jobs import mlp, tokens
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.job import Job
-from echelon.profiler import coupling, profile
-from echelon.profiler.example import Example
+from echelon.profiler import profile, sample_coupling
 from echelon.testing.models import GPT, MLP
+from echelon.trials.example_batch import Example
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
@@ -85,7 +85,7 @@ def test_samples_that_see_each_other_are_found(job: Job) -> None:
 
 
 def tried(job: Job, *, weighs: bool = False) -> tuple[bool | None, str]:
-    return coupling.coupling(job, Example(job), parameters=1, flops=1.0, weighs=weighs)
+    return sample_coupling.coupling(job, Example(job), parameters=1, flops=1.0, weighs=weighs)
 
 
 def test_means_over_unequal_counts_part_well_where_parts_are_weighed_by_them() -> None:
@@ -254,15 +254,15 @@ def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = profile(make_job(lambda: Fails(8, 8)))
     assert found.coupled is None
     assert "RuntimeError: only on an accelerator" in found.uncompared
-    monkeypatch.setattr(coupling, "PARAMETERS", 10)
+    monkeypatch.setattr(sample_coupling, "PARAMETERS", 10)
     built: list[type] = []
     monkeypatch.setattr(mlp, "built", built.append, raising=False)  # a captured list would be a trial's own copy
     found = profile(make_job(lambda: mlp.built(type(torch.empty(1))) or mlp(), loss=contrastive))
     assert "too large to try it on a CPU" in found.uncompared
     assert found.coupled is None
     assert set(built) == {torch._subclasses.FakeTensor}, "a large model is traced and not built for real"
-    monkeypatch.setattr(coupling, "PARAMETERS", 10**6)
-    monkeypatch.setattr(coupling, "FLOPS", 1e3)
+    monkeypatch.setattr(sample_coupling, "PARAMETERS", 10**6)
+    monkeypatch.setattr(sample_coupling, "FLOPS", 1e3)
     assert "too large" in profile(make_job(mlp)).uncompared
 
 
@@ -320,7 +320,7 @@ def test_complex_parameters_are_tried_as_they_are() -> None:
 
 
 def test_splits_cover_any_number_of_samples() -> None:
-    from echelon.profiler.coupling import _splits
+    from echelon.profiler.sample_coupling import _splits
 
     for samples in range(2, 40):
         for parts in _splits(samples):
@@ -412,7 +412,7 @@ class Keeps(nn.Linear):
 @pytest.mark.parametrize("model", [mlp, lambda: Keeps(8, 8), lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))])
 def test_models_without_state_are_not_tried_further(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     later: list[int] = []
-    monkeypatch.setattr(coupling._Comparison, "couples_later", lambda _, samples: later.append(samples))
+    monkeypatch.setattr(sample_coupling._Comparison, "couples_later", lambda _, samples: later.append(samples))
     assert tried(make_job(model)) == (False, "")
     assert later == []
     tried(make_job(lambda: Scaled("whole")))

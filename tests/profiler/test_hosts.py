@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.profiler.hosts import Hosts
+from echelon.hardware.launch_overhead import Hosts
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from echelon.job import Job
 from echelon.plan.check import check_optimizers
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.profiler.optimizer import rules
+from echelon.profiler.profile_optimizer import rules
 from tests import optimizers as own
 from tests.optimizers import matrices_and_rest
 from tests.zoo.data import train

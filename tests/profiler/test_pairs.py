@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.profiler.hints import hinted
-from echelon.profiler.layouts import Candidate
-from echelon.profiler.pairs import Found, find_pairs
+from echelon.partition.hf_tp_plan import hinted
+from echelon.partition.tp_layouts import Candidate
+from echelon.partition.tp_pairs import Found, find_pairs
 
 
 def pairs_of(model: nn.Module, *inputs: Any, ways: int = 2, hints: bool = False) -> Found:

@@ -14,18 +14,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import Distribution
 from torch.nn import functional as F
 
-from echelon.engine.exchange import Exchange
-from echelon.engine.shard import unit_modules
+from echelon.engine.parallel.fsdp import unit_modules
+from echelon.engine.parallel.gradient_allreduce import Exchange
 from echelon.errors import DataError, JobError
 from echelon.job import Job
 from echelon.plan.plan import Plan
 from echelon.plan.profile import units
 from echelon.profiler import profile
-from echelon.profiler.trace import Recorder, recording
-from echelon.profiler.tree import module_tree
-from echelon.simulator.exchange import buckets
+from echelon.simulator.collectives import buckets
 from echelon.testing.models import GPT, MLP, ResNet
-from tests.whole import some
+from echelon.trials.module_tree import module_tree
+from echelon.trials.op_recorder import Recorder, recording
+from tests.sampling import some
 
 
 def gpt_job(batch: int = 8, **fields: Any) -> Job:

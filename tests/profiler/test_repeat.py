@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 
 from echelon.job import Job
 from echelon.plan.profile import Profile
-from echelon.profiler import model as tracing
 from echelon.profiler import profile
-from echelon.profiler.repeat import TRACED, find
+from echelon.profiler import profile_model as tracing
+from echelon.profiler.repeated_blocks import TRACED, find
 from echelon.testing.models import GPT, MLP, Block
-from tests.whole import WHOLE, drawing
+from tests.sampling import WHOLE, drawing
 
 LAYERS = 8
 

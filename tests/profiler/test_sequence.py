@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from echelon.errors import PlanError
+from echelon.partition.complete_plan import complete
+from echelon.partition.find_sequence_parallel import Segments, find_segments
+from echelon.partition.find_tp import shard
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.profiler.sequence import Segments, find_segments
-from echelon.profiler.sharding import shard
 from tests.engine.sequences import Attention, Block, Stack, numbers
 from tests.zoo.data import train
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from echelon.errors import PlanError
+from echelon.partition.complete_plan import complete
+from echelon.partition.complete_plan import cuts as cuts_of
+from echelon.partition.find_tp import Cuts, shard
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.profiler.complete import cuts as cuts_of
-from echelon.profiler.sharding import Cuts, shard
 from tests.zoo import ZOO
 from tests.zoo.data import train
 

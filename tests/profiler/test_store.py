@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from echelon.plan.document_cache import Store, hash_files, installed_versions, user_files
 from echelon.plan.plan import Plan
-from echelon.plan.store import Store, hash_files, installed_versions, user_files
 
 NOW = {"torch": "1", "echelon": "2"}
 

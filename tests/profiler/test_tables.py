@@ -11,9 +11,9 @@ from torch.utils.data import TensorDataset
 
 from echelon.errors import PlanError
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.profiler.model import profile
+from echelon.profiler.profile_model import profile
 
 
 class Net(nn.Module):

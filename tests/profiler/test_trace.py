@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from echelon.profiler.trace import Recorder
+from echelon.trials.op_recorder import Recorder
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError
-from echelon.server.store import Store
+from echelon.server.protocol.specs import BLOCK, Dense, Init, Rule, StoreError
+from echelon.server.store.store import Store
 
 LSN = np.zeros(4, np.int64)
 SIZE = BLOCK + 100

@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 
 from echelon.errors import CheckpointError, ServerError
-from echelon.plan.seal import seal
-from echelon.server import Init, Rule, Servers, Table, checkpoint, connect, durable, wire
-from echelon.server.hashing import shard_of
-from echelon.server.loop import Connection, Loop
-from echelon.server.map import Map, Seat
+from echelon.plan.sealed_json import seal
+from echelon.server import Init, Rule, Servers, Table, atomic_file, connect
+from echelon.server.protocol import wire
+from echelon.server.protocol.event_loop import Connection, Loop
+from echelon.server.protocol.hashing import shard_of
+from echelon.server.protocol.shard_map import Map, Seat
 from echelon.server.replica import Replica
-from echelon.server.serving import copied
-from echelon.server.state import State
-from tests.server.tiny import TinyStore
-from tests.whole import only_whole
+from echelon.server.replica.shard_state import State
+from echelon.server.server_process import copied
+from echelon.server.store import shard_checkpoint
+from tests.sampling import only_whole
+from tests.server.fake_store import TinyStore
 
 TABLE = Table(name="t", dim=4, rule=Rule(kind="adagrad", lr=0.1))
 IDS = np.arange(64, dtype=np.int64)
@@ -109,7 +111,7 @@ def test_shards_that_went_back_to_it_while_the_job_went_on_are_told_of(
 
 def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path) -> None:
     folder = written[0]
-    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((folder / shard_checkpoint.MANIFEST).read_text())
     copy = tmp_path / "copy"
     copy.mkdir()
     data = bytearray((folder / manifest["files"]["3"]["file"]).read_bytes())
@@ -118,41 +120,41 @@ def test_damage_is_named(written: tuple[Path, np.ndarray, np.ndarray], tmp_path:
     (tmp_path / "outside.safetensors").write_bytes(bytes(data))
     for name, message in (("3.safetensors", "damaged"), ("../outside.safetensors", "not in this folder")):
         manifest["files"]["3"]["file"] = name
-        (copy / checkpoint.MANIFEST).write_bytes(seal({k: v for k, v in manifest.items() if k != "sha256"}))
+        (copy / shard_checkpoint.MANIFEST).write_bytes(seal({k: v for k, v in manifest.items() if k != "sha256"}))
         with pytest.raises(CheckpointError, match=message):
-            checkpoint.load(copy, 3)
+            shard_checkpoint.load(copy, 3)
     with pytest.raises(CheckpointError, match=r"shard-00004.*older checkpoint"):
-        checkpoint.load(copy, 4)
+        shard_checkpoint.load(copy, 4)
 
 
 def test_a_damaged_checkpoint_is_found_before_a_controller_listens(tmp_path: Path) -> None:
     """In the words of `echelon server export`."""
-    place, folder = checkpoint.partial(tmp_path / "kept"), tmp_path / "kept"
-    files = {str(shard): checkpoint.save(place, shard, [({"lsn": 0}, [np.arange(9)])]) for shard in range(4)}
-    checkpoint.complete(folder, {"shards": 4, "specs": [], "settings": {}, "count": 0, "files": files})
-    assert checkpoint.verify(folder)["shards"] == 4
+    place, folder = shard_checkpoint.partial(tmp_path / "kept"), tmp_path / "kept"
+    files = {str(shard): shard_checkpoint.save(place, shard, [({"lsn": 0}, [np.arange(9)])]) for shard in range(4)}
+    shard_checkpoint.complete(folder, {"shards": 4, "specs": [], "settings": {}, "count": 0, "files": files})
+    assert shard_checkpoint.verify(folder)["shards"] == 4
     path = folder / files["3"]["file"]
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=f"^{path}: its SHA-256 is not .* take an older checkpoint$"):
-        checkpoint.verify(folder)
+        shard_checkpoint.verify(folder)
 
 
 def test_a_manifest_with_one_changed_byte_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "kept", 1)
-    path = tmp_path / "kept" / checkpoint.MANIFEST
+    path = tmp_path / "kept" / shard_checkpoint.MANIFEST
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
-            checkpoint.load(tmp_path / "kept", 0)
+            shard_checkpoint.load(tmp_path / "kept", 0)
     path.write_bytes(whole + b" ")
     with pytest.raises(CheckpointError, match="does not end in its SHA-256"):
-        checkpoint.read_manifest(tmp_path / "kept")
+        shard_checkpoint.read_manifest(tmp_path / "kept")
     path.write_text(json.dumps({"format": 1, "shards": 1}))
     with pytest.raises(
         CheckpointError, match=r"format 1, whose manifest has no hash; export its tables with the echelon"
     ):
-        checkpoint.read_manifest(tmp_path / "kept")
+        shard_checkpoint.read_manifest(tmp_path / "kept")
 
 
 def test_a_link_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_a_link_out_of_the_folder_is_not_read(tmp_path: Path) -> None:
     path.rename(tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match=rf"{path}: a symbolic link; only regular files are read"):
-        checkpoint.load(tmp_path / "kept", 0)
+        shard_checkpoint.load(tmp_path / "kept", 0)
 
 
 def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
@@ -189,10 +191,10 @@ def test_a_shard_that_is_still_to_be_read_is_not_written() -> None:
 
 def write(folder: Path, lsn: int) -> None:
     """A checkpoint of one shard, as a controller has it written."""
-    checkpoint.require_room(folder)
-    entry = checkpoint.save(checkpoint.partial(folder), 0, [({"lsn": lsn}, [])])
+    shard_checkpoint.require_room(folder)
+    entry = shard_checkpoint.save(shard_checkpoint.partial(folder), 0, [({"lsn": lsn}, [])])
     manifest = {"shards": 1, "specs": [], "settings": {}, "count": 0, "files": {"0": entry}}
-    checkpoint.complete(folder, manifest)
+    shard_checkpoint.complete(folder, manifest)
 
 
 def test_a_crash_while_a_checkpoint_takes_the_place_of_another_loses_none(
@@ -215,12 +217,12 @@ def test_a_crash_while_a_checkpoint_takes_the_place_of_another_loses_none(
 
     write(folder, 1)
     crash(2)
-    assert checkpoint.load(folder, 0)[0][0]["lsn"] == 2
+    assert shard_checkpoint.load(folder, 0)[0][0]["lsn"] == 2
     crash(3)
-    checkpoint.require_room(folder)  # another is asked for
-    assert (folder / checkpoint.MANIFEST).is_file()
+    shard_checkpoint.require_room(folder)  # another is asked for
+    assert (folder / shard_checkpoint.MANIFEST).is_file()
     write(folder, 4)
-    assert checkpoint.load(folder, 0)[0][0]["lsn"] == 4
+    assert shard_checkpoint.load(folder, 0)[0][0]["lsn"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     (tmp_path / ".kept.old").mkdir()
     (tmp_path / ".kept.old" / "thesis.txt").touch()
@@ -233,17 +235,17 @@ def test_who_looks_for_a_checkpoint_in_the_moment_that_it_is_whole_does_not_lose
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     """Whoever finds a whole one without its name gives it that, beside the one who writes it."""
-    folder, durably = tmp_path / "kept", durable.write_bytes
+    folder, durably = tmp_path / "kept", atomic_file.write_bytes
     for lsn in range(before):
         write(folder, lsn)
 
     def looked_at(path: Path, data: bytes) -> None:
         durably(path, data)
-        checkpoint.read_manifest(folder)
+        shard_checkpoint.read_manifest(folder)
 
-    monkeypatch.setattr(durable, "write_bytes", looked_at)
+    monkeypatch.setattr(atomic_file, "write_bytes", looked_at)
     write(folder, 7)
-    assert checkpoint.load(folder, 0)[0][0]["lsn"] == 7
+    assert shard_checkpoint.load(folder, 0)[0][0]["lsn"] == 7
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
@@ -268,10 +270,10 @@ def test_servers_started_again_in_their_folder_go_on_from_the_checkpoint(tmp_pat
 
 def test_a_checkpoint_without_all_that_it_lists_is_none(tmp_path: Path) -> None:
     write(tmp_path / "kept", 1)
-    manifest = checkpoint.read_manifest(tmp_path / "kept")
-    checkpoint.partial(tmp_path / "other").mkdir()
+    manifest = shard_checkpoint.read_manifest(tmp_path / "kept")
+    shard_checkpoint.partial(tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match="1 of 1 shards were not written there"):
-        checkpoint.complete(tmp_path / "other", manifest)
+        shard_checkpoint.complete(tmp_path / "other", manifest)
 
 
 class Owner:
@@ -292,7 +294,9 @@ def test_a_shard_that_cannot_be_written_is_told_of_and_the_next_one_is_written(t
         loop.running = len(told) < 2
 
     arrays = {0: np.array([object()]), 1: np.arange(3)}
-    checkpoint.Writer(loop).write(7, tmp_path / "kept", [0, 1], lambda shard: [({"lsn": 4}, [arrays[shard]])], tell)
+    shard_checkpoint.Writer(loop).write(
+        7, tmp_path / "kept", [0, 1], lambda shard: [({"lsn": 4}, [arrays[shard]])], tell
+    )
     deadline = threading.Timer(20.0, lambda: setattr(loop, "running", False))
     deadline.start()
     loop.run()
@@ -310,10 +314,10 @@ def test_a_shard_is_a_safetensors_file_that_others_can_read(tmp_path: Path) -> N
     kinds = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u2", "u1")
     arrays = [np.arange(count * 2).reshape(count, 2).astype(kind) for kind in kinds for count in (3, 0)]
     parts = [({"lsn": 4}, arrays[:7]), ({"kind": "rows"}, arrays[7:]), ({"kind": "none"}, [])]
-    entry = checkpoint.save(tmp_path / "kept.partial", 0, parts)
+    entry = shard_checkpoint.save(tmp_path / "kept.partial", 0, parts)
     manifest = {"shards": 1, "specs": [], "settings": {}, "count": 0, "files": {"0": entry}}
-    checkpoint.complete(tmp_path / "kept", manifest)
-    found = checkpoint.load(tmp_path / "kept", 0)
+    shard_checkpoint.complete(tmp_path / "kept", manifest)
+    found = shard_checkpoint.load(tmp_path / "kept", 0)
     assert [meta for meta, _ in found] == [meta for meta, _ in parts]
     for mine, theirs in zip(arrays, (array for _, part in found for array in part), strict=True):
         assert mine.dtype == theirs.dtype

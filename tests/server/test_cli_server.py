@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from echelon.cli.app import app
 from echelon.server import Rule, Table, connect
-from echelon.server.secret import read_secret
+from echelon.server.protocol.auth import read_secret
 from echelon.server.status import ask
 
 

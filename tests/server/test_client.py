@@ -15,7 +15,7 @@ import torch
 
 from echelon.errors import EchelonError, ServerError
 from echelon.server import Client, Dense, Init, Rule, Servers, Table, connect
-from echelon.server.secret import write_secret
+from echelon.server.protocol.auth import write_secret
 
 SGD = Rule(kind="sgd", lr=1.0)
 ZERO = Init(kind="zeros")
@@ -129,7 +129,7 @@ def test_rows_that_were_prefetched_for_an_earlier_step_are_not_taken(client, tab
 
 
 def test_large_answers_come_in_several_frames(client, table, monkeypatch):
-    monkeypatch.setattr("echelon.server.parcels.LARGE", 50_000)
+    monkeypatch.setattr("echelon.server.client.requests.LARGE", 50_000)
     spec = Dense(name=f"{table} dense", size=300_000, rule=SGD)
     client.declare(spec, initial=np.arange(spec.size))
     ids = np.arange(20_000)
@@ -140,7 +140,7 @@ def test_large_answers_come_in_several_frames(client, table, monkeypatch):
 
 
 def test_a_push_that_no_frame_holds_is_refused_before_it_is_numbered(client, table, monkeypatch):
-    monkeypatch.setattr("echelon.server.client.LARGEST", 1000)
+    monkeypatch.setattr("echelon.server.client.client.LARGEST", 1000)
     with pytest.raises(ServerError, match="push it in parts"):
         client.push({table: (np.arange(1000), np.ones((1000, 4)))})
     monkeypatch.undo()
@@ -320,7 +320,7 @@ def test_what_one_call_was_refused_is_not_told_to_the_next(client, table):
 
 
 def test_changes_come_in_parts_that_frames_hold(client, table, monkeypatch):
-    monkeypatch.setattr("echelon.server.client.LARGE", 2400)  # 100 rows
+    monkeypatch.setattr("echelon.server.client.client.LARGE", 2400)  # 100 rows
     client.push({table: (np.arange(5000), np.ones((5000, 4)))})
     client.flush()
     ids, _, mark = client.changed(table)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.server.combine import group
-from echelon.server.hashing import shard_of
-from echelon.server.kinds import StoreError
+from echelon.server.client.combine import group
+from echelon.server.protocol.hashing import shard_of
+from echelon.server.protocol.specs import StoreError
 
 
 @given(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from echelon.errors import DocumentError, ServerError
-from echelon.server import wire
-from echelon.server.actions import Manifest, Note, Persist, Send
-from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller, moving
-from echelon.server.map import Map
-from echelon.server.placement import behind, ring, wish
+from echelon.server.controller import CALM, GRACE, RECONNECT, SERVER_LEASE, WORKER_LEASE, Controller, rebalance
+from echelon.server.controller.shard_placement import behind, ring, wish
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import Manifest, Note, Persist, Send
+from echelon.server.protocol.shard_map import Map
 from echelon.server.status import in_words
 
 
@@ -476,8 +476,8 @@ def test_rings() -> None:
 
 def test_workers_that_left_long_ago_are_over_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that is here, nor one that left lately; many at a time, and not before all that left are known."""
-    monkeypatch.setattr(moving, "AWAY_FOR_EVER", 5.0)
-    monkeypatch.setattr(moving, "FORGOTTEN", 3)
+    monkeypatch.setattr(rebalance, "AWAY_FOR_EVER", 5.0)
+    monkeypatch.setattr(rebalance, "FORGOTTEN", 3)
     here = job.core.map.workers["0"]
     gone = []
     for number in range(4):

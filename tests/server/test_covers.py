@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.server.covers import Covers, every, some
-from echelon.server.links import Link
+from echelon.server.protocol.shard_sets import Covers, every, some
+from echelon.server.replica.replica_link import Link
 
 SHARDS = 16
 

@@ -12,10 +12,10 @@ import time
 import numpy as np
 import pytest
 
+from bench.chaos_cluster import Result, Schedule, Yard
 from bench.crashes import _publish, draw
-from bench.histories import KEYS, LIVES, Life, check, failover, outlast
+from bench.history_check import KEYS, LIVES, Life, check, failover, outlast
 from bench.moves import judged
-from bench.yard import Result, Schedule, Yard
 
 SHARDS = np.arange(KEYS) % 8
 

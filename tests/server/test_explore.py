@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echelon.server import wire
 from echelon.server.controller import Controller
-from echelon.server.covers import Cover
-from echelon.server.links import Link
+from echelon.server.protocol import wire
+from echelon.server.protocol.shard_sets import Cover
 from echelon.server.replica import Replica
-from echelon.server.state import State
+from echelon.server.replica.replica_link import Link
+from echelon.server.replica.shard_state import State
 from tests.server.model import Broken, Case, explore
 
 

@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from echelon.errors import CheckpointError, DocumentError
-from echelon.plan.seal import seal
-from echelon.server import checkpoint, export
-from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, Table, spec_to_plain
-from echelon.server.narrow import widen
-from echelon.server.store import Store
-from echelon.verifier.recipe import _tables
+from echelon.plan.sealed_json import seal
+from echelon.server.protocol.specs import BLOCK, Dense, Init, Rule, StoreError, Table, spec_to_plain
+from echelon.server.store import shard_checkpoint, table_export
+from echelon.server.store.narrow_numbers import widen
+from echelon.server.store.store import Store
+from echelon.verifier.job_reader import _tables
 
 SHARDS = 8
 IDS = np.arange(-300, 700) * 7919
@@ -37,18 +37,18 @@ def filled(**spec: object) -> Store:
 
 def checkpointed(store: Store, folder) -> None:
     files = {
-        str(s): checkpoint.save(checkpoint.partial(folder), s, [({"lsn": 1}, []), *store.snapshot(s)])
+        str(s): shard_checkpoint.save(shard_checkpoint.partial(folder), s, [({"lsn": 1}, []), *store.snapshot(s)])
         for s in range(SHARDS)
     }
     specs = [spec_to_plain(spec) for spec in store.specs.values()]
-    checkpoint.complete(folder, {"shards": SHARDS, "specs": specs, "settings": {}, "count": 0, "files": files})
+    shard_checkpoint.complete(folder, {"shards": SHARDS, "specs": specs, "settings": {}, "count": 0, "files": files})
 
 
 def exported(store: Store, path, wire: str) -> int:
     """Write its table, as people do: out of a checkpoint."""
     with TemporaryDirectory() as place:
         checkpointed(store, Path(place) / "saved")
-        return export.from_checkpoint(Path(place) / "saved", "emb", path, wire)
+        return table_export.from_checkpoint(Path(place) / "saved", "emb", path, wire)
 
 
 @pytest.mark.parametrize("suffix", [".arrow", ".safetensors"])
@@ -57,7 +57,7 @@ def test_rows_come_back_by_id(tmp_path, suffix, stored, wire):
     store = filled(stored=stored)
     path = tmp_path / "deep" / f"emb{suffix}"
     assert exported(store, path, wire) == len(IDS)
-    served = export.Served(path)
+    served = table_export.Served(path)
     asked = np.random.default_rng(1).permutation(np.concatenate([IDS, IDS[:9], [1, 2, 3, -(2**63), 2**63 - 1]]))
     here = np.isin(asked, IDS)
     assert (len(served), served.wire) == (len(IDS), wire)
@@ -67,7 +67,7 @@ def test_rows_come_back_by_id(tmp_path, suffix, stored, wire):
     np.testing.assert_array_equal(rows[here], exact[here])
     np.testing.assert_allclose(rows[~here], store.read("emb", asked, "f4")[0][~here], atol=5e-4)
     assert len(served.rows(np.empty(0, np.int64))) == 0
-    copies = {int(i): row for ids, part in export.rows(path) for i, row in zip(ids, part, strict=True)}
+    copies = {int(i): row for ids, part in table_export.rows(path) for i, row in zip(ids, part, strict=True)}
     assert sorted(copies) == sorted(IDS.tolist())
     np.testing.assert_array_equal(copies[int(IDS[3])], exact[asked == IDS[3]][0])
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -85,8 +85,8 @@ def test_rows_that_all_move_are_exported_as_they_are_by_now(tmp_path, suffix):
     asked = np.append(IDS, [1, 2, 3, 4, 5, 6])
     exact = store.read("emb", asked)[0]
     checkpointed(store, tmp_path / "saved")
-    export.from_checkpoint(tmp_path / "saved", "emb", tmp_path / f"a{suffix}")
-    np.testing.assert_array_equal(export.Served(tmp_path / f"a{suffix}").rows(asked), exact)
+    table_export.from_checkpoint(tmp_path / "saved", "emb", tmp_path / f"a{suffix}")
+    np.testing.assert_array_equal(table_export.Served(tmp_path / f"a{suffix}").rows(asked), exact)
 
 
 def test_others_can_read_it(tmp_path):
@@ -110,18 +110,18 @@ def test_out_of_a_checkpoint(tmp_path, stored):
     store = filled(stored=stored)
     folder = tmp_path / "checkpoint"
     checkpointed(store, folder)
-    assert export.from_checkpoint(folder, "emb", tmp_path / "emb.safetensors", "i1") == len(IDS)
+    assert table_export.from_checkpoint(folder, "emb", tmp_path / "emb.safetensors", "i1") == len(IDS)
     np.testing.assert_array_equal(
-        export.Served(tmp_path / "emb.safetensors").rows(IDS), widen(store.read("emb", IDS, "i1"))
+        table_export.Served(tmp_path / "emb.safetensors").rows(IDS), widen(store.read("emb", IDS, "i1"))
     )
-    for ids, rows in export.rows(folder, "emb"):
+    for ids, rows in table_export.rows(folder, "emb"):
         np.testing.assert_array_equal(rows, store.read("emb", ids)[0])
-    assert sum(len(ids) for ids, _ in export.rows(folder, "emb")) == len(IDS)
-    assert export.from_checkpoint(folder, "other", tmp_path / "none.arrow") == 0
-    assert len(export.Served(tmp_path / "none.arrow")) == 0
-    assert export.Served(tmp_path / "none.arrow").rows(IDS[:2]).shape == (2, 2)
+    assert sum(len(ids) for ids, _ in table_export.rows(folder, "emb")) == len(IDS)
+    assert table_export.from_checkpoint(folder, "other", tmp_path / "none.arrow") == 0
+    assert len(table_export.Served(tmp_path / "none.arrow")) == 0
+    assert table_export.Served(tmp_path / "none.arrow").rows(IDS[:2]).shape == (2, 2)
     with pytest.raises(StoreError, match="no table 'w' in it; it has emb, other"):
-        next(export.rows(folder, "w"))
+        next(table_export.rows(folder, "w"))
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
@@ -134,24 +134,24 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(StoreError, match=r"emb\.safetensors: the table cannot be written \(disk full\)"):
-        export.save(path, spec, half(), wire="f4", count=2)
+        table_export.save(path, spec, half(), wire="f4", count=2)
     one = [(IDS[:1], store.read("emb", IDS[:1]))]
     with pytest.raises(StoreError, match="1 rows came where 2 were said"):
-        export.save(path, spec, one, wire="f4", count=2)
+        table_export.save(path, spec, one, wire="f4", count=2)
     with pytest.raises(StoreError, match="ids twice"):
-        export.save(path, spec, one * 2, wire="f4", count=2)
+        table_export.save(path, spec, one * 2, wire="f4", count=2)
     with pytest.raises(StoreError, match="cannot tell the format"):
-        export.save(tmp_path / "emb.csv", spec, one, wire="f4", count=1)
+        table_export.save(tmp_path / "emb.csv", spec, one, wire="f4", count=1)
     assert list(tmp_path.iterdir()) == []
     path.write_bytes(b"\0" * 100)
     with pytest.raises(DocumentError, match="cannot be read as an exported table"):
-        export.Served(path)
+        table_export.Served(path)
     path.write_bytes((20).to_bytes(8, "little") + json.dumps({"a": 1}).encode())
     with pytest.raises(DocumentError, match="cannot be read as an exported table"):
-        export.Served(path)
+        table_export.Served(path)
     (tmp_path / "emb.arrow").write_bytes(b"x" * 50)
     with pytest.raises(DocumentError, match="cannot be read as an exported table"):
-        export.Served(tmp_path / "emb.arrow")
+        table_export.Served(tmp_path / "emb.arrow")
 
 
 def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
@@ -163,30 +163,30 @@ def test_a_damaged_checkpoint_is_told_in_words(tmp_path):
     store.advance("emb", np.arange(SHARDS), 0.1)
     folder, output = tmp_path / "checkpoint", tmp_path / "emb.arrow"
     checkpointed(store, folder)
-    manifest = checkpoint.read_manifest(folder)
+    manifest = shard_checkpoint.read_manifest(folder)
     path = folder / manifest["files"]["3"]["file"]
     whole = path.read_bytes()
     head = 8 + int.from_bytes(whole[:8], "little")
     for size in (0, 5, 100, head, head + 4, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=rf"{path}: .*take an older checkpoint"):
-            export.from_checkpoint(folder, "emb", output)
+            table_export.from_checkpoint(folder, "emb", output)
     path.unlink()
     with pytest.raises(CheckpointError, match=rf"{path}: .*No such file.*take an older checkpoint"):
-        export.from_checkpoint(folder, "emb", output)
+        table_export.from_checkpoint(folder, "emb", output)
     path.write_bytes(whole)
     assert not output.exists()
     for name in ("shards", "specs", "settings", "count", "files"):
         lacking = {key: value for key, value in manifest.items() if key != name}
-        (folder / checkpoint.MANIFEST).write_bytes(seal(lacking))
+        (folder / shard_checkpoint.MANIFEST).write_bytes(seal(lacking))
         with pytest.raises(CheckpointError, match=rf"manifest\.json: {name} missing"):
-            next(export.rows(folder, "emb"))
+            next(table_export.rows(folder, "emb"))
     del manifest["files"]["3"]["file"]
-    (folder / checkpoint.MANIFEST).write_bytes(seal(manifest))
+    (folder / shard_checkpoint.MANIFEST).write_bytes(seal(manifest))
     with pytest.raises(CheckpointError, match="shard 3 is missing"):
-        export.from_checkpoint(folder, "emb", output)
+        table_export.from_checkpoint(folder, "emb", output)
     with pytest.raises(CheckpointError, match=r"no checkpoint of servers \(manifest\.json: Not a directory\); give"):
-        checkpoint.read_manifest(path)
+        shard_checkpoint.read_manifest(path)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])

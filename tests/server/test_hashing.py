@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.server import kernels
-from echelon.server.hashing import block_shards, mix64, name_key, shard_of
-from echelon.server.kinds import Dense, Rule, StoreError
+from echelon.server.protocol.hashing import block_shards, mix64, name_key, shard_of
+from echelon.server.protocol.specs import Dense, Rule, StoreError
 
 
 def plain_mix(x: int) -> int:

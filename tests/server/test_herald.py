@@ -8,9 +8,10 @@ import socket
 import pytest
 
 from echelon.errors import ServerError
-from echelon.server import connect, wire
-from echelon.server.herald import Herald
-from echelon.server.secret import Listener, SecretError, make_secret
+from echelon.server import connect
+from echelon.server.client.controller_client import Herald
+from echelon.server.protocol import wire
+from echelon.server.protocol.auth import Listener, SecretError, make_secret
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import DocumentError
-from echelon.server.kinds import (
+from echelon.server.protocol.specs import (
     BLOCK,
     INITS,
     RULES,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from echelon.server import wire
-from echelon.server.line import Line, Request
-from echelon.server.secret import Listener, make_secret
+from echelon.server.client.connection import Line, Request
+from echelon.server.protocol import wire
+from echelon.server.protocol.auth import Listener, make_secret
 
 SECRET = make_secret()
 

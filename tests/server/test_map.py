@@ -7,7 +7,7 @@ import json
 import pytest
 
 from echelon.errors import DocumentError
-from echelon.server.map import Map, Seat, empty
+from echelon.server.protocol.shard_map import Map, Seat, empty
 
 SEATS = {name: Seat(address="127.0.0.1:1", host="a", incarnation=number) for number, name in enumerate("abc", start=1)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.hosts import forbidden, judged, run
-from tests.whole import only_whole
+from tests.sampling import only_whole
 
 REASON = forbidden()
 

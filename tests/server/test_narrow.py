@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from echelon.server.kinds import Init, Rule, StoreError, Table
-from echelon.server.narrow import narrow, widen
-from echelon.server.store import Store
+from echelon.server.protocol.specs import Init, Rule, StoreError, Table
+from echelon.server.store.narrow_numbers import narrow, widen
+from echelon.server.store.store import Store
 
 values = arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 19)), elements=st.floats(-1e4, 1e4, width=32))
 

@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 from echelon.cli.app import app
 from echelon.errors import LaunchError, ServerError
 from echelon.server import on_ray
-from echelon.server.client import Client, connect
-from echelon.server.hashing import shard_of
-from echelon.server.kinds import Init, Rule, Table
+from echelon.server.client.client import Client, connect
+from echelon.server.node_placement import Node, choose, crowded
 from echelon.server.on_ray import RayServers, Worker
-from echelon.server.secret import read_secret
-from echelon.server.spread import Node, choose, crowded
+from echelon.server.protocol.auth import read_secret
+from echelon.server.protocol.hashing import shard_of
+from echelon.server.protocol.specs import Init, Rule, Table
 
 NODES = [Node(id=name, cpus=4.0, memory=100.0) for name in "abc"]
 IDS = np.arange(64)

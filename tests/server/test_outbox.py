@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.server.outbox import Outbox, Section, routes_of
+from echelon.server.client.outbox import Outbox, Section, routes_of
 
 SHARDS = 4
 SERVERS = ("a", "b", "c")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from echelon.server.hashing import shard_of
-from echelon.server.kinds import Table
-from echelon.server.narrow import narrow
-from echelon.server.outbox import routes_of
-from echelon.server.parcels import Grads, Parcel, Pull, Roads, Wanted
+from echelon.server.client.outbox import routes_of
+from echelon.server.client.requests import Grads, Parcel, Pull, Roads, Wanted
+from echelon.server.protocol.hashing import shard_of
+from echelon.server.protocol.specs import Table
+from echelon.server.store.narrow_numbers import narrow
 
 CHAINS = [("a", "b"), ("b", "a"), (), ("a", "b")]
 IDS = np.arange(500) // 2
@@ -22,7 +22,7 @@ def roads(chains: list[tuple[str, ...]] = CHAINS) -> Roads:
 
 @pytest.mark.parametrize("large", [1 << 20, 1000])
 def test_a_pull_asks_for_each_id_once_by_its_route_or_by_none(large, monkeypatch):
-    monkeypatch.setattr("echelon.server.parcels.LARGE", large)
+    monkeypatch.setattr("echelon.server.client.requests.LARGE", large)
     order = roads().sort(IDS)
     pull = Pull(step=0, bound=None, tables={"t": Wanted(TABLE, "f4", order, np.empty((250, 4), "f4"))})
     asked: dict[int, tuple[str, ...]] = {}

@@ -89,7 +89,7 @@ def test_join_drain_and_death_under_load(servers: Servers) -> None:
 
         until(lambda: settled(5), "the new server got no shards")
         before = load.count
-        from echelon.server import wire
+        from echelon.server.protocol import wire
         from echelon.server.status import request
 
         request(servers.address, servers.secret, wire.DRAIN, {"server": "s1"}, patience=60)
@@ -196,7 +196,7 @@ def test_what_becomes_of_the_shards_of_a_dead_server_is_said() -> None:
 def test_servers_end_with_their_parent(tmp_path: Path) -> None:
     """Also when it is killed; and the secret is in nobody's arguments."""
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom echelon.server.embedded import Servers\n"
+        "import sys, time\nfrom pathlib import Path\nfrom echelon.server.local_servers import Servers\n"
         "servers = Servers(1, replicas=1, shards=2, folder=Path(sys.argv[1]), secret=bytes(range(32)))\n"
         "print(servers.controller.pid, servers.servers['s1'].pid, flush=True)\ntime.sleep(600)"
     )

@@ -13,12 +13,13 @@ import torch
 pytest.importorskip("numba")
 
 from echelon.errors import ServerError
-from echelon.server import replay, wire
-from echelon.server.covers import Covers
-from echelon.server.kinds import Dense, Init, Rule, StoreError, Table
-from echelon.server.replay import Course, first_rows
-from echelon.server.state import State
-from echelon.server.store import Store
+from echelon.server.protocol import wire
+from echelon.server.protocol.shard_sets import Covers
+from echelon.server.protocol.specs import Dense, Init, Rule, StoreError, Table
+from echelon.server.replica.shard_state import State
+from echelon.server.store import lazy_updates
+from echelon.server.store.lazy_updates import Course, first_rows
+from echelon.server.store.store import Store
 
 SHARDS = 8
 RULES: list[tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = [
@@ -234,7 +235,7 @@ def test_updates_are_made_up_for_in_parts_between_which_a_server_says_that_it_li
     )
     few, many = np.arange(5), np.arange(40)
     for store, at_once in ((whole, 1 << 40), (parts, 100)):
-        monkeypatch.setattr(replay, "_AT_ONCE", at_once)
+        monkeypatch.setattr(lazy_updates, "_AT_ONCE", at_once)
         store.declare(table)
         empty = store.bytes
         for number in range(1, 40):

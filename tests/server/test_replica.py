@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echelon.server import wire
-from echelon.server.actions import LINK, PEER, Close, Send
-from echelon.server.map import Map, Seat
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import LINK, PEER, Close, Send
+from echelon.server.protocol.shard_map import Map, Seat
 from echelon.server.replica import LEASE, Replica
-from echelon.server.state import Diverged
-from tests.server.tiny import TinyStore
+from echelon.server.replica.shard_state import Diverged
+from tests.server.fake_store import TinyStore
 
 SEATS = {name: Seat(address="", host=name, incarnation=number) for number, name in enumerate("abc", start=1)}
 W, X = "worker", "other worker"

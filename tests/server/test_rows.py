@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.server import kernels
-from echelon.server.hashing import mix64, name_key, shard_of
-from echelon.server.kinds import Init, Rule, StoreError, Table
-from echelon.server.rows import Rows
-from echelon.server.store import Store
+from echelon.server.protocol.hashing import mix64, name_key, shard_of
+from echelon.server.protocol.specs import Init, Rule, StoreError, Table
+from echelon.server.store.sparse_table import Rows
+from echelon.server.store.store import Store
 
 ROWS, DIM = 12, 5
 LSN = np.zeros(4, np.int64)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.server import secret as door
+from echelon.server.protocol import auth as door
 
 ONE, OTHER = bytes(32), bytes([1]) * 32
 

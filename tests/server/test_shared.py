@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.server import Init, Rule, Servers, Table, connect, shared, wire
+from echelon.server import Init, Rule, Servers, Table, connect
+from echelon.server.protocol import shared_memory, wire
 
 
 @pytest.fixture
@@ -27,12 +28,12 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield one, other
 
 
-def both() -> tuple[shared.Shared, shared.Shared]:
+def both() -> tuple[shared_memory.Shared, shared_memory.Shared]:
     """What the two ends of one connection have."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
-        made = shared.offer(one)
+        made = shared_memory.offer(one)
         assert made is not None
-        taken = shared.take(said(made.frame))
+        taken = shared_memory.take(said(made.frame))
         assert taken is not None
         mine = made.answered({"taken": True})
         assert mine is not None
@@ -68,8 +69,8 @@ def test_a_frame_is_read_where_it_lies_and_its_room_comes_back_with_the_last_vie
 def test_short_frames_and_those_longer_than_the_memory_go_by_the_socket() -> None:
     one, _ = both()
     assert one.lend(framed(100)) is None
-    assert one.lend(framed(shared.HALF // 8)) is None
-    assert one.lend(framed(shared.LEAST // 8)) is not None
+    assert one.lend(framed(shared_memory.HALF // 8)) is None
+    assert one.lend(framed(shared_memory.LEAST // 8)) is not None
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,7 +91,7 @@ def test_what_is_lent_never_lies_over_what_is_still_looked_at(steps: list[tuple[
 
 
 def test_only_memory_that_cannot_shrink_and_holds_the_token_is_taken(pair: tuple[socket.socket, socket.socket]) -> None:
-    made = shared.offer(pair[0])
+    made = shared_memory.offer(pair[0])
     assert made is not None
     good = said(made.frame)
     size = os.fstat(good["handle"]).st_size
@@ -109,11 +110,11 @@ def test_only_memory_that_cannot_shrink_and_holds_the_token_is_taken(pair: tuple
             {"pid": 10**9},
             {"pid": -1},
         ):
-            assert shared.take(good | wrong) is None, wrong
+            assert shared_memory.take(good | wrong) is None, wrong
         for garbage in ({"pid": "../../etc"}, {"handle": 1.5}, {"token": None}):
             with pytest.raises(wire.WireError):
-                shared.take(good | garbage)
-        assert shared.take(good) is not None
+                shared_memory.take(good | garbage)
+        assert shared_memory.take(good) is not None
     finally:
         for handle in (loose, reader, writer):
             os.close(handle)
@@ -123,7 +124,7 @@ def test_only_memory_that_cannot_shrink_and_holds_the_token_is_taken(pair: tuple
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"at": -64}, {"at": 1}, {"at": shared.HALF}, {"size": 0}, {"size": shared.HALF + 1}, {"slot": shared.SLOTS}, {"slot": -1},
+        {"at": -64}, {"at": 1}, {"at": shared_memory.HALF}, {"size": 0}, {"size": shared_memory.HALF + 1}, {"slot": shared_memory.SLOTS}, {"slot": -1},
         {"turn": 0}, {"turn": 1 << 62}, {"at": None}, {"size": 40.0}, {"slot": True}, {"size": 65_600},
     ],
     ids=str,
@@ -144,7 +145,7 @@ def test_nothing_is_offered_to_another_machine() -> None:
         def getsockname(self) -> tuple[str, int]:
             return "10.0.0.1", 2
 
-    assert shared.offer(Far()) is None  # type: ignore[arg-type]
+    assert shared_memory.offer(Far()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -159,7 +160,7 @@ def test_workers_and_servers_of_one_machine_share_memory_and_nothing_else_change
         # With its worker, with the replica that it calls, and with the one that calls it.
         for child in servers.servers.values():
             assert Path(f"/proc/{child.pid}/maps").read_text().count("/memfd:echelon") == 3
-        monkeypatch.setattr(shared, "LEAST", 1 << 40)  # this worker's by the socket from here on
+        monkeypatch.setattr(shared_memory, "LEAST", 1 << 40)  # this worker's by the socket from here on
         client.push({"t": (ids, ones)})
         assert (client.pull({"t": ids})["t"] == -2).all()
         client.flush()

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.server import recent
-from echelon.server.hashing import shard_of
-from echelon.server.kinds import BLOCK, Dense, Init, Rule, StoreError, StoreFull, Table
-from echelon.server.store import Store
+from echelon.server.protocol.hashing import shard_of
+from echelon.server.protocol.specs import BLOCK, Dense, Init, Rule, StoreError, StoreFull, Table
+from echelon.server.store import write_log
+from echelon.server.store.store import Store
 
 SHARDS = 4
 MEMORY = 16 << 20
@@ -62,11 +62,11 @@ def where(i: int) -> int:
 small = st.lists(st.integers(-20, 20), max_size=12)
 
 
-@given(st.integers(1, 3), st.sampled_from([0, 40, recent.LEAST]), st.data())
+@given(st.integers(1, 3), st.sampled_from([0, 40, write_log.LEAST]), st.data())
 @settings(max_examples=60)
 def test_a_table_is_a_dictionary_of_rows(admit, logged, data):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recent, "LEAST", logged)
+        patch.setattr(write_log, "LEAST", logged)
         check_a_table(admit, data)
 
 
@@ -173,9 +173,9 @@ def test_changes_come_oldest_first_and_go_on_where_they_ended():
     assert len(store.changed("t", range(SHARDS), stamps(20), 5)) == 0
 
 
-@pytest.mark.parametrize("least", [0, 1500, recent.LEAST])
+@pytest.mark.parametrize("least", [0, 1500, write_log.LEAST])
 def test_what_changed_is_the_same_by_the_log_and_by_a_walk(least, monkeypatch):
-    monkeypatch.setattr(recent, "LEAST", least)
+    monkeypatch.setattr(write_log, "LEAST", least)
     store = Store(shards=SHARDS, memory=MEMORY)
     store.declare(Table(name="t", dim=1))
     store.declare(Table(name="fresh", dim=1))

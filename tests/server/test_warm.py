@@ -17,9 +17,9 @@ import pytest
 
 from echelon.errors import LaunchError
 from echelon.server import Servers, kernels
-from echelon.server.compiled import kept_in
-from echelon.server.embedded import Child
-from echelon.server.warm import _alone, work
+from echelon.server.kernels.jit_cache import kept_in
+from echelon.server.kernels.jit_warmup import _alone, work
+from echelon.server.local_servers import Child
 
 
 def _copy(folder: Path, text: str) -> Any:
@@ -35,7 +35,7 @@ def _copy(folder: Path, text: str) -> Any:
 
 def test_checkouts_of_one_user_share_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = "from echelon.server.compiled import compiling\n@compiling()\ndef one():\n    return 1\n"
+    text = "from echelon.server.kernels.jit_cache import compiling\n@compiling()\ndef one():\n    return 1\n"
     first, same = _copy(tmp_path / "a", text), _copy(tmp_path / "b", text)
     assert kept_in(first) == kept_in(same)
     assert kept_in(first) != kept_in(_copy(tmp_path / "c", text.replace("return 1", "return 2")))
@@ -48,7 +48,7 @@ def test_what_is_compiled_is_renewed_by_a_change_beside_it(
 ) -> None:
     """A function that another file's calls is compiled into it."""
     monkeypatch.setenv(where, str(tmp_path / "cache"))
-    front = "from echelon.server.compiled import compiling\n"
+    front = "from echelon.server.kernels.jit_cache import compiling\n"
     called = front + "@compiling(forceinline=True)\ndef called():\n    return 1\n"
     text = front + "from called import called\n@compiling()\ndef one():\n    return called()\n"
     seen = []

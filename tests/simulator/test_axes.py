@@ -15,9 +15,9 @@ from echelon.plan.profile import Amount, Module, Parameter, Profile, Rule, fold_
 from echelon.plan.stages import stage_count
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
-from echelon.simulator.part import parts
-from echelon.simulator.schedule import in_flight, waiting
-from echelon.simulator.shares import Shares
+from echelon.simulator.pipeline_schedule import in_flight, waiting
+from echelon.simulator.rank_profile import parts
+from echelon.simulator.rank_shares import Shares
 from tests.simulator.cases import cut, make_cluster, make_profile, make_stack, profiles
 
 CLUSTER = make_cluster(cores=8)

@@ -12,9 +12,9 @@ from echelon.plan.cluster import Cluster, Curve, Point
 from echelon.plan.profile import Amount, Operator
 from echelon.plan.text import from_text
 from echelon.simulator import simulate
-from echelon.simulator.cost import operator_seconds
-from echelon.simulator.host import held_up
-from echelon.simulator.load import load_of
+from echelon.simulator.cost.curves import operator_seconds
+from echelon.simulator.launch_bound import held_up
+from echelon.simulator.node_load import load_of
 from tests.simulator.cases import make_cluster, make_profile
 
 _SECONDS = st.integers(0, 100).map(float)

@@ -17,12 +17,12 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile, Rule, Visit
 from echelon.plan.text import from_text
 from echelon.simulator import Stack, simulate
-from echelon.simulator.distil import distil
-from echelon.simulator.fitted import fitted
-from echelon.simulator.layout import Layout, lay_out
-from echelon.simulator.quotes import Quotes
+from echelon.simulator.calibration import fitted
+from echelon.simulator.plan_layout import Layout, lay_out
+from echelon.simulator.plan_pricer import Quotes
 from echelon.simulator.sheet_memory import held_by_ranks, put_together
 from echelon.simulator.step import laid_out
+from echelon.simulator.summarize_profile import distil
 from tests.simulator.cases import cut, make_language, make_stack
 
 A100 = catalogue.cluster("2x8xA100-80GB")

@@ -12,11 +12,11 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Amount, Parameter, Profile
 from echelon.plan.text import from_text
 from echelon.simulator import Stack, simulate
-from echelon.simulator.distil import distil
-from echelon.simulator.fitted import fitted
-from echelon.simulator.layout import lay_out
-from echelon.simulator.sheet import lines_of, precision_of, product_seconds
+from echelon.simulator.calibration import fitted
+from echelon.simulator.cost.roofline import lines_of, precision_of, product_seconds
+from echelon.simulator.plan_layout import lay_out
 from echelon.simulator.sheet_memory import held_by_ranks
+from echelon.simulator.summarize_profile import distil
 from tests.simulator.cases import make_language, make_stack
 from tests.simulator.test_sheets import with_experts
 

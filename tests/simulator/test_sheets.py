@@ -17,10 +17,10 @@ from echelon.plan.cluster import Cluster, Sheet, Wire
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
 from echelon.simulator import Stack, simulate
-from echelon.simulator.fitted import bounds, fitted, written
-from echelon.simulator.order import B, F, W, in_flight, least, length, order, walk
-from echelon.simulator.sheet import product_seconds
-from echelon.simulator.wires import wires_of
+from echelon.simulator.calibration import bounds, fitted, written
+from echelon.simulator.cost.network import wires_of
+from echelon.simulator.cost.roofline import product_seconds
+from echelon.simulator.pipeline_order import B, F, W, in_flight, least, length, order, walk
 from tests.simulator.cases import make_cluster, make_stack
 
 times = st.floats(0.1, 5.0)

@@ -18,7 +18,7 @@ from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.planner import search
 from echelon.simulator import simulate
-from echelon.simulator.exchange import buckets
+from echelon.simulator.collectives import buckets
 from tests.simulator.cases import make_cluster, make_gpus, make_profile, plan, plans, profiles
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from echelon.errors import LaunchError
 from echelon.events import Event
-from echelon.testing.faults import steps_done, stop_at
+from echelon.testing.fault_schedule import steps_done, stop_at
 
 # A training in small: a parent with a child in another session, which logs a step every 10 ms.
 TRAINING = """

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.errors import DataError
-from echelon.testing.ranks import Pool, RankError
+from echelon.testing.rank_pool import Pool, RankError
 from echelon.world import World, read_world
 
 
@@ -121,7 +121,7 @@ def test_no_process_outlives_the_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, signal\n"
-        "from echelon.testing.ranks import Pool\n"
+        "from echelon.testing.rank_pool import Pool\n"
         "pool = Pool()\n"
         "pool.run(2, 'tests.testing.test_ranks:total', 1.0)\n"
         "print(*[pid for pid, _ in pool.run(2, 'tests.testing.test_ranks:total', 1.0)], flush=True)\n"

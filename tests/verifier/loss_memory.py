@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.verifier.verify import verify
 from echelon.world import World
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
-from echelon.testing.catalogue import injected
+from echelon.testing.fault_catalogue import injected
 from echelon.testing.models import GPT, MLP
 from echelon.verifier.verify import verify
 from echelon.world import World

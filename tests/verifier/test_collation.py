@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.verifier.collation import Unjoinable, joined
+from echelon.verifier.batch_collation import Unjoinable, joined
 
 
 def test_rows_of_samples_are_joined() -> None:

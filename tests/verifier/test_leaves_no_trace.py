@@ -16,7 +16,7 @@ from echelon.engine.run import Run
 from echelon.errors import DataError
 from echelon.job import Job
 from echelon.plan.plan import Plan
-from echelon.profiler.model import profile
+from echelon.profiler.profile_model import profile
 from echelon.testing.models import MLP
 from echelon.verifier.verify import verify
 from echelon.world import World

@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset
 
 from echelon.errors import VerificationError
 from echelon.plan.text import from_text
-from echelon.verifier.feed import open_feed
 from echelon.verifier.reference import Reference
-from echelon.verifier.regrouped import _Loss, require_separable_loss
+from echelon.verifier.reference_data import open_feed
+from echelon.verifier.regrouping_check import _Loss, require_separable_loss
 from tests.engine.jobs import classes, mlp, numbers
 
 
@@ -119,6 +119,6 @@ def test_losses_of_which_the_trial_can_say_nothing_pass(loss: Any) -> None:
 @pytest.mark.parametrize(("plan", "trials"), [("dp=1", 0), ("tp=2", 0), ("dp=2", 1)])
 def test_whole_batches_need_no_trial(monkeypatch: pytest.MonkeyPatch, plan: str, trials: int) -> None:
     tried = []
-    monkeypatch.setattr("echelon.verifier.regrouped._Loss", lambda *given: tried.append(given))
+    monkeypatch.setattr("echelon.verifier.regrouping_check._Loss", lambda *given: tried.append(given))
     require_separable_loss(reference(balanced, plan), 0)
     assert len(tried) == trials

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from echelon.engine.run import Run
 from echelon.plan.text import from_text
-from echelon.verifier.feed import Feed, open_feed
-from echelon.verifier.spot_batch import Part, collect_parts, misreading_rank
+from echelon.verifier.reference_data import Feed, open_feed
+from echelon.verifier.spot_check_batch import Part, collect_parts, misreading_rank
 from echelon.world import World
 from tests.verifier import unusual
 

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from echelon.data.loader import StepBatch
 from echelon.engine.run import Run
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.testing.models import MLP
-from echelon.testing.ranks import Pool, RankError
+from echelon.testing.rank_pool import Pool, RankError
 from echelon.verifier.spot_check import SpotChecks
 from echelon.world import World
 from tests.engine.jobs import mlp

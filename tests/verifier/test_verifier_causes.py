@@ -11,12 +11,12 @@ from torch import Tensor
 
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.verifier.causes import Evidence, likely, part_of_rank
 from echelon.verifier.compare import Bounds, compare
-from echelon.verifier.diagnose import Pair, first
-from echelon.verifier.noise import Slack, differences
+from echelon.verifier.explain_failure import Evidence, likely, part_of_rank
+from echelon.verifier.first_divergence import Pair, first
+from echelon.verifier.known_bugs import Suspect
 from echelon.verifier.reference import Record
-from echelon.verifier.suspects import Suspect
+from echelon.verifier.tolerances import Slack, differences
 
 TRUE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 GRADIENTS: dict[str, Tensor | None] = {"a.weight": TRUE, "a.bias": TRUE * 3, "norm.weight": TRUE - 1, "z.weight": TRUE}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from echelon.verifier.compare import Bounds, Difference, compare
-from echelon.verifier.diagnose import Pair, describe, explains, first, place, proportion, ratio
-from echelon.verifier.noise import Slack
+from echelon.verifier.first_divergence import Pair, describe, explains, first, place, proportion, ratio
+from echelon.verifier.tolerances import Slack
 
 ORDER = {"": 0, "stem": 1, "blocks.0": 2, "blocks.0.up": 3, "blocks.1": 4}
 TRUE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from echelon.cli.verify import _show
-from echelon.engine import norm
+from echelon.engine import grad_clip
 from echelon.engine.run import Run
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.verifier.drift import ALLOWED, GROSS, factor
+from echelon.verifier.precision_drift import ALLOWED, GROSS, factor
 from echelon.verifier.reference import Record
 from echelon.verifier.verify import verify
 from echelon.world import World
@@ -78,7 +78,7 @@ def test_a_factor_that_only_the_trained_precision_has_is_a_no(precision: str, mo
     def left_in(self: Run, *args: Any) -> Tensor:
         loss = finish(self, *args)
         if self.assembly.parameters[0].dtype is not torch.float64:  # not the proof itself
-            norm.scale(norm.gradients(self.assembly.parameters), 1024.0)
+            grad_clip.scale(grad_clip.gradients(self.assembly.parameters), 1024.0)
         return loss
 
     assert alone(precision=precision).verified

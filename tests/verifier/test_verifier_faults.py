@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from echelon.testing.catalogue import CATALOGUE
-from echelon.testing.ranks import Pool
+from echelon.testing.fault_catalogue import CATALOGUE
+from echelon.testing.rank_pool import Pool
 from echelon.verifier.compare import BOUND
-from tests.verifier.caught import CAUGHT, QUIET, Caught, certify
-from tests.whole import some
+from tests.sampling import some
+from tests.verifier.fault_table import CAUGHT, QUIET, Caught, certify
 
 
 def test_every_fault_of_the_catalogue_is_tried_on_three_models() -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from echelon.errors import VerificationError
+from echelon.partition.complete_plan import complete
 from echelon.plan.certificate import Certificate
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.plan.text import from_text
-from echelon.profiler import coupling, profile
-from echelon.profiler.complete import complete
-from echelon.testing.ranks import Pool, RankError
-from echelon.verifier.footing import asked, choose, needed, surely_fits
-from echelon.verifier.identity import model_hash
+from echelon.profiler import profile, sample_coupling
+from echelon.testing.rank_pool import Pool, RankError
+from echelon.verifier.choose_reference import asked, choose, needed, surely_fits
+from echelon.verifier.fingerprints import model_hash
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -77,7 +77,7 @@ def test_where_samples_may_see_each_other_one_of_two_plans_has_whole_batches(tex
 
 
 def test_a_proof_that_tells_what_was_not_known_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coupling, "PARAMETERS", 10)
+    monkeypatch.setattr(sample_coupling, "PARAMETERS", 10)
     certificate = verify(proofs.make_job("keys"), Plan(micro=3), world=World())
     assert certificate.verified
     assert any(

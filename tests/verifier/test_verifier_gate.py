@@ -11,11 +11,11 @@ from torch import nn
 
 from echelon.errors import DocumentError, JobError, VerificationError
 from echelon.plan.certificate import Certificate, Finding
+from echelon.plan.document_cache import installed_versions
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.plan.store import installed_versions
-from echelon.verifier.gate import require
-from echelon.verifier.identity import job_hash, model_hash, versions
+from echelon.verifier.fingerprints import job_hash, model_hash, versions
+from echelon.verifier.require_certificate import require
 
 PLAN = Plan(mesh=Mesh(dp=2), zero=1)
 NOW: dict[str, Any] = {

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.engine.assemble import Assembly
+from echelon.engine.build_model import Assembly
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.testing.catalogue import injected
-from echelon.verifier import causes
-from echelon.verifier.look import Watch
+from echelon.testing.fault_catalogue import injected
+from echelon.verifier import explain_failure
+from echelon.verifier.diagnose_failure import Watch
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs
@@ -112,10 +112,10 @@ def test_a_plan_that_passes_is_not_looked_at_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_verdict_stands_where_its_cause_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(evidence: causes.Evidence) -> str:
+    def fails(evidence: explain_failure.Evidence) -> str:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(causes, "likely", fails)
+    monkeypatch.setattr(explain_failure, "likely", fails)
     with injected("gradients times micro-batches"):
         certificate = alone(proofs.make_job("keys"), micro=4)
     assert not certificate.verified

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.world import World
 from tests.verifier.loss_memory import proved
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from echelon.verifier.compare import BOUND, BROKEN
-from echelon.verifier.mark import Place, copies, mark, starts
-from echelon.verifier.noise import copied
+from echelon.verifier.tensor_checksum import Place, copies, mark, starts
+from echelon.verifier.tolerances import copied
 
 VALUE = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).double()
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.logits import Logits
+from echelon.engine.parallel.vocab_parallel import Logits
+from echelon.plan.batch_split import Span
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.plan.split import Span
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.verifier.compare import BROKEN
-from echelon.verifier.outputs import compared, leaves, left_out, listening, marked
+from echelon.verifier.compare_outputs import compared, leaves, left_out, listening, marked
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.verifier import proofs

@@ -15,11 +15,11 @@ from torch.utils.data import IterableDataset, TensorDataset
 from echelon.engine.run import Run
 from echelon.errors import JobError
 from echelon.job import Job
+from echelon.plan.batch_split import split
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.plan.split import split
-from echelon.verifier.feed import Feed, open_feed
 from echelon.verifier.reference import Reference
+from echelon.verifier.reference_data import Feed, open_feed
 from echelon.world import World
 
 X = torch.randn(21, 4, generator=torch.Generator().manual_seed(1))

@@ -8,12 +8,12 @@ import pytest
 
 from echelon.plan.certificate import Certificate, Finding
 from echelon.plan.text import from_text
-from echelon.testing.ranks import Pool
+from echelon.testing.rank_pool import Pool
 from echelon.verifier.compare import BOUND
-from echelon.verifier.served import in_step, with_bound
+from echelon.verifier.staleness import in_step, with_bound
+from tests.sampling import only_whole
 from tests.verifier import proofs
-from tests.verifier.caught import certify
-from tests.whole import only_whole
+from tests.verifier.fault_table import certify
 
 pytest.importorskip("numba")
 

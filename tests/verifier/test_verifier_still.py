@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.profiler.still import UPDATE, Stillness, silence
-from echelon.verifier.survey import Survey
+from echelon.trials.determinism import UPDATE, Stillness, silence
+from echelon.verifier.nondeterminism_scan import Survey
 
 X = torch.ones(3, 4, 4)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
-from echelon.verifier.feed import open_feed
+from echelon.verifier.known_bugs import names_of, parts, uses, weighings
 from echelon.verifier.reference import Reference
-from echelon.verifier.suspects import names_of, parts, uses, weighings
+from echelon.verifier.reference_data import open_feed
 from tests.verifier import proofs
 
 

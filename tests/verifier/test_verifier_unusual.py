@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from echelon.engine.ranks import Ranks
+from echelon.engine.process_groups import Ranks
 from echelon.engine.run import Run
 from echelon.errors import DivergenceError, VerificationError
 from echelon.job import Job
 from echelon.plan.certificate import Certificate
 from echelon.plan.plan import Plan
-from echelon.testing.catalogue import injected
-from echelon.testing.ranks import Pool
-from echelon.verifier.basis import Referee
-from echelon.verifier.case import Case
-from echelon.verifier.feed import open_feed
-from echelon.verifier.footing import Footing
-from echelon.verifier.look import look
+from echelon.testing.fault_catalogue import injected
+from echelon.testing.rank_pool import Pool
+from echelon.verifier.candidate_run import Trial
+from echelon.verifier.choose_reference import Footing
+from echelon.verifier.context import Referee
+from echelon.verifier.diagnose_failure import look
+from echelon.verifier.reference_data import open_feed
+from echelon.verifier.single_device import Case
 from echelon.verifier.spot_check import SpotChecks
-from echelon.verifier.trial import Trial
 from echelon.verifier.verify import _beside, verify
 from echelon.world import World
 from tests.verifier import unusual

@@ -18,16 +18,16 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.mesh import Mesh
 from echelon.plan.plan import Plan
 from echelon.testing.models import MLP
-from echelon.testing.ranks import Pool, RankError
-from echelon.verifier.basis import Referee
-from echelon.verifier.case import Case
+from echelon.testing.rank_pool import Pool, RankError
 from echelon.verifier.compare import BOUND, Difference, compare
-from echelon.verifier.feed import open_feed
-from echelon.verifier.noise import copied
+from echelon.verifier.context import Referee
+from echelon.verifier.reference_data import open_feed
+from echelon.verifier.single_device import Case
+from echelon.verifier.tolerances import copied
 from echelon.verifier.verify import verify
 from echelon.world import World
+from tests.sampling import only_whole
 from tests.verifier import proofs
-from tests.whole import only_whole
 
 
 def alone(job: Any, **plan: Any) -> Certificate:

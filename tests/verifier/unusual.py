@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from echelon.errors import EchelonError
 from echelon.job import Job
+from echelon.partition.complete_plan import complete
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.verifier.verify import verify
 from echelon.world import World
 

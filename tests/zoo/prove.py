@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from echelon.engine.layout import local
+from echelon.engine.parallel.shard_layout import local
 from echelon.engine.run import Run
+from echelon.partition.complete_plan import complete
 from echelon.plan.plan import Plan
 from echelon.plan.profile import Profile
 from echelon.plan.text import from_text
-from echelon.profiler.complete import complete
 from echelon.verifier.verify import verify
 from echelon.world import World
 from tests.zoo import ZOO

@@ -18,9 +18,9 @@ from echelon.plan.certificate import Certificate
 from echelon.plan.check import check
 from echelon.plan.text import from_text
 from echelon.profiler import profile
-from echelon.testing.ranks import Pool, RankError
-from echelon.verifier.feed import open_feed
-from tests.whole import WHOLE, drawing, only_whole, some
+from echelon.testing.rank_pool import Pool, RankError
+from echelon.verifier.reference_data import open_feed
+from tests.sampling import WHOLE, drawing, only_whole, some
 from tests.zoo import ZOO, prove
 from tests.zoo.expected import UNPROVED, expected
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from echelon.data.digest import digest
 from echelon.data.packed.reader import Packed
+from echelon.data.sample_digest import digest
 
 
 def fingerprint(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from echelon.data.packed.manifest import ITEMS, Column
-from echelon.data.packed.origin import Origin, stamp
+from echelon.data.packed.packing_source import Origin, stamp
 from echelon.data.packed.shard import stored
 from echelon.errors import DataError
 

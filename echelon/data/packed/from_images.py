@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from echelon.data.packed.manifest import Column
-from echelon.data.packed.origin import Origin, stamp
+from echelon.data.packed.packing_source import Origin, stamp
 from echelon.errors import DataError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}

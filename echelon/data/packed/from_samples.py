@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.describe import shape_of
-from echelon.data.digest import digest
-from echelon.data.packed import tree
+from echelon.data.error_text import shape_of
+from echelon.data.packed import sample_schema
 from echelon.data.packed.manifest import ITEMS, Column, names
-from echelon.data.packed.origin import Origin, stamp
+from echelon.data.packed.packing_source import Origin, stamp
+from echelon.data.sample_digest import digest
 from echelon.data.source import Samples, open_source, opened
 from echelon.errors import DataError
 
@@ -35,7 +35,7 @@ class Values(Origin):
             {*range(min(_LOOKS, self.samples)), *np.linspace(0, self.samples - 1, _LOOKS, dtype=int).tolist()}
         )
         first = self._source.sample(0)
-        self.sample, self._alike = tree.structure_of(first), shape_of(first)
+        self.sample, self._alike = sample_schema.structure_of(first), shape_of(first)
         if not names(self.sample):
             raise DataError(f"sample 0 is {self._alike}: it holds nothing that could be packed")
         seen = [self._leaves(number) for number in looked]
@@ -61,7 +61,7 @@ class Values(Origin):
     def _leaves(self, number: int) -> list[Any]:
         sample = self._source.sample(number)
         try:
-            return tree.leaves(sample, self.sample)
+            return sample_schema.leaves(sample, self.sample)
         except ValueError:
             raise DataError(
                 f"sample {number} is {shape_of(sample)}, sample 0 has another structure ({self._alike}): the samples of a packed data set "

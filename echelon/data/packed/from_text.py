@@ -13,10 +13,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from echelon.data.packed.locked_tasks import Task, share
 from echelon.data.packed.manifest import Column, settle
-from echelon.data.packed.origin import Origin, Progress, stamp
-from echelon.data.packed.scratch import Scratch
-from echelon.data.packed.share import Task, share
+from echelon.data.packed.packing_source import Origin, Progress, stamp
+from echelon.data.packed.temp_dir import Scratch
 from echelon.errors import DataError
 
 #: Letters that a tokenizer gets at once, about.

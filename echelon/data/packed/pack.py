@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data.packed import manifest as documents
-from echelon.data.packed.blocks import block_rows
-from echelon.data.packed.locks import holders, locked, taken, unlock
+from echelon.data.packed.block_layout import block_rows
+from echelon.data.packed.file_locks import holders, locked, taken, unlock
+from echelon.data.packed.locked_tasks import Task, share
 from echelon.data.packed.manifest import Manifest, Shard, write_whole
-from echelon.data.packed.origin import Origin, Progress
+from echelon.data.packed.packing_source import Origin, Progress
 from echelon.data.packed.shard import Draft
-from echelon.data.packed.share import Task, share
 from echelon.errors import DataError
 
 #: Bytes of a shard, about. A process that packs holds one in memory.

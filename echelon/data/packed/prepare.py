@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from echelon.data.describe import kind_of
+from echelon.data.error_text import kind_of
 from echelon.data.packed.fingerprint import fingerprint
 from echelon.data.packed.from_samples import Values, numbered
 from echelon.data.packed.pack import count_of, pack

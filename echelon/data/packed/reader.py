@@ -17,17 +17,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from echelon.data.collate import collate as collated
 from echelon.data.packed import manifest as documents
-from echelon.data.packed import tree
-from echelon.data.packed.cache import Cache, default_folder
+from echelon.data.packed import sample_schema
 from echelon.data.packed.manifest import Column, Manifest
-from echelon.data.packed.remote import RemoteRows, far_rows
-from echelon.data.packed.rows import File, Kept, LocalRows, Rows, damage, files_of, wrong
-from echelon.data.packed.store import Store, is_url, shown
+from echelon.data.packed.remote_cache import Cache, default_folder
+from echelon.data.packed.remote_files import RemoteRows, far_rows
+from echelon.data.packed.remote_store import Store, is_url, shown
+from echelon.data.packed.row_reader import File, Kept, LocalRows, Rows, damage, files_of, wrong
 from echelon.data.source import Source
 from echelon.errors import DataError
 
 if TYPE_CHECKING:
-    from echelon.data.packed.filled import Filled
+    from echelon.data.packed.sequence_packing import Filled
 
 
 #: Steps ahead of which remote files begin to be copied.
@@ -125,7 +125,7 @@ class Packed:
             self._rows = LocalRows(files, self.columns, check=given.check)
         else:
             self._rows = self._healthy(files)
-        self.build = tree.builder(self._structure, self._names)
+        self.build = sample_schema.builder(self._structure, self._names)
 
     def _healthy(self, files: list[File]) -> Rows:
         """The rows that can be read; what cannot is counted and told."""
@@ -189,7 +189,7 @@ class Packed:
         """Samples by number, read together."""
         columns = self._rows.take(self._inside(numbers))
         samples = [
-            tree.built(self._structure, dict(zip(self._names, values, strict=True)), batch=False)
+            sample_schema.built(self._structure, dict(zip(self._names, values, strict=True)), batch=False)
             for values in zip(*columns, strict=True)
         ]
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
@@ -252,7 +252,7 @@ class Packed:
 
     def filled(self, length: int, column: str | None = None) -> Filled:
         """Rows of `length` tokens, filled with samples of a column that differs in length (filled.py); other columns are left out."""
-        from echelon.data.packed.filled import Filled
+        from echelon.data.packed.sequence_packing import Filled
 
         ragged = [each.name for each in self.columns if each.ragged and each.kind == "array"]
         if column is None and len(ragged) > 1:

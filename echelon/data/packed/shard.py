@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.data.packed import blocks
+from echelon.data.packed import block_layout
 from echelon.data.packed.manifest import Column, Shard, settle
 from echelon.errors import DataError
 
@@ -112,10 +112,10 @@ def _described(path: Path, name: str, columns: Sequence[Column], samples: int, b
         )  # fmt: skip
         file = np.frombuffer(whole, np.uint8)
         sums = [
-            blocks.checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
+            block_layout.checksum([file] * len(columns), columns, shard, start, min(start + block, samples))
             for start in range(0, samples, block)
         ]
-        rest, offsets = blocks.frame(file, columns, shard), blocks.offsets(file, columns, shard)
+        rest, offsets = block_layout.frame(file, columns, shard), block_layout.offsets(file, columns, shard)
         del file, array, batch, found, data, whole
     checked = tuple(each for each in sums if each is not None)
     if len(checked) < len(sums):

@@ -18,10 +18,10 @@ from collections.abc import Hashable
 from typing import Any
 
 from echelon.errors import EchelonError
-from echelon.server import wire
-from echelon.server.actions import PEER, Action, Close, Note
-from echelon.server.controller.ground import GRACE, SERVER_LEASE, Session
 from echelon.server.controller.members import CALM, Members
+from echelon.server.controller.state import GRACE, SERVER_LEASE, Session
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import PEER, Action, Close, Note
 from echelon.server.replica import MALFORMED
 
 #: A connection that ended may be made again; a process that was killed does not come back.

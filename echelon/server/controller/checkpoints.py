@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from echelon.server import wire
-from echelon.server.actions import Action, Manifest, Persist
-from echelon.server.controller.ground import Expiring, Ground, Session, Writing
+from echelon.server.controller.state import Expiring, Ground, Session, Writing
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import Action, Manifest, Persist
 
 
 class Checkpoints(Ground):

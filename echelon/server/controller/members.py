@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from echelon.server import wire
-from echelon.server.actions import PEER, Close, Note
-from echelon.server.controller.ground import GRACE, Session
-from echelon.server.controller.moving import Moving
-from echelon.server.map import Seat
-from echelon.server.placement import behind, ring
+from echelon.server.controller.rebalance import Moving
+from echelon.server.controller.shard_placement import behind, ring
+from echelon.server.controller.state import GRACE, Session
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import PEER, Close, Note
+from echelon.server.protocol.shard_map import Seat
 
 #: Membership is left to settle before shards are moved for it.
 CALM = 0.3

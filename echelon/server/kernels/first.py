@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from echelon.server.compiled import compiling
+from echelon.server.kernels.jit_cache import compiling
 from echelon.server.kernels.machine import GOLDEN, mix64
 from echelon.server.kernels.places import CONSTANT, UNIFORM
 

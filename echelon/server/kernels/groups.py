@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.server.compiled import compiling
+from echelon.server.kernels.jit_cache import compiling
 from echelon.server.kernels.machine import bare, copy, mix64
 
 _compiled = compiling()

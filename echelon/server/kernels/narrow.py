@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from echelon.server.compiled import compiling
+from echelon.server.kernels.jit_cache import compiling
 from echelon.server.kernels.machine import GOLDEN, bare, bits_of, float_of, mix64, peak_of, steps_of
 from echelon.server.kernels.places import DIM, F2, F4, I2, NATIVE, SCALE_AT, STORED, W_AT, WORDS
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.server.compiled import compiling
 from echelon.server.kernels.first import initial
 from echelon.server.kernels.index import AHEAD, BATCH, LOW, aim, insert, seek, sure, take_row
+from echelon.server.kernels.jit_cache import compiling
 from echelon.server.kernels.machine import GOLDEN, bare, copy, fetch, mix64
 from echelon.server.kernels.narrow import decode, encode, noise
 from echelon.server.kernels.places import COUNT_AT, DIM, FIRST, NATIVE, S_AT, STATE, STORED, W_AT, WORDS

@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 
 from echelon.errors import DocumentError
-from echelon.server import wire
-from echelon.server.actions import Action
-from echelon.server.map import Map
-from echelon.server.replica.ground import LEASE, MALFORMED
-from echelon.server.replica.maps import Maps
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import Action
+from echelon.server.protocol.shard_map import Map
+from echelon.server.replica.map_change import Maps
+from echelon.server.replica.state import LEASE, MALFORMED
 
 #: What workers ask and that changes nothing; what heads send to those that follow them.
 _READS = frozenset((wire.PULL, wire.CHANGED, wire.CLOCK, wire.DIGEST))

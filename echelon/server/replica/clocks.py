@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.server import wire
-from echelon.server.replica.entries import Entries
-from echelon.server.windows import ABSENT, FAR
+from echelon.server.protocol import wire
+from echelon.server.replica.dedup import ABSENT, FAR
+from echelon.server.replica.log import Entries
 
 
 class Clocks(Entries):

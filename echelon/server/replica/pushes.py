@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from echelon.errors import EchelonError
-from echelon.server import wire
-from echelon.server.covers import Cover, every, some
-from echelon.server.kinds import StoreError, check_rate
-from echelon.server.links import Waiting
-from echelon.server.replica.ground import MALFORMED
+from echelon.server.protocol import wire
+from echelon.server.protocol.shard_sets import Cover, every, some
+from echelon.server.protocol.specs import StoreError, check_rate
 from echelon.server.replica.reads import Reads
-from echelon.server.state import Diverged, named
+from echelon.server.replica.replica_link import Waiting
+from echelon.server.replica.shard_state import Diverged, named
+from echelon.server.replica.state import MALFORMED
 
 
 class Pushes(Reads):

@@ -7,12 +7,12 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from echelon.errors import EchelonError, ServerError
-from echelon.server import wire
-from echelon.server.actions import PEER, Close, Note
-from echelon.server.covers import Cover, every, some
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import PEER, Close, Note
+from echelon.server.protocol.shard_sets import Cover, every, some
 from echelon.server.replica.clocks import Clocks
-from echelon.server.replica.ground import MALFORMED
-from echelon.server.windows import ABSENT, FAR
+from echelon.server.replica.dedup import ABSENT, FAR
+from echelon.server.replica.state import MALFORMED
 
 #: A lonely head that has not heard of the controller for so long waits; well below the grace after which its shards go to others.
 DOUBT = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.server import wire
+from echelon.server.protocol import wire
 from tests.server.model.holds import check, finished
 from tests.server.model.misfortunes import push, start
 from tests.server.model.world import World

@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 
-from echelon.server.controller import members, moving
+from echelon.server.controller import members, rebalance
 from tests.server.model.case import Broken, Case, Found
 from tests.server.model.ending import drain_wires, settle
 from tests.server.model.holds import check
@@ -46,7 +46,7 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, ends: int 
     Of a part: at least so many states and so many ends, unless the time is over.
     """
     waits, members.CALM = members.CALM, 0.0
-    together, moving.TOGETHER = moving.TOGETHER, 0.0 if case.single else moving.TOGETHER
+    together, rebalance.TOGETHER = rebalance.TOGETHER, 0.0 if case.single else rebalance.TOGETHER
     began = time.monotonic()
     drawn = random.Random(seed)
     try:
@@ -86,4 +86,4 @@ def explore(case: Case, *, seconds: float = 1e9, states: int = 10**9, ends: int 
                     stack.append(other)
         return Found(states=len(seen), ends=ended, seconds=time.monotonic() - began, whole=True)
     finally:
-        members.CALM, moving.TOGETHER = waits, together
+        members.CALM, rebalance.TOGETHER = waits, together

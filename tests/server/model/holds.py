@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from echelon.server.actions import Send
-from echelon.server.map import Map
+from echelon.server.protocol.actions import Send
+from echelon.server.protocol.shard_map import Map
 
 if TYPE_CHECKING:
     from tests.server.model.world import World

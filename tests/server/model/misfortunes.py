@@ -6,8 +6,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from echelon.server import wire
 from echelon.server.controller import Controller
+from echelon.server.protocol import wire
 from tests.server.model.nodes import Server, Worker
 from tests.server.model.world import Ends, World
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.server import wire
-from echelon.server.actions import Action
+from echelon.server.client.outbox import Outbox, Section
 from echelon.server.controller import Controller
-from echelon.server.map import Map
-from echelon.server.outbox import Outbox, Section
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import Action
+from echelon.server.protocol.shard_map import Map
 from echelon.server.replica import Replica
-from tests.server.tiny import TinyStore
+from tests.server.fake_store import TinyStore
 
 
 @dataclass

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server import wire
-from echelon.server.covers import Cover, Covers
-from echelon.server.links import Sent
-from echelon.server.map import Map
-from echelon.server.outbox import Section
+from echelon.server.client.outbox import Section
+from echelon.server.protocol import wire
+from echelon.server.protocol.shard_map import Map
+from echelon.server.protocol.shard_sets import Cover, Covers
+from echelon.server.replica.replica_link import Sent
 from tests.server.model.nodes import EVENTS
 
 _SHARED = (int, str, float, bytes, bool, type(None), wire.Frame, Map, Section, Sent, Cover, Covers)

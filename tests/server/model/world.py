@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from echelon.server import wire
-from echelon.server.actions import CONTROL, LINK, PEER, Close, Persist, Send
-from echelon.server.outbox import Section
+from echelon.server.client.outbox import Section
+from echelon.server.protocol import wire
+from echelon.server.protocol.actions import CONTROL, LINK, PEER, Close, Persist, Send
 from tests.server.model.case import Broken, Case
 from tests.server.model.holds import acknowledged
 from tests.server.model.nodes import Server, Worker

@@ -1,0 +1,1 @@
+"""How gradients and embedding rows travel: all-reduce, or a parameter server."""

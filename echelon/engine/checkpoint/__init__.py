@@ -1,0 +1,1 @@
+"""Checkpoints: raw tensor files and JSON, every byte checked, nothing pickled."""

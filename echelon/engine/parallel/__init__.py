@@ -1,0 +1,1 @@
+"""One file per kind of parallelism: data, fsdp, tensor, sequence, pipeline."""

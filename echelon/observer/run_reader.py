@@ -1,0 +1,147 @@
+"""A run folder, read back: what the report and other readers of a finished run ask of it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import EchelonError
+from echelon.events import Event
+from echelon.observer.event_log import read_events
+from echelon.plan.certificate import Certificate
+from echelon.plan.cluster import Cluster
+from echelon.plan.codec import Document
+from echelon.plan.forecast import Forecast
+from echelon.plan.plan import Plan
+from echelon.plan.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What happened in a run, and the documents beside it. A document that cannot be read is the sentence that says why."""
+
+    folder: Path
+    events: Sequence[Event]
+    kinds: Mapping[str, Sequence[Event]]
+    #: The steps that tell how fast the run is: all but the first of each part, which warms everything up.
+    warm: Sequence[Event]
+    plan: Plan | str
+    forecast: Forecast | str
+    cluster: Cluster | str
+    certificate: Certificate | str
+    profile: Profile | str = "the model was not profiled"
+
+    def of(self, kind: str) -> Sequence[Event]:
+        """The events of one kind, in order."""
+        return self.kinds.get(kind, ())
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """What the newest `start` said; empty before there is one."""
+        starts = self.of("start")
+        return starts[-1].data if starts else {}
+
+    @property
+    def end(self) -> Event | None:
+        """How the newest part of the run ended; None: it runs, or was killed. Of ranks that failed, the first is to blame."""
+        end = None
+        for event in self.events:
+            if event.kind == "start":
+                end = None
+            elif event.kind == "end" and end is None:
+                end = event
+        return end
+
+    @property
+    def duration(self) -> float:
+        """Seconds of all parts of the run: as an end counted them, with all that came before the start was told; else from the
+        start to the last sign of life."""
+        total = 0.0
+        marks = [index for index, event in enumerate(self.events) if event.kind == "start"]
+        for begin, stop in itertools.pairwise([*marks, len(self.events)]):
+            part = self.events[begin:stop]
+            counted = next((figure(event, "seconds") for event in part if event.kind == "end"), None)
+            total += counted or max(part[-1].time - part[0].time, 0.0)
+        return total
+
+    @property
+    def step_time(self) -> float | None:
+        """Median seconds of a step."""
+        times = [event.data["seconds"] for event in self.warm]
+        return statistics.median(times) if times else None
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second of training, evaluations and checkpoints apart."""
+        spent = sum(event.data["seconds"] for event in self.warm)
+        return sum(figure(event, "samples") or 0 for event in self.warm) / spent if spent else None
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """What the newest memory event said; empty where there is none."""
+        events = self.of("memory")
+        return events[-1].data if events else {}
+
+    def series(self, kind: str, *path: str) -> list[tuple[float, float]]:
+        """(step, value) of one figure of the events of one kind; steps without that figure are left out."""
+        points = []
+        for event in self.of(kind):
+            value = figure(event, *path)
+            if value is not None:
+                points.append((float(event.step), value))
+        return points
+
+
+def read_record(folder: str | Path) -> Record:
+    """The record in a run folder. What is missing beside the event log is noted, not refused."""
+    folder = Path(folder)
+    events = read_events(folder)
+    kinds: dict[str, list[Event]] = {}
+    for event in events:
+        kinds.setdefault(event.kind, []).append(event)
+    return Record(
+        folder=folder,
+        events=events,
+        kinds=kinds,
+        warm=_warm(events),
+        plan=_document(Plan, folder, "the plan was not kept"),
+        forecast=_document(Forecast, folder, "this run was not forecast"),
+        cluster=_document(Cluster, folder, "the machine was not measured"),
+        certificate=_document(Certificate, folder, "this run carries no proof; echelon verify makes one"),
+        profile=_document(Profile, folder, "the model was not profiled"),
+    )
+
+
+def figure(event: Event, *path: str) -> float | None:
+    """The number at `path` in the event's data; None where there is none (a NaN is written as null)."""
+    value: Any = event.data
+    for name in path:
+        value = value.get(name) if type(value) is dict else None
+    return float(value) if type(value) is float or type(value) is int else None
+
+
+def _warm(events: Sequence[Event]) -> list[Event]:
+    warm, started = [], True
+    for event in events:
+        if event.kind == "start":
+            started = True
+        elif event.kind == "step":
+            if not started and figure(event, "seconds"):
+                warm.append(event)
+            started = False
+    return warm
+
+
+def _document(kind: type[Any], folder: Path, absent: str) -> Any:
+    assert issubclass(kind, Document)
+    path = folder / f"{kind.KIND}.json"
+    if not path.exists():
+        return f"No {path.name} in the folder: {absent}."
+    try:
+        return kind.load(path)
+    except EchelonError as error:
+        return f"{path.name} cannot be read: {error}."

@@ -1,0 +1,42 @@
+"""What a model's authors say about cutting it: transformers' `base_model_tp_plan` and `_tp_plan`.
+
+    {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise", "lm_head": "colwise_gather_output"}
+
+A hint only proposes: it is tried as any other pair, and what it says of single layers (to gather) is done without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from echelon.partition.tp_layers import is_product
+from echelon.partition.tp_layouts import Candidate
+
+
+def hinted(model: nn.Module) -> Iterator[Candidate]:
+    """The pairs that the model's own plan names: of one parent, its columns into its row."""
+    styles = {path: style for path, style in _styles(model).items() if is_product(model.get_submodule(path))}
+    for row, style in styles.items():
+        if style == "rowwise":
+            parent = row.rpartition(".")[0]
+            columns = [path for path, how in styles.items() if how == "colwise" and path.rpartition(".")[0] == parent]
+            if columns:
+                yield Candidate(tuple(columns), row, hinted=True)
+
+
+def _styles(model: nn.Module) -> dict[str, str]:
+    """Module -> how the model's plan cuts it, whichever part of the model the plan belongs to."""
+    found: dict[str, str] = {}
+    paths = [path for path, _ in model.named_modules()]
+    for prefix, part in model.named_modules():
+        plan: Any = getattr(part, "_tp_plan", None) or getattr(
+            getattr(part, "config", None), "base_model_tp_plan", None
+        )
+        for pattern, style in plan.items() if isinstance(plan, dict) else ():
+            wanted = re.compile(re.escape(f"{prefix}.{pattern}" if prefix else pattern).replace(r"\*", r"[^.]+"))
+            found |= {path: style for path in paths if wanted.fullmatch(path)}
+    return found

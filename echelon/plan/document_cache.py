@@ -1,0 +1,210 @@
+"""Documents kept on disk, so that a profile, cluster or plan that is known is not made again.
+
+An entry is found by its kind and key, and is good while what it was made from is unchanged: the versions it was made
+with, the text of every source file, and the files, folders, environment variables and arguments that were read (plan/input_digests.py).
+Checking that needs no torch. A damaged entry counts as absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from echelon.errors import DocumentError
+from echelon.plan.codec import Document
+from echelon.plan.input_digests import current
+
+T = TypeVar("T", bound=Document)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One stored document, for showing."""
+
+    kind: str
+    key: str
+    path: Path
+    bytes: int
+    age: float  #: seconds
+    good: bool  #: whether it would be used now
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A folder of documents. It is made when something is first put into it."""
+
+    folder: Path
+
+    def get(
+        self,
+        kind: type[T],
+        key: str,
+        *,
+        versions: Mapping[str, str],
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> T | None:
+        """The document under `key`, or None where there is none that still holds.
+
+        `environment` and `arguments` are those of now, for entries that were made from them (None: variables are not compared).
+        """
+        entry = _read(self._path(kind.KIND, key))
+        if entry is None or entry["key"] != key or not _holds(entry, versions, environment, arguments):
+            return None
+        try:
+            return kind.from_json(entry["document"], source=str(self._path(kind.KIND, key)))
+        except DocumentError:
+            return None
+
+    def put(
+        self,
+        key: str,
+        document: Document,
+        *,
+        versions: Mapping[str, str],
+        sources: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Keep `document` under `key`. `sources`: file -> sha256 of what it was made from (see `hash_files`); `inputs`: name ->
+        digest of what was read meanwhile.
+
+        An OSError means that it is not kept, and leaves nothing behind. Callers tell their users and go on: the document is made.
+        """
+        path = self._path(document.KIND, key)
+        entry = {
+            "kind": document.KIND,
+            "key": key,
+            "versions": dict(versions),
+            "sources": dict(sources or {}),
+            "inputs": dict(inputs or {}),
+            "document": document.to_json(indent=None),
+        }
+        _write(path, json.dumps(entry))
+        return path
+
+    def show(self, *, versions: Mapping[str, str]) -> tuple[Entry, ...]:
+        """Every entry, newest first; damaged ones too, marked as not good."""
+        now, entries = time.time(), []
+        for path in self._files():
+            read = _read(path)
+            status = path.stat()
+            entries.append(
+                Entry(
+                    kind=read["kind"] if read else path.name.partition("-")[0],
+                    key=read["key"] if read else "(damaged)",
+                    path=path,
+                    bytes=status.st_size,
+                    age=max(now - status.st_mtime, 0.0),
+                    good=read is not None and _holds(read, versions),
+                )
+            )
+        return tuple(sorted(entries, key=lambda entry: entry.age))
+
+    def clear(self) -> int:
+        """Delete every entry; how many there were."""
+        files = self._files()
+        for path in files:
+            path.unlink(missing_ok=True)
+        return len(files)
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("*-*.json")) if self.folder.is_dir() else []
+
+    def _path(self, kind: str, key: str) -> Path:
+        return self.folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def installed_versions(packages: Iterable[str] = ("torch", "echelon")) -> dict[str, str]:
+    """Versions of Python and of `packages` (default: those that documents depend on), found without importing them."""
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "checkout" if name == "echelon" else "missing"
+    return found
+
+
+def hash_files(paths: Iterable[str | Path]) -> dict[str, str]:
+    """Absolute path -> sha256 of the text; a file that cannot be read is left out."""
+    hashes = {}
+    for path in paths:
+        digest = _hash(Path(path))
+        if digest is not None:
+            hashes[str(Path(path).resolve())] = digest
+    return dict(sorted(hashes.items()))
+
+
+def user_files(modules: Mapping[str, Any]) -> list[Path]:
+    """Source files among loaded `modules` (as sys.modules) that are the user's own: outside Python, site-packages and echelon."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    paths = sysconfig.get_paths()
+    given = [*(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")), ours]
+    foreign = tuple({form + os.sep for each in given for form in (each, os.path.realpath(each))})
+    found = set()
+    for module in list(modules.values()):
+        file = getattr(module, "__file__", None)
+        # Thousands of modules are loaded: only those that remain are resolved.
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(foreign) or "site-packages" in file:
+            continue
+        path = Path(file).resolve()
+        if not str(path).startswith(foreign) and "site-packages" not in path.parts:
+            found.add(path)
+    return sorted(found)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several ranks or commands may write the same entry at once: each writes a file of its own and renames it.
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _hash(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    wanted = {"kind": str, "key": str, "versions": dict, "sources": dict, "inputs": dict, "document": str}
+    if not isinstance(entry, dict) or any(not isinstance(entry.get(name), kind) for name, kind in wanted.items()):
+        return None
+    return entry
+
+
+def _holds(
+    entry: Mapping[str, Any],
+    versions: Mapping[str, str],
+    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+) -> bool:
+    """Whether an entry was made with these versions from what has not changed since."""
+    if entry["versions"] != dict(versions):
+        return False
+    if any(_hash(Path(path)) != digest for path, digest in entry["sources"].items()):
+        return False
+    kinds = ("file ", "folder ") if environment is None else ("file ", "folder ", "environment ", "argument ")
+    inputs = {name: digest for name, digest in entry["inputs"].items() if name.startswith(kinds)}
+    return current(inputs, environment or {}, arguments) == inputs

@@ -1,0 +1,1 @@
+"""What client, servers and controller share: frames, the shard map, authentication, the event loop."""

@@ -1,0 +1,54 @@
+"""What the pure state machines want done, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from echelon.server.protocol.wire import Pieces
+
+#: Kinds of connection: one that was accepted, one to another server, the one to the controller.
+PEER, LINK, CONTROL = "peer", "link", "control"
+
+
+class Send(NamedTuple):
+    """Send a frame over a connection; where it is gone, nothing happens."""
+
+    to: str
+    whom: Hashable
+    kind: int
+    request: int
+    meta: dict[str, Any]
+    arrays: Sequence[np.ndarray | Pieces] = ()
+
+
+class Close(NamedTuple):
+    """Close a connection."""
+
+    to: str
+    whom: Hashable
+
+
+class Persist(NamedTuple):
+    """Write the controller's document and sync it to the disk, before anything that follows."""
+
+    document: dict[str, Any]
+
+
+class Manifest(NamedTuple):
+    """Complete a checkpoint: write its manifest, give the folder its name, and tell `on_manifest` how that went."""
+
+    path: str
+    document: dict[str, Any]
+
+
+class Note(NamedTuple):
+    """Say something that people should hear of."""
+
+    event: str
+    details: dict[str, Any]
+
+
+Action = Send | Close | Persist | Manifest | Note

@@ -1,0 +1,1 @@
+"""What a server holds: sparse tables, dense parameters, checkpoints."""

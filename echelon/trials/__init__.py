@@ -1,0 +1,1 @@
+"""Run the user's code without leaving a trace: snapshots, copies and random states that are put back."""

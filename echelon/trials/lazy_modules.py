@@ -1,0 +1,38 @@
+"""Modules that take their sizes from the first batch (`nn.LazyLinear`): they get sizes and values before anything looks at the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from echelon.errors import JobError
+from echelon.job import Job, call_model
+from echelon.tree import map_tensors
+from echelon.trials.example_batch import Example
+from echelon.trials.random_state import random_states, seed_all
+
+
+def is_uninitialised(model: nn.Module) -> bool:
+    """Whether a parameter or buffer has no size yet."""
+    return any(is_lazy(value) for value in (*model.parameters(), *model.buffers()))
+
+
+def initialise_lazy(model: nn.Module, job: Job) -> None:
+    """Run one small batch of the job's data through `model`, in place, where it has lazy modules. Every process gets the same values: the
+    random numbers follow from the job's seed."""
+    if not is_uninitialised(model):
+        return
+    dtype = next((value.data.dtype for value in model.parameters()), torch.get_default_dtype())
+    batch = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, Example(job).batch(2))
+    training = model.training
+    with random_states(), torch.no_grad():
+        # Evaluation leaves running statistics as they start; a branch that runs in training only needs the other.
+        for trains in (False, True):
+            if is_uninitialised(model):
+                seed_all(job.seed)
+                call_model(job, model.train(trains), batch)
+    model.train(training)
+    left = next((name for name, value in model.named_parameters() if is_lazy(value)), None)
+    if left is not None:
+        raise JobError(f"{left} is lazy and no batch reaches it, so that its size is not known; give its module a size")

@@ -1,0 +1,36 @@
+"""What a certificate is for: hashes of the job file and the model, and the versions that computed it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from torch import nn
+
+from echelon.errors import JobError
+from echelon.plan.document_cache import installed_versions
+from echelon.plan.profile import fingerprint
+
+
+def job_hash(spec: str | Path) -> str:
+    """Hash of the text of the job file that `file.py` or `file.py:name` names, and of the name: one file holds several jobs."""
+    file, _, name = str(spec).rpartition(".py:")
+    path = Path(file + ".py" if file else spec)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise JobError(f"{path}: the job file cannot be read ({error}); a certificate is for its text") from error
+    return hashlib.sha256(text + b"\0" + (name if file else "job").encode()).hexdigest()
+
+
+def model_hash(model: nn.Module) -> str:
+    """Hash of the parameters' names, shapes and dtypes, as the profile and checkpoints hold it."""
+    return fingerprint(
+        (name, value.shape, str(value.dtype).removeprefix("torch.")) for name, value in model.named_parameters()
+    )
+
+
+def versions() -> dict[str, str]:
+    """The versions on which a proof depends."""
+    found = installed_versions(("echelon", "torch", "numpy"))
+    return {name: found[name] for name in ("echelon", "torch", "numpy")}
